@@ -12,7 +12,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.l2.slots import SLOTS
+from cache.l2.slots import SLOT_COUNT
 from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS
 from tests.conftest import redis_binary
@@ -169,9 +169,9 @@ def cluster(folder: Path, tls: Mapping[str, str] | None = None) -> Iterator[Test
     try:
         for node in nodes:
             node.start()
-        slots_per_master = SLOTS // MASTERS
+        slots_per_master = SLOT_COUNT // MASTERS
         for number, node in enumerate(nodes):
-            last = SLOTS - 1 if number == MASTERS - 1 else (number + 1) * slots_per_master - 1
+            last = SLOT_COUNT - 1 if number == MASTERS - 1 else (number + 1) * slots_per_master - 1
             node.client.execute_command("CLUSTER ADDSLOTSRANGE", number * slots_per_master, last)
             node.client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
         test_cluster = TestCluster(nodes, tls.get("tls-ca-cert-file", ""))

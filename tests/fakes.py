@@ -13,7 +13,7 @@ from cache.format.ids import canonical_id, fingerprint, hash_id, hash_ids
 from cache.format.manifest import Artefact, Producer, Table, TablePart
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import (
-    LEASE_DONE_MS,
+    LEASE_DONE_LIFE_MS,
     LEASE_DONE_PREFIX,
     Command,
     L2Result,
@@ -29,7 +29,7 @@ from cache.l2.control_plane import CommandArgument, ControlPlane
 from cache.l2.data_plane import DataPlaneStats
 from cache.records import FLAG_LIVE, Layout, encode_numbers
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
-from cache.tiers.reads import RecordKey, View
+from cache.tiers.reads import RecordKey, SnapshotView
 from serving.process.resources import StoreThreads
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class FakeRemote:
                     done_value = LEASE_DONE_PREFIX + write.lease_mark.token
                     self.leases[write.lease_mark.key] = (
                         done_value,
-                        self.timer() + LEASE_DONE_MS / 1000,
+                        self.timer() + LEASE_DONE_LIFE_MS / 1000,
                     )
         return [self.fails_with] * len(writes)
 
@@ -227,9 +227,9 @@ class Night:
         )
         self.directory = Directory(self.seed, [0], [hashes[order]])
 
-    def view(self, generation: str = GENERATION) -> View:
+    def view(self, generation: str = GENERATION) -> SnapshotView:
         """A snapshot's view of it."""
-        return View(generation, {"user": self.directory})
+        return SnapshotView(generation, {"user": self.directory})
 
     def record_key(self, id_: str, digest: bytes | None = None) -> RecordKey:
         """What a request for `id_` asks for."""

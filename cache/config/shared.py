@@ -12,10 +12,10 @@ from cache.config.timetable import Timetable
 from cache.errors import ConfigError
 from cache.format.redis_keys import NAME, Keyspace
 from cache.l2 import slots
-from cache.l2.sentinel import SENTINEL_SCHEMES, is_sentinel, read_sentinel_url
+from cache.l2.sentinel import SENTINEL_URL_SCHEMES, is_sentinel, read_sentinel_url
 from cache.store.artefacts import ArtefactStore
 
-_SCHEMES = ("redis://", "rediss://", "unix://", *slots.SCHEMES, *SENTINEL_SCHEMES)
+_SCHEMES = ("redis://", "rediss://", "unix://", *slots.CLUSTER_URL_SCHEMES, *SENTINEL_URL_SCHEMES)
 
 
 def _text(value: Any) -> Any:

@@ -26,8 +26,8 @@ from cache.formats import (
     stamp,
     version_of,
 )
-from cache.l2.resp import COUNT_SHAPE, MOVED_SHAPE, checked_reply
-from cache.l2.sync_clients import home, masters
+from cache.l2.resp import COUNT_SHAPE, POINTER_MOVE_SHAPE, checked_reply
+from cache.l2.sync_clients import client_for_key, primary_clients
 from cache.store.releases import Pointer
 
 REPLICA_DEAD_S = 3.0
@@ -254,7 +254,7 @@ class Control:
             arguments += [generation, row.to_bytes()]
         names = (self.keys.live, self.keys.generations, self.keys.channel)
         reply: Any = self.client.eval(_MOVE_SCRIPT, len(names), *names, *arguments)
-        checked_reply("EVAL", reply, MOVED_SHAPE)
+        checked_reply("EVAL", reply, POINTER_MOVE_SHAPE)
         moved, raw = reply[:2]
         if moved == 2:
             state, generation = (each.decode(errors="replace") for each in reply[1:3])
@@ -324,7 +324,7 @@ class Control:
 
     def time(self) -> float:
         """Redis' own clock, Unix seconds: what heartbeats and staging notes are compared with."""
-        seconds, microseconds = home(self.client, self.keys.live).time()
+        seconds, microseconds = client_for_key(self.client, self.keys.live).time()
         return float(seconds) + float(microseconds) / 1e6
 
     def replicas(self, now: float | None = None) -> list[Replica]:
@@ -370,7 +370,7 @@ class Control:
 
     def check_policy(self) -> str:
         """The eviction policy (of a cluster, the first node's); refuses one that could evict published pages."""
-        policies = {name: _policy(server) for name, server in masters(self.client).items()}
+        policies = {name: _policy(server) for name, server in primary_clients(self.client).items()}
         for name, policy in policies.items():
             if not policy.startswith(("volatile-", "noeviction")):
                 where = "" if name == "primary" else f" ({name})"

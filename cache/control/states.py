@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 from cache.errors import Conflict
-from cache.store.releases import MOVES, POINTED, Canary, Release
+from cache.store.releases import MOVE_ACTIONS, POINTER_ACTIONS, Canary, Release
 
 
 class State(StrEnum):
@@ -187,9 +187,9 @@ def fold(releases: Sequence[Release]) -> Ledger:
     for release in sorted(releases, key=lambda record: record.epoch):
         generation, action = release.generation, release.action
         epoch = max(epoch, release.epoch)
-        if action in POINTED and not release.is_done:
+        if action in POINTER_ACTIONS and not release.is_done:
             continue
-        if action in MOVES:
+        if action in MOVE_ACTIONS:
             replaced_generations = [] if live in (None, generation) else [live]
             if action == "roll_back" and generation != live:
                 replaced_generations += _jumped_over(generation, states, left_in)

@@ -27,7 +27,7 @@ from cache.model.input_preparation import (
     check_features,
     keep_last_occurrences,
 )
-from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItems, merged_lists
+from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItems, merge_new_items
 from cache.model.predictor import Predictor
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
@@ -149,7 +149,7 @@ class EventPredictor:
             return None
         names = {name: str(table.producer.model) for name, table in tables.items()}
         models = {model_name: manifest.models[model_name] for model_name in set(names.values())}
-        exact = predictor.in_full(models, root, threads=threads, cores=cores)
+        exact = predictor.with_fp32_models(models, root, threads=threads, cores=cores)
         metrics = {
             manifest.indexes[str(table.producer.index)].metric
             for table in tables.values()
@@ -240,13 +240,13 @@ class EventPredictor:
         scorer = self.scorers.get(metric)
         if scorer is None:
             ranked = search.lists(batch, outputs, _NO_ORDINALS)
-            ranked = merged_lists(ranked, outputs, new, metric, manifest_table.layout)
+            ranked = merge_new_items(ranked, outputs, new, metric, manifest_table.layout)
             return self.predictor.lists(
                 table, ranked, fingerprints, scored_at, flags=FLAG_APPROXIMATE
             )
         exclusions = Histories.of([prepared.excluded for prepared in batch])
         ranked = scorer.top(outputs, manifest_table.layout.width, exclusions, threads=1)
-        ranked = merged_lists(ranked, outputs, new, metric, manifest_table.layout)
+        ranked = merge_new_items(ranked, outputs, new, metric, manifest_table.layout)
         return self.predictor.lists(table, ranked, fingerprints, scored_at)
 
     def warm(self) -> None:

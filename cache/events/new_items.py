@@ -18,7 +18,7 @@ from cache.format.manifest import Manifest
 from cache.format.stream_position import Position
 from cache.model.input_preparation import check_features, stack_features
 from cache.model.new_items import NO_NEW_ITEMS, NewItem, NewItems, NextTry
-from cache.model.tower import AnyTower, Tower, run_apart
+from cache.model.tower import AnyTower, Tower, run_isolating_failures
 from cache.model.tower_spec import InputSpec, TowerSpec
 
 ITEM_TOWER: Final = "item_tower"
@@ -418,7 +418,7 @@ class NewItemTower:
         if self.tower is None:
             return np.array(rows, np.float32), np.zeros(len(rows), np.bool_)
         checked = [check_features(self.inputs.features, features) for features in rows]
-        return run_apart(self.tower, {
+        return run_isolating_failures(self.tower, {
             input_spec.name: stack_features(input_spec, [row[input_spec.name] for row in checked])
             for input_spec in self.inputs.features
         })  # fmt: skip

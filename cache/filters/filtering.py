@@ -440,4 +440,4 @@ class Filtering:
     def _with_new(self, filter_mask: FilterMask, filter_: Filter | str) -> FilterMask:
         if self.new is None:
             return filter_mask
-        return filter_mask.followed_by(self.new.evaluate(filter_), self.attributes.count)
+        return filter_mask.append_mask(self.new.evaluate(filter_), self.attributes.count)

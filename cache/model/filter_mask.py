@@ -29,14 +29,17 @@ class FilterMask:
         )
         return mask
 
-    def followed_by(self, appended_mask: "FilterMask", items: int) -> "FilterMask":
+    def append_mask(self, appended_mask: "FilterMask", item_count: int) -> "FilterMask":
         """Return this mask of `items` items with the mask of further items appended, numbered from `items` on."""
-        full_byte_count = items >> 3
-        last = np.unpackbits(self.bits[full_byte_count:], count=items & 7, bitorder="little")
-        more = np.unpackbits(appended_mask.bits, bitorder="little")
-        tail = np.packbits(np.concatenate([last, more]), bitorder="little")
+        full_byte_count = item_count >> 3
+        last_bits = np.unpackbits(
+            self.bits[full_byte_count:], count=item_count & 7, bitorder="little"
+        )
+        appended_bits = np.unpackbits(appended_mask.bits, bitorder="little")
+        tail_bytes = np.packbits(np.concatenate([last_bits, appended_bits]), bitorder="little")
         return FilterMask(
-            np.concatenate([self.bits[:full_byte_count], tail]), self.count + appended_mask.count
+            np.concatenate([self.bits[:full_byte_count], tail_bytes]),
+            self.count + appended_mask.count,
         )
 
     def ordinals(self) -> NDArray[np.int64]:

@@ -124,19 +124,19 @@ def check_features(
     inputs: Sequence[InputSpec], features: Mapping[str, FeatureValue]
 ) -> dict[str, FeatureValue]:
     """Values by input name; raises InvalidInput (`field`) for a missing, unknown or unfit feature."""
-    columns = {str(input_spec.column): input_spec for input_spec in inputs}
+    spec_by_column = {str(input_spec.column): input_spec for input_spec in inputs}
     for name in features:
-        if name not in columns:
-            column_names = ", ".join(sorted(columns)) or "none"
+        if name not in spec_by_column:
+            column_names = ", ".join(sorted(spec_by_column)) or "none"
             raise InvalidInput(
                 f"the model has no feature {name!r}; it takes {column_names}", field=name
             )
-    checked: dict[str, FeatureValue] = {}
-    for column, input_spec in columns.items():
+    value_by_input: dict[str, FeatureValue] = {}
+    for column, input_spec in spec_by_column.items():
         if column not in features:
             raise InvalidInput(f"feature {column!r} is missing", field=column)
-        checked[input_spec.name] = _fitting_value(input_spec, features[column])
-    return checked
+        value_by_input[input_spec.name] = _fitting_value(input_spec, features[column])
+    return value_by_input
 
 
 def stack_features(input_spec: InputSpec, values: Sequence[FeatureValue]) -> NDArray[Any]:
@@ -158,8 +158,8 @@ def _fitting_value(input_spec: InputSpec, value: FeatureValue) -> FeatureValue:
             field=input_spec.column,
         )
     # One look per distinct type, not per number: a batch may hold millions of them.
-    for kind in set(map(type, value)):
-        _scalar_value(input_spec, kind(0))
+    for value_type in set(map(type, value)):
+        _scalar_value(input_spec, value_type(0))
     if input_spec.dtype != "string":
         _scalar_value(input_spec, min(value))
         _scalar_value(input_spec, max(value))

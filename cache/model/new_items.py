@@ -14,7 +14,7 @@ from cache.format.item_table import ItemTable
 from cache.model.ranking import Metric, score
 from cache.records import NO_ITEM, Layout, unfit_rows
 
-Ranked = tuple[NDArray[np.uint32], NDArray[np.float32]]
+RankedLists = tuple[NDArray[np.uint32], NDArray[np.float32]]
 """Numbers and scores [n, width], best first; unused slots are NO_ITEM and 0."""
 
 _NO_VECTORS: Final = np.empty((0, 0), np.float32)
@@ -92,12 +92,14 @@ class NewItems:
             for number in numbers.tolist()
         ]
 
-    def numbers_of(self, raws: Sequence[bytes], ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
+    def numbers_of(
+        self, raw_ids: Sequence[bytes], ordinals: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """int64 [n] numbers of items whose `ordinals` among the generation's own are known, -1 for no item."""
         if not self.items or not (ordinals < 0).any():
             return ordinals
-        pairs = zip(raws, ordinals.tolist(), strict=True)
-        numbers = [at if at >= 0 else self.numbers.get(raw, -1) for raw, at in pairs]
+        pairs = zip(raw_ids, ordinals.tolist(), strict=True)
+        numbers = [ordinal if ordinal >= 0 else self.numbers.get(raw, -1) for raw, ordinal in pairs]
         return np.array(numbers, np.int64)
 
     def up_to(self, position: int) -> Self:
@@ -109,7 +111,7 @@ class NewItems:
 
     def merged(
         self,
-        ranked: Ranked,
+        ranked: RankedLists,
         row: int,
         vector: NDArray[np.float32],
         excluded_numbers: frozenset[int],
@@ -146,27 +148,27 @@ class EligibleNewItems(NamedTuple):
 
     items: NewItems = NO_NEW_ITEMS
     excluded_numbers: frozenset[int] = frozenset()
-    own_print: int = 0
+    own_fingerprint: int = 0
 
 
 NO_ELIGIBLE_NEW_ITEMS: Final = EligibleNewItems()
 
 
-def merged_lists(
-    ranked: Ranked,
+def merge_new_items(
+    ranked: RankedLists,
     vectors: NDArray[np.float32],
-    new: Sequence[EligibleNewItems],
+    eligible_by_row: Sequence[EligibleNewItems],
     metric: Metric,
     layout: Layout,
-) -> Ranked:
+) -> RankedLists:
     """Lists with the new items of each row among them; the lists that come in stay as they are.
 
     So does a row whose scores a record of this layout would not hold with them: anybody sends events.
     """
-    if not any(len(row_items.items) for row_items in new):
+    if not any(len(row_items.items) for row_items in eligible_by_row):
         return ranked
     merged = ranked[0].copy(), ranked[1].copy()
-    for row, (items, excluded_numbers, _) in enumerate(new):
+    for row, (items, excluded_numbers, _) in enumerate(eligible_by_row):
         if len(items):
             items.merged(merged, row, vectors[row], excluded_numbers, metric)
     unfit_mask = unfit_rows(layout, merged[1])

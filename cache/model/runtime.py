@@ -13,7 +13,7 @@ import onnxruntime as ort
 __all__ = ["CPU", "Accelerator", "ort", "provider_of"]
 
 CPU: Final = "cpu"
-_PROVIDERS: Final = {
+_ONNX_PROVIDER_BY_NAME: Final = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
     CPU: "CPUExecutionProvider",
@@ -30,10 +30,10 @@ class Accelerator:
 
     def missing(self) -> str | None:
         """Reason why this ONNX Runtime cannot use it, as far as that is known before a model is opened."""
-        if _PROVIDERS[self.provider] in ort.get_available_providers():
+        if _ONNX_PROVIDER_BY_NAME[self.provider] in ort.get_available_providers():
             return None
         return (
-            f"ONNX Runtime {ort.__version__} here has no {_PROVIDERS[self.provider]}: install onnxruntime-gpu in the "
+            f"ONNX Runtime {ort.__version__} here has no {_ONNX_PROVIDER_BY_NAME[self.provider]}: install onnxruntime-gpu in the "
             "place of onnxruntime"
         )
 
@@ -43,22 +43,32 @@ class Accelerator:
         if not other_providers:
             return None
         return (
-            f"ONNX Runtime could not load {_PROVIDERS[self.provider]} for device {self.number} and took "
+            f"ONNX Runtime could not load {_ONNX_PROVIDER_BY_NAME[self.provider]} for device {self.number} and took "
             f"{', '.join(other_providers)}: check the driver, CUDA, cuDNN and TensorRT that this release wants"
         )
 
     def providers(self) -> list[Any]:
         """Providers as a session takes them, in the order in which it tries them; TF32 would cost the agreement."""
-        options: dict[str, Any] = {"device_id": self.number, "use_tf32": 0}
+        provider_options: dict[str, Any] = {"device_id": self.number, "use_tf32": 0}
         if self.limit_bytes:
-            options["gpu_mem_limit"] = self.limit_bytes
-        providers: list[Any] = [(_PROVIDERS["cuda"], options), _PROVIDERS[CPU]]
+            provider_options["gpu_mem_limit"] = self.limit_bytes
+        providers: list[Any] = [
+            (_ONNX_PROVIDER_BY_NAME["cuda"], provider_options),
+            _ONNX_PROVIDER_BY_NAME[CPU],
+        ]
         if self.provider == "tensorrt":
-            providers.insert(0, (_PROVIDERS["tensorrt"], {"device_id": self.number}))
+            providers.insert(0, (_ONNX_PROVIDER_BY_NAME["tensorrt"], {"device_id": self.number}))
         return providers
 
 
-def provider_of(session: ort.InferenceSession) -> str:
+def first_provider_of(session: ort.InferenceSession) -> str:
     """Return the provider that a session tries first: cpu where the GPU's provider could not be loaded."""
-    first = session.get_providers()[0]
-    return next((name for name, onnx_provider in _PROVIDERS.items() if onnx_provider == first), CPU)
+    onnx_name = session.get_providers()[0]
+    return next(
+        (
+            name
+            for name, onnx_provider in _ONNX_PROVIDER_BY_NAME.items()
+            if onnx_provider == onnx_name
+        ),
+        CPU,
+    )

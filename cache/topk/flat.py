@@ -13,7 +13,15 @@ import faiss as faiss_module
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.ranking import Metric, pack, rank, score, top_keys, unit, unpack
+from cache.model.ranking import (
+    Metric,
+    pack_sort_keys,
+    rank,
+    score,
+    top_sort_keys,
+    unit_rows,
+    unpack_sort_keys,
+)
 from cache.model.tower import Histories
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
@@ -41,7 +49,7 @@ class ComparableItems:
     @classmethod
     def of(cls, vectors: NDArray[np.float32], metric: Metric) -> Self:
         """Items to compare, from float32 [items, dims] in ordinal order."""
-        filtering = np.ascontiguousarray(unit(vectors) if metric == "cosine" else vectors)
+        filtering = np.ascontiguousarray(unit_rows(vectors) if metric == "cosine" else vectors)
         return cls(vectors, metric, filtering, lengths(filtering))
 
     @property
@@ -87,7 +95,7 @@ class FlatChunk:
     ) -> None:
         self._scorer = scorer
         self._users = users
-        self._queries = unit(users) if scorer.metric == "cosine" else users
+        self._queries = unit_rows(users) if scorer.metric == "cosine" else users
         self._lengths = lengths(self._queries)
         self._excluded = excluded
         self._k = k
@@ -173,10 +181,10 @@ def _scan(
     for start in range(0, item_count, _SCAN_ITEMS):
         ordinals = start + np.flatnonzero(allowed[start : start + _SCAN_ITEMS])
         scores = score(user[None], scorer.vectors, ordinals[None], scorer.metric)[0]
-        keys = top_keys(np.concatenate([keys, pack(scores, ordinals)])[None], k)[0]
+        keys = top_sort_keys(np.concatenate([keys, pack_sort_keys(scores, ordinals)])[None], k)[0]
         if not user.any() and len(keys) == k:
             break  # every score is zero: the first k ordinals are the answer
-    top_lists = unpack(keys[None], k)
+    top_lists = unpack_sort_keys(keys[None], k)
     return top_lists[0][0], top_lists[1][0]
 
 

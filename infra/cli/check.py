@@ -297,8 +297,8 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
     """Check the Redis of pages: its version, its missing commands, and its eviction policy."""
     from redis import AuthenticationError, RedisError
 
-    from cache.l2.errors import NO_USER
-    from cache.l2.sync_clients import masters, open_client
+    from cache.l2.errors import NO_USER_HINT
+    from cache.l2.sync_clients import primary_clients, open_client
     from cache.process.redis_server import find_server, running_server
     from precompute.cli.temporary_redis import gone_in_words
 
@@ -326,7 +326,7 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
         finally:
             client.close()
     except AuthenticationError as error:
-        no_user = "" if urlsplit(url).username else NO_USER
+        no_user = "" if urlsplit(url).username else NO_USER_HINT
         return (
             "to do",
             f"{place_of(url)} refuses user and password: {error}; correct REDIS_URL{no_user}",

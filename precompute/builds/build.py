@@ -26,7 +26,7 @@ from cache.formats import FIELD, FORMATS, STAGES, demand, stamp
 from cache.store.artefacts import (
     COPY_IDLE_S,
     ArtefactStore,
-    describe,
+    describe_file,
     generation_path,
     write_atomically,
 )
@@ -92,7 +92,7 @@ class Build:
 
     def describe(self, name: str) -> Artefact:
         """Return the manifest entry of a finished file."""
-        return describe(self.root, name)
+        return describe_file(self.root, name)
 
     def report(self, name: ReportName[ReportT], value: ReportT) -> None:
         """Finish a step: its report is written last, so it proves that the files before it are complete."""

@@ -12,7 +12,7 @@ import redis
 from cache.control.control_keys import Control
 from cache.errors import Conflict, StoreError
 from cache.format.manifest import Artefact, Manifest
-from cache.store.artefacts import ArtefactStore, check, generation_path, read_manifest
+from cache.store.artefacts import ArtefactStore, check_file, generation_path, read_manifest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import BytesProgress, Part, load_part, parts_of, total_bytes
 from precompute.bulk.readback import bad_pages, lengths, sizes, verify_part
@@ -237,5 +237,5 @@ def _fetch(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
         raise
     if not path.is_file():
         raise _missing_artefact_error(store, generation, artefact)
-    check(store.local(generation_path(generation)), artefact)
+    check_file(store.local(generation_path(generation)), artefact)
     return path

@@ -23,12 +23,12 @@ from cache.l2.sync_clients import connect
 from cache.process.command_line import NOT_WELL, json_text
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.audit import (
-    Audited,
+    AuditedAction,
     AuditRecord,
     audit_records,
     audited,
     entity_digest,
-    ids_in_words,
+    describe_blocked_ids,
 )
 from cache.store.blocklist import Blocklist, change_blocklist, latest_blocklist
 from cache.store.releases import all_releases
@@ -200,7 +200,7 @@ def roll_back(
     from precompute.releases.recovery import roll_back as move_back
 
     attempt = arguments.attempt or new_attempt()
-    return move_back(config, to=arguments.to, reason=arguments.reason, attempt=attempt)
+    return move_back(config, to=arguments.connection_to, reason=arguments.reason, attempt=attempt)
 
 
 def restore(
@@ -252,8 +252,8 @@ def block(
         if arguments.unblock
         else _unknown_items_in_words(store, items)
     )
-    action: Audited = "unblock" if arguments.unblock else "block"
-    subject, reason = ids_in_words(items, entities), arguments.reason
+    action: AuditedAction = "unblock" if arguments.unblock else "block"
+    subject, reason = describe_blocked_ids(items, entities), arguments.reason
     with audited(store, action, subject, actor=config.actor, reason=reason) as audit_details:
         if arguments.unblock:
             demand_unerased(store, items)

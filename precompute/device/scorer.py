@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from cache.errors import LarderError
-from cache.model.ranking import Metric, unit
+from cache.model.ranking import Metric, unit_rows
 from cache.model.tower import Histories
 from cache.topk.compiled import fits, long_enough
 from cache.topk.flat import ComparableItems, Top, lengths
@@ -186,7 +186,7 @@ class DeviceScorer:
     def _columns(self, allowed: NDArray[np.bool_] | None) -> Columns:
         if allowed is None or self.has_failed:
             return self._items.all_columns
-        columns = self._items.only(torch.from_numpy(allowed).to(self._device))
+        columns = self._items.only(torch.from_numpy(allowed).connection_to(self._device))
         _settle(self._device)
         return columns
 
@@ -238,7 +238,7 @@ class DeviceScorer:
     ) -> NDArray[np.int64]:
         where = slice_of(rows)
         users = np.ascontiguousarray(search_request.users[where])
-        compared = unit(users) if self._compared.metric == "cosine" else users
+        compared = unit_rows(users) if self._compared.metric == "cosine" else users
         with torch.cuda.stream(self._loads):
             queries = self._items.queries(users, compared)
             pairs = self._items.pairs(search_request.exclusions, where)

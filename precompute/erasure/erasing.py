@@ -14,7 +14,7 @@ from cache.format.manifest import EntityKind, Manifest
 from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
-from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of, member
+from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, window_number_of, sketch_member_of
 from precompute.builds.tables import ENTITIES
 from precompute.bundles.bundle_store import forget_items
 from precompute.config.settings import NightConfig, retained
@@ -123,7 +123,9 @@ def drop_hot(
     for generation in sorted(control.rows()):
         with contextlib.suppress(LarderError):  # its files are gone
             tables |= set(read_manifest(store, generation).tables)
-    members = [member((table, erasure.raw)) for erasure in erasures for table in sorted(tables)]
+    members = [
+        sketch_member_of((table, erasure.raw)) for erasure in erasures for table in sorted(tables)
+    ]
     batches = [members[at : at + UNLINK_BATCH] for at in range(0, len(members), UNLINK_BATCH)]
     keys, at = config.keyspace(), control.time()
     names = [
@@ -136,7 +138,7 @@ def drop_hot(
 
 def _numbers(window: Window, at: float) -> range:
     """Return the numbers of a sketch's keys that can still exist; a replica's clock may be a little ahead of Redis'."""
-    window_number = hour_of(at, window)
+    window_number = window_number_of(at, window)
     return range(window_number - window.life_s // window.seconds, window_number + 2)
 
 

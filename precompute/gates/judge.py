@@ -22,7 +22,7 @@ from cache.config.night import GateThresholds, GovernorConfig
 from cache.control.control_keys import Control
 from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavailable
 from cache.format.manifest import Manifest
-from cache.l2.sync_clients import another
+from cache.l2.sync_clients import clone_client
 from precompute.builds.seal import WITHOUT_INTERACTIONS
 from precompute.features import feature_gates
 from precompute.gates.evidence.candidate import Candidate, Gate, Measurement, Verdict
@@ -213,7 +213,7 @@ def run_gates(
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     """Verdict of one gate, run with a Redis connection of its own, of which nothing is left when its time is over."""
     leash = GateConnections()
-    client = another(candidate.control.client, partial(GateConnectionPool, leash))
+    client = clone_client(candidate.control.client, partial(GateConnectionPool, leash))
     own_candidate = replace(candidate, control=Control(client, candidate.control.keys))
     try:
         return run_within(gate.rule, lambda: gate(own_candidate), timeout_s)

@@ -19,7 +19,14 @@ from cache.l2.sync_clients import connect
 from cache.process.host import usable_cores
 from cache.process.redis_server import server
 from cache.quality.probe import probe_bytes
-from cache.tiers.l1 import OVERHEAD_BYTES, READY_BYTES, Entry, LocalKey, LocalTier, size_of
+from cache.tiers.l1 import (
+    ENTRY_OVERHEAD_BYTES,
+    READY_OVERHEAD_BYTES,
+    Entry,
+    LocalKey,
+    LocalTier,
+    entry_size_bytes,
+)
 from precompute.adapters.vector_bundle import make_bundle
 from precompute.builds.reports import EMBED_ITEMS
 from precompute.builds.tables import (
@@ -553,8 +560,8 @@ def l1_hit_rates(
     of each other.
     """
     table = l1_table_bytes()
-    record = record_bytes + OVERHEAD_BYTES + table
-    answer = answer_bytes + READY_BYTES + table if answer_bytes else 0.0
+    record = record_bytes + ENTRY_OVERHEAD_BYTES + table
+    answer = answer_bytes + READY_OVERHEAD_BYTES + table if answer_bytes else 0.0
 
     def contents(time: float) -> tuple[float, float]:
         """Return the expected (entries, bytes)."""
@@ -613,7 +620,7 @@ def l1_table_bytes() -> float:
 
 def _measured_table_bytes(entries: int) -> float:
     entry = Entry(b"", 0)
-    tier = LocalTier(entries * (size_of(entry) + 150))
+    tier = LocalTier(entries * (entry_size_bytes(entry) + 150))
     for key in range(4 * entries):
         tier.put(LocalKey("", "", key), entry)
-    return tier.size_bytes / len(tier) - size_of(entry)
+    return tier.size_bytes / len(tier) - entry_size_bytes(entry)

@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
-from cache.model.ranking import unit
+from cache.model.ranking import unit_rows
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import held_out, onnx_model
@@ -552,7 +552,7 @@ def affinities(
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.float32], tuple[str, ...]]:
     """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
-    directions = unit(vectors)
+    directions = unit_rows(vectors)
     if categories is not None:
         coded = pc.dictionary_encode(strings_of(categories))
         names, name_indexes = np.unique(
@@ -595,4 +595,4 @@ def _centroids(
     size = len(directions)
     member = sp.csr_matrix((np.ones(size, np.float32), (groups, np.arange(size))), (count, size))
     filled = np.bincount(groups, minlength=count) > 0
-    return np.where(filled[:, None], unit(member @ directions), otherwise)
+    return np.where(filled[:, None], unit_rows(member @ directions), otherwise)

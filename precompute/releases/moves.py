@@ -12,7 +12,7 @@ from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.format.manifest import CUT_CHARS
 from cache.formats import FORMATS, MANIFEST, RELEASE
 from cache.store.artefacts import read_manifest
-from cache.store.releases import MOVES, Action, Canary, Pointer, Release
+from cache.store.releases import MOVE_ACTIONS, Action, Canary, Pointer, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import unlink_pages
 from precompute.bulk.reload import load_missing, repair
@@ -378,7 +378,7 @@ def _demand_still(releases: Releases, to: Pointer, view: ReleaseView, action: Ac
         if live_release.attempt == to.attempt:
             return  # a repeat of this very move, which the pointer recognises
         raise Conflict("another publisher moved the pointer meanwhile; try again")
-    if action in MOVES and to.previous and ledger.state(to.previous) is State.RETIRED:
+    if action in MOVE_ACTIONS and to.previous and ledger.state(to.previous) is State.RETIRED:
         raise Conflict(f"{to.previous} was retired meanwhile; try again")
     if action != "end_canary":
         about = to.canary.generation if to.canary is not None else to.generation
@@ -472,14 +472,14 @@ def _undone(
             back = (
                 release
                 for release in later
-                if release.action in MOVES and release.generation == former_live_id
+                if release.action in MOVE_ACTIONS and release.generation == former_live_id
             )
             return next(back, None) or _taken_back(own_release, history, later)
         case "canary":
             ends = (
                 release
                 for release in later
-                if release.action in MOVES or release.action == "end_canary"
+                if release.action in MOVE_ACTIONS or release.action == "end_canary"
             )
             end = next(ends, None)
             return None if end is None or end.action == "publish" else end

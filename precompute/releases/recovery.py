@@ -11,7 +11,7 @@ from cache.control.control_keys import RegistryRow
 from cache.control.states import UNFINISHED, Ledger, State, fold
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
 from cache.format.manifest import GENERATION
-from cache.l2.errors import translated
+from cache.l2.errors import translate_redis_errors
 from cache.l2.resp import COUNT_SHAPE, checked_reply
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.audit import audited
@@ -63,7 +63,7 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
                 report["notes"] = notes
         try:
             with (
-                translated(),
+                translate_redis_errors(),
                 # Right beside the flip: going slower is better than being felt.
                 open_governor(config.governor, releases.control, awake=False) as governor,
             ):

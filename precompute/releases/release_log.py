@@ -17,7 +17,7 @@ from cache.errors import ConfigError, Conflict, CorruptArtefact, UnknownGenerati
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import (
-    POINTED,
+    POINTER_ACTIONS,
     Action,
     Pointer,
     Release,
@@ -25,7 +25,7 @@ from cache.store.releases import (
     done_path,
     intent_path,
     manifest_digest,
-    released_manifest,
+    released_manifest_digest,
 )
 from precompute.config.settings import NightConfig
 
@@ -89,7 +89,7 @@ class Releases:
 
     def history(self) -> list[Release]:
         """Every record, oldest first, whether its move is settled or not."""
-        return all_releases(self.store, self._release_by_number, packs=True)
+        return all_releases(self.store, self._release_by_number, should_pack=True)
 
     def settle(self) -> list[Release]:
         """Complete the intent whose move is proven by the pointer; the whole history, oldest first.
@@ -98,7 +98,9 @@ class Releases:
         """
         releases = self.history()
         open_ones = [
-            release for release in releases if not release.is_done and release.action in POINTED
+            release
+            for release in releases
+            if not release.is_done and release.action in POINTER_ACTIONS
         ]
         pointer = self.control.pointer() if open_ones else None
         if pointer is None:
@@ -152,7 +154,10 @@ class Releases:
                 f"generation {generation} has no manifest in {self.store.url}",
                 generation=generation,
             )
-        released, stored_digest = released_manifest(history, generation), manifest_digest(raw)
+        released, stored_digest = (
+            released_manifest_digest(history, generation),
+            manifest_digest(raw),
+        )
         if released and released != stored_digest:
             raise CorruptArtefact(
                 f"the manifest of {generation} has the digest {stored_digest}, its release record says {released}",

@@ -10,7 +10,7 @@ from cache.control.states import ALLOWED, UNFINISHED, Ledger, State, demand, fol
 from cache.errors import Conflict, UnknownGeneration
 from cache.format.manifest import CUT_CHARS, GENERATION, Manifest
 from cache.store.artefacts import generation_path, read_manifest
-from cache.store.releases import POINTED, Release
+from cache.store.releases import POINTER_ACTIONS, Release
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import RETIRE_BATCH, unlink_pages
 from precompute.config.progress import Progress, quiet
@@ -144,7 +144,7 @@ def _left_s_ago(releases: Releases, generation: str, view: ReleaseView) -> float
     later = [
         release.at
         for release in view.history
-        if release.is_done and release.action in POINTED and release.epoch > left_in
+        if release.is_done and release.action in POINTER_ACTIONS and release.epoch > left_in
     ]
     return releases.clock() - min([left_at, *later])
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable
-from cache.model.tower import Inputs, rows_of, rows_taken
+from cache.model.tower import Inputs, row_count_of, select_input_rows
 from precompute.builds.build import Build, fetch_partition
 from precompute.bundles.bundle import Bundle
 from precompute.partitions.shard_files import (
@@ -41,14 +41,14 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
 
     A model's rows must not depend on the other rows of their batch, or its records are not copied.
     """
-    count = min(REGROUPED_ROWS, rows_of(inputs))
-    batch_outputs = run(rows_taken(inputs, np.arange(count)))
+    count = min(REGROUPED_ROWS, row_count_of(inputs))
+    batch_outputs = run(select_input_rows(inputs, np.arange(count)))
     order = np.random.default_rng(_REGROUPING_SEED).permutation(count)
     shuffled, start = [], 0
     for size in (*_GROUP_SIZES, count):
         rows = order[start : start + size]
         if len(rows):
-            shuffled.append(run(rows_taken(inputs, rows)))
+            shuffled.append(run(select_input_rows(inputs, rows)))
         start += size
     regrouped_outputs = np.concatenate(
         [np.empty((0, *batch_outputs.shape[1:]), np.float32), *shuffled]

@@ -8,7 +8,7 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable
-from cache.model.ranking import Metric, score, unit
+from cache.model.ranking import Metric, score, unit_rows
 from cache.store.artefacts import write_atomically
 from cache.topk.topk import Scorer
 from precompute.builds.build import Build
@@ -42,10 +42,10 @@ def favourites_of(
 
     A mean of products with an item is the product with the mean.
     """
-    mean = (unit(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
+    mean = (unit_rows(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
     compared = np.asarray(items.vectors)
     if metric == "cosine":
-        compared = unit(compared)
+        compared = unit_rows(compared)
     scorer = Scorer.of(np.ascontiguousarray(compared))
     ordinals, scores = scorer.top(mean.astype(np.float32)[None], min(k, items.count))
     return items.ids_of(ordinals[0]), scores[0].tolist()
@@ -63,10 +63,10 @@ def mean_scores(
     items: ItemTable, users: NDArray[np.float32], metric: Metric
 ) -> NDArray[np.float32]:
     """Return the mean score of each item over these users, float32 [items], for `favourites_of`."""
-    mean = (unit(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
+    mean = (unit_rows(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
     compared = np.asarray(items.vectors)
     if metric == "cosine":
-        compared = unit(compared)
+        compared = unit_rows(compared)
     query, item_scores = mean.astype(np.float32)[None], np.empty(items.count, np.float32)
     for start in range(0, items.count, _AT_ONCE):
         ordinals = np.arange(start, min(start + _AT_ONCE, items.count))

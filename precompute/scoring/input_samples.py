@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cache.errors import BundleError, SourceError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
-from cache.model.tower import Histories, Inputs, Tower, rows_of
+from cache.model.tower import Histories, Inputs, Tower, row_count_of
 from precompute.builds.build import Build, fetch_model, fetch_partition
 from precompute.builds.reports import SampleFields
 from precompute.bundles.agreement import agreement, select_rows
@@ -300,10 +300,10 @@ def _with_answers(
     rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
     if not len(rows):
         raise BundleError(
-            f"no output of {tower.name} is finite, on none of {rows_of(inputs):,} sampled inputs: was the model "
+            f"no output of {tower.name} is finite, on none of {row_count_of(inputs):,} sampled inputs: was the model "
             "trained to its end, and are its features on the scale of the training?",
             model=tower.name,
         )
-    if len(rows) == rows_of(inputs):
+    if len(rows) == row_count_of(inputs):
         return inputs, exclusions
     return select_rows(inputs, rows), None if exclusions is None else exclusions.select_rows(rows)

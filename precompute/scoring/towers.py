@@ -18,9 +18,9 @@ from cache.model.tower import (
     Inputs,
     Tile,
     Tower,
-    repeated,
-    rows_of,
-    rows_taken,
+    repeat_values,
+    row_count_of,
+    select_input_rows,
 )
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
@@ -118,7 +118,7 @@ def usable_inputs(
 def _recent(entities: ShardInput) -> NDArray[np.bool_]:
     """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
     lengths = np.diff(entities.indptr)
-    from_end = repeated(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
+    from_end = repeat_values(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
     return np.asarray(from_end <= entities.history_limit, np.bool_)
 
 
@@ -164,7 +164,7 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
     except Exception as error:
         if isinstance(error, LarderError) and not isinstance(error, ModelFailed):
             raise
-        rows = np.arange(rows_of(inputs))
+        rows = np.arange(row_count_of(inputs))
         while len(rows) > 1:
             half = rows[: len(rows) // 2]
             rows = half if _raises(tower, inputs, half) else rows[len(rows) // 2 :]
@@ -192,7 +192,7 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
 
 def _raises(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> bool:
     try:
-        tower.run(rows_taken(inputs, rows))
+        tower.run(select_input_rows(inputs, rows))
     except Exception:
         return True
     return False
@@ -250,7 +250,7 @@ class DeviceTower:
 
     def _tried(self, inputs: Inputs) -> NDArray[np.float32] | None:
         """Outputs of the device; None where it has no room for one row."""
-        outputs = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
+        outputs = np.empty((row_count_of(inputs), self.spec.output_dims), np.float32)
         while True:
             tile = self._tile
             try:
@@ -277,8 +277,8 @@ class DeviceTower:
 
     def _compare(self, inputs: Inputs) -> None:
         """Compares a few rows, but for those that are finite on neither: they get no answer."""
-        rows = np.arange(min(_COMPARED_ROWS, rows_of(inputs)))
-        probe_inputs = rows_taken(inputs, rows)
+        rows = np.arange(min(_COMPARED_ROWS, row_count_of(inputs)))
+        probe_inputs = select_input_rows(inputs, rows)
         expected_outputs, device_outputs = self._tower.run(probe_inputs), self._tried(probe_inputs)
         if device_outputs is None:
             return

@@ -17,7 +17,7 @@ from cache.errors import ConfigError, Conflict, Refused, SourceError, StoreError
 from cache.format.item_table import ItemTable
 from cache.format.manifest import FEATURED_USERS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
-from cache.store.artefacts import ArtefactStore, generation_path, take_file
+from cache.store.artefacts import ArtefactStore, generation_path, link_or_copy_file
 from precompute.builds.build import (
     Build,
     attribute_paths,
@@ -533,7 +533,7 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
     """
     for model in bundle.models:
         for source, name, _ in model.files:
-            take_file(source, build.path(name))
+            link_or_copy_file(source, build.path(name))
     # From where all other steps open them: what does not open there fails here, not hours later.
     bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
     names = sorted(
@@ -542,7 +542,7 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
         if path.is_file()
     )
     for name in names:
-        take_file(bundle.path / name, build.path(f"bundle/{name}"))
+        link_or_copy_file(bundle.path / name, build.path(f"bundle/{name}"))
     return names
 
 

@@ -182,7 +182,7 @@ class AnswerObserver:
         self.on_cold: list[Callable[[EntityName], object]] = []
         """Called with an id that was asked for and that the night does not know."""
         self._l1_misses = l1_misses
-        self._eviction_history = absences or EvictionHistory(slots=2)
+        self._eviction_history = absences or EvictionHistory(slot_count=2)
 
     def classify_miss(
         self, generation: str, table: str, key: int | bytes, reason: MissReason | None

@@ -8,7 +8,7 @@ import numpy as np
 
 from cache.errors import InvalidInput
 from cache.model.input_preparation import PreparedInput
-from cache.model.new_items import merged_lists
+from cache.model.new_items import merge_new_items
 from cache.model.predictor import Predictor
 from serving.engine.hooks import AnswerReuse, ComputeNewer
 from serving.engine.micro_batcher import (
@@ -91,9 +91,11 @@ def with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[Inferen
         metric, layout = search.searcher.metric, snapshot.manifest.tables[table].layout
         night_lists = search.lists(batch, vectors, snapshot.blocked_ordinals)
         records_without_new = predictor.lists(
-            table, night_lists, [job.new.own_print for job in batch_jobs], scored_at
+            table, night_lists, [job.new.own_fingerprint for job in batch_jobs], scored_at
         )
-        merged = merged_lists(night_lists, vectors, [job.new for job in batch_jobs], metric, layout)
+        merged = merge_new_items(
+            night_lists, vectors, [job.new for job in batch_jobs], metric, layout
+        )
         records = predictor.lists(table, merged, [job.fingerprint for job in batch_jobs], scored_at)
         predicted_rows = zip(records, batch, records_without_new, strict=True)
         return [

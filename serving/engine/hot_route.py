@@ -127,7 +127,7 @@ class FastLookups:
         if len(sent_answers) >= sent_answers.due:
             sent_answers.flush_or_time()
         age = orjson.dumps(round(self._clock() - ready.data_until, 3))
-        return b"".join((ready.head, age, ready.tail))
+        return b"".join((ready.body_head, age, ready.tail))
 
     def _arm(self) -> None:
         self.answer = self._timed
@@ -478,7 +478,7 @@ class SentAnswers(list[ReadyAnswer]):
                 [
                     _table(ready_answer.table_and_id)
                     for ready_answer in self
-                    if ready_answer.is_newer
+                    if ready_answer.has_newer_events
                 ]
             )
         tables = self._local.ready_tables
@@ -500,15 +500,15 @@ class SentAnswers(list[ReadyAnswer]):
         if trace_entry is not None and trace_entry[0] <= self._trace.last:
             self._trace.append(trace_entry)
         else:  # since its answer was kept the sample shrank
-            self._local.unsampled(ready)
+            self._local.drop_access(ready)
 
     def _sample(self, ready: ReadyAnswer) -> None:
         """Pass an answer to the sampler with its current age; skip an answer from before a flip."""
         served, now_s = self._holder.served, self._clock()
         stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
-        if served is not None and ready.stamp in stamps and not ready.is_newer:
+        if served is not None and ready.stamp in stamps and not ready.has_newer_events:
             age = orjson.dumps(round(now_s - ready.data_until, 3))
-            body = b"".join((ready.head, age, ready.tail))
+            body = b"".join((ready.body_head, age, ready.tail))
             self._sampler.put(
                 AnswerSample(
                     served.live.generation,

@@ -10,9 +10,15 @@ from typing import TypeVar
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
-from cache.l2.commands import LEASE_DONE_PREFIX, LEASE_GIVEN_BACK, LeaseMark, LeaseSwap, LeaseTake
+from cache.l2.commands import (
+    LEASE_DONE_PREFIX,
+    GIVEN_BACK_LEASE_VALUE,
+    LeaseMark,
+    LeaseSwap,
+    LeaseTake,
+)
 from cache.l2.data_plane import DataPlane
-from cache.tiers.reads import Hit, RecordKey, View
+from cache.tiers.reads import Hit, RecordKey, SnapshotView
 from cache.tiers.tiered import TieredCache
 
 REST_S = 1.0
@@ -90,7 +96,7 @@ class LeaseManager:
 
     async def answer(
         self,
-        view: View,
+        view: SnapshotView,
         record_key: RecordKey,
         digest: bytes,
         limit_s: float,
@@ -140,13 +146,13 @@ class LeaseManager:
 
     def give_back(self, lease_mark: LeaseMark) -> None:
         """End a lease under which no answer was stored, so that another process may lead at once."""
-        self._leases.lease(LeaseSwap(lease_mark.key, lease_mark.token, LEASE_GIVEN_BACK, 1))
+        self._leases.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK_LEASE_VALUE, 1))
 
     async def _follow(
         self,
         lease_mark: LeaseMark,
         lease_state: bytes | TierUnavailable,
-        view: View,
+        view: SnapshotView,
         record_key: RecordKey,
         give_up: float,
     ) -> Hit | bool:
@@ -198,7 +204,9 @@ class LeaseManager:
         if isinstance(lease_state, TierUnavailable) or took_s > self._slow_s:
             self._resting_until = self._timer() + REST_S
 
-    def _build_lease_mark(self, view: View, record_key: RecordKey, digest: bytes) -> LeaseMark:
+    def _build_lease_mark(
+        self, view: SnapshotView, record_key: RecordKey, digest: bytes
+    ) -> LeaseMark:
         self._number += 1
         return LeaseMark(
             self._keyspace.lease(

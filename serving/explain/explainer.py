@@ -33,7 +33,7 @@ from cache.tiers.reads import (
     MissReason,
     ReadResult,
     RecordKey,
-    View,
+    SnapshotView,
     judge_entry,
     live_key,
     overlay_entry,
@@ -105,11 +105,11 @@ class TierInspector:
         self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic
     ) -> None:
         self._local = tiers.local
-        self._negative = tiers.negative
+        self._negative = tiers.negative_cache
         self._remote = remote
         self._timer = timer
 
-    def l1(self, view: View, record_key: RecordKey) -> ReadResult | None:
+    def l1(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
         """Return the outcome of inspecting L1; None if it holds nothing of this entity."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         entry = self._local.inspect(key)
@@ -119,7 +119,7 @@ class TierInspector:
             return MISS_BY_REASON[MissReason.NEGATIVE]
         return None
 
-    def find_stand_in(self, view: View, record_key: RecordKey) -> ReadResult | None:
+    def find_stand_in(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
         """Return the live answer in L1 that replaces a record while its page is out of reach, if there is one."""
         if record_key.position < 0 or record_key.digest is None:
             return None
@@ -127,12 +127,12 @@ class TierInspector:
         entry = self._local.inspect(live_key(key, record_key.digest))
         return None if entry is None else judge_entry(entry, record_key, "l1")
 
-    async def record(self, view: View, record_key: RecordKey) -> ReadResult:
+    async def record(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the record of L1, else the outcome of a read of L2."""
         outcome = self.l1(view, record_key)
         return outcome if isinstance(outcome, Hit) else await self.l2(view, record_key)
 
-    async def l2(self, view: View, record_key: RecordKey) -> ReadResult:
+    async def l2(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the outcome of a read of L2."""
         asked_at = self._timer()
         answer: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
@@ -422,7 +422,7 @@ class LadderReplay:
         await ladder.resolve(served, [case], RequestContext.of(options, time.monotonic()))
         return case
 
-    async def read(self, view: View, record_key: RecordKey) -> ReadResult:
+    async def read(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the outcome of inspecting both tiers, made once for each generation and record."""
         result_key = view.generation, record_key.key
         if result_key not in self._result_by_key:
@@ -431,14 +431,14 @@ class LadderReplay:
 
     async def get_many(
         self,
-        view: View,
+        view: SnapshotView,
         record_keys: Sequence[RecordKey],
         deadline: float,  # noqa: ARG002 - what was seen waits for nobody
     ) -> Sequence[ReadResult]:
         """Return the recorded outcomes."""
         return [await self.read(view, record_key) for record_key in record_keys]
 
-    def discard(self, view: View, record_key: RecordKey) -> None:
+    def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
         """Do nothing: an inspection keeps a damaged record where it is."""
 
     def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:

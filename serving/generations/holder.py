@@ -13,7 +13,7 @@ from typing import Any
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import (
-    MOVES,
+    MOVE_ACTIONS,
     Canary,
     Pointer,
     Release,
@@ -272,7 +272,9 @@ def open_published(
         made_live = [
             release
             for release in releases
-            if release.is_done and release.generation == generation and release.action in MOVES
+            if release.is_done
+            and release.generation == generation
+            and release.action in MOVE_ACTIONS
         ]
         if made_live:
             return open_snapshot(as_pointer(made_live[-1], releases), blocklist)

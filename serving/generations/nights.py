@@ -18,7 +18,7 @@ from cache.l2.control_plane import ControlPlane
 from cache.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.night_failure import NightFailure, last_failure
-from cache.store.releases import POINTED, Release, all_releases
+from cache.store.releases import POINTER_ACTIONS, Release, all_releases
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.collectors import by_label
@@ -108,7 +108,7 @@ class ReleaseWatch:
         happened = [
             release
             for release in self.records()
-            if release.is_done or release.action not in POINTED
+            if release.is_done or release.action not in POINTER_ACTIONS
         ]
         refusal = open_refusal(happened)
         last: dict[str, float] = {release.action: release.at for release in happened}

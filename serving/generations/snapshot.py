@@ -25,7 +25,7 @@ from cache.model.ranking import Metric
 from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
-from cache.tiers.reads import View
+from cache.tiers.reads import SnapshotView
 from serving.requests.errors import Problem
 
 _STAMPS = itertools.count(1)
@@ -66,7 +66,7 @@ class Snapshot:
     root: Path
     directories: Mapping[str, Directory]
     items: ItemTable
-    view: View
+    view: SnapshotView
     predictor: Predictor | None
     degraded: str | None
     defaults: Mapping[str, DefaultList]
@@ -133,7 +133,7 @@ class Snapshot:
             root=root,
             directories=directories,
             items=items,
-            view=View(generation, directories),
+            view=SnapshotView(generation, directories),
             predictor=predictor,
             degraded=degraded,
             fallback=fallback,

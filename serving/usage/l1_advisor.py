@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cache.tiers.access_sample import TRACE_MAX
+from cache.tiers.access_sample import TRACED_READS_MAX
 from cache.tiers.reads import Counters
 from cache.tiers.tiered import TieredCache
 from cache.usage.miss_ratio_curve import MissRatioCurve
@@ -146,7 +146,7 @@ class L1Advisor(Collector):
         self._tiers.counters.flush()
         now_s = self._timer()
         elapsed_s, self._at = now_s - self._at, now_s
-        touches, is_whole = list(trace), len(trace) < TRACE_MAX
+        touches, is_whole = list(trace), len(trace) < TRACED_READS_MAX
         trace.clear()
         earlier_counts, self._last_counts = self._last_counts, _counts(self._tiers.counters)
         shards.age(0.5 ** (elapsed_s / HALF_LIFE_S))
@@ -169,7 +169,9 @@ class L1Advisor(Collector):
                 await asyncio.sleep(0)
                 if trace.generation != self._of:  # a flip: the next step begins anew
                     return
-            shards.record_accesses(touches[start : start + _SLICE], self._tiers.local.place_bytes)
+            shards.record_touches(
+                touches[start : start + _SLICE], self._tiers.local.table_bytes_per_entry
+            )
             trace.sample(shards.last)
         earned = TOUCHES_FREE_PER_S * elapsed_s + TOUCHES_PER_READ * (
             self._last_counts[1] - earlier_counts[1]

@@ -19,7 +19,7 @@ from cache.errors import LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import open_client
 from cache.store.releases import Pointer
-from cache.usage.hot_keys import COLD_WINDOW, hour_of
+from cache.usage.hot_keys import COLD_WINDOW, window_number_of
 from infra.cli.check import redis_kind_of
 from precompute.bulk import readback, watch
 from precompute.bulk.headroom import unevictable_bytes
@@ -96,7 +96,9 @@ def proxy(redis_url: str) -> Iterator[ForgingProxy]:
         true.hset(KEYS.generations, mapping={name: row.to_bytes() for name, row in ROWS.items()})
         true.set(PAGES[0], bytes(100))
         true.xadd(KEYS.events, {"e": "{}"})
-        true.zadd(KEYS.cold_names(hour_of(time.time(), COLD_WINDOW)), {b"user_topk:u": 2.0})
+        true.zadd(
+            KEYS.cold_names(window_number_of(time.time(), COLD_WINDOW)), {b"user_topk:u": 2.0}
+        )
         true.zadd(KEYS.replicas, {b'{"replica":"r","holds":[]}': time.time()})
         yield forging_proxy
         true.delete(

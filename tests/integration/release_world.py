@@ -21,7 +21,7 @@ from cache.format.manifest import (
 )
 from cache.format.redis_keys import Keyspace
 from cache.records import Layout, encode_numbers
-from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
+from cache.store.artefacts import ArtefactStore, describe_file, generation_path, write_atomically
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
 from precompute.releases import moves
@@ -83,7 +83,7 @@ class World:
                 xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)
             ]
             write_atomically(root / f"{name}.sums", np.array(sums, "<u8").tobytes())
-            files = (describe(root, f"{name}.pages"), describe(root, f"{name}.sums"))
+            files = (describe_file(root, f"{name}.pages"), describe_file(root, f"{name}.sums"))
             parts.append(TablePart(page, len(sums), records, *files))
             page += len(sums)
         empty_artefact = Artefact("none", 0, "")

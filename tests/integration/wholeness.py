@@ -8,7 +8,7 @@ from cache.control.control_keys import Control
 from cache.control.states import State
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest, sha256_of
-from cache.store.releases import MOVES, all_releases
+from cache.store.releases import MOVE_ACTIONS, all_releases
 from precompute.bulk.load import parts_of
 from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
@@ -113,5 +113,5 @@ def moves(config: NightConfig) -> list[str]:
     return [
         release.generation
         for release in all_releases(config.store())
-        if release.is_done and release.action in MOVES
+        if release.is_done and release.action in MOVE_ACTIONS
     ]

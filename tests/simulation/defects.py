@@ -248,7 +248,7 @@ def _a_live_answer_never_ends(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_breaker_never_closes(patch: pytest.MonkeyPatch) -> None:
-    real = Breaker.success
+    real = Breaker.note_success
 
     def success(self: Breaker) -> None:
         if self.state == "closed":

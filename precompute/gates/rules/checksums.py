@@ -12,7 +12,7 @@ import redis
 
 from cache.errors import NotJudged
 from cache.format.manifest import Artefact
-from cache.l2.sync_clients import masters
+from cache.l2.sync_clients import primary_clients
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import Part, load_part, parts_of, total_pages
@@ -169,7 +169,7 @@ def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> b
 
 def _run_ids(client: "redis.Redis") -> bytes:
     """Return the run ids of all masters: a restarted or other server may lack the pages that were read back."""
-    server_infos: list[Any] = [server.info("server") for server in masters(client).values()]
+    server_infos: list[Any] = [server.info("server") for server in primary_clients(client).values()]
     # Who says none may have started at any time.
     return ",".join(
         sorted(str(each.get("run_id") or token_hex()) for each in server_infos)

@@ -11,8 +11,8 @@ from cache.format.item_table import Ordinals
 from cache.format.manifest import Index, Manifest, Model
 from cache.model.agreement import recalls, row_cosines
 from cache.model.candidate_search import Searcher
-from cache.model.predictor import ModelPrecision, open_warm
-from cache.model.ranking import Metric, unit
+from cache.model.predictor import ModelPrecision, open_warmed
+from cache.model.ranking import Metric, unit_rows
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from precompute.bundles.agreement import NEWEST_OVERLAP, list_overlaps
@@ -122,7 +122,7 @@ def live_models(candidate: Candidate) -> Measurement:
     precisions: tuple[ModelPrecision, ...] = ("int8", "fp32")
     for precision in precisions:
         try:
-            open_warm(candidate.manifest, candidate.root, candidate.items, precision=precision)
+            open_warmed(candidate.manifest, candidate.root, candidate.items, precision=precision)
         except (OSError, MemoryError):
             raise  # this host's trouble says nothing of the models
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
@@ -371,7 +371,7 @@ def _recall(
 ) -> float:
     item_vectors = np.asarray(candidate.items.vectors)
     if searcher.metric == "cosine":
-        queries = unit(queries)
+        queries = unit_rows(queries)
     neighbour_count = min(width, len(item_vectors))
     count = int(searcher.fetch(neighbour_count, np.zeros(1, np.int64))[0])
     exact = _nearest(item_vectors, queries, neighbour_count, searcher.metric)
@@ -410,7 +410,7 @@ def _distance_error(candidate: Candidate, index: Index) -> float:
     item_vectors = candidate.items.vectors
     queries = np.ascontiguousarray(item_vectors[rows], np.float32)
     if index.metric == "cosine":
-        queries = unit(queries)
+        queries = unit_rows(queries)
     file = faiss.read_index(str(candidate.root / index.file.path), faiss.IO_FLAG_MMAP_IFC)
     if file.d != queries.shape[1] or file.ntotal != len(item_vectors):
         return float("nan")

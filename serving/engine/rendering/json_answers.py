@@ -89,7 +89,7 @@ def ready_with_events(
     head, tail = _around_age(answer)
     return ReadyAnswer(
         snapshot.stamp, b"{" + head[1:], tail, snapshot.manifest.data_until, (answer["table"], raw),
-        request, events=events, is_newer=True,
+        request, events=events, has_newer_events=True,
     )  # fmt: skip
 
 

@@ -94,4 +94,4 @@ def sampled(keys: Keys, shards: MissRatioCurve, *, seed: int = 0) -> None:
         shards.count(len(part), len(part))
         touches = [(spot, 1) for spot in part[part <= np.uint64(shards.last)].tolist()]
         for at in range(0, len(touches), _AT_ONCE):
-            shards.record_accesses(touches[at : at + _AT_ONCE])
+            shards.record_touches(touches[at : at + _AT_ONCE])

@@ -77,7 +77,9 @@ def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: 
     assert {row["key"]: row["arm"] for row in rows(own_config)} == {
         key: arm for key, arm in expected.items() if arm
     }
-    hourly_exposures = {(row["key"], row["arm"], row["at"].hour) for row in rows(own_config)}
+    hourly_exposures = {
+        (row["key"], row["arm"], row["at"].window_number) for row in rows(own_config)
+    }
     assert len(rows(own_config)) == len(hourly_exposures)
     assert run(own_config, "experiment", "status", "ranker")["experiments"][0] == experiment_status
 

@@ -68,7 +68,7 @@ class Ways:
         local = self.service.tiers.local
         for key in list(local._entries):
             local._drop(key)
-        self.service.tiers.negative._keys.clear()
+        self.service.tiers.negative_cache._keys.clear()
 
     def send(self, request: AsgiRequest, *, is_fast: bool = True) -> AsgiResponse:
         """One request one way."""

@@ -53,7 +53,7 @@ async def counts(service: Running) -> dict[str, Any]:
     return {
         **{name: await service.scrape_samples(name) for name in names},
         "l1": (len(inner.tiers.local), list(inner.tiers.local._entries)),
-        "negative": len(inner.tiers.negative),
+        "negative": len(inner.tiers.negative_cache),
         "tiers": (inner.tiers.counters.total, inner.tiers.counters.l2_reads),
         "writes": inner.tiers.writes.stored_count,
         "recent": list(inner.ladder.recent),

@@ -24,7 +24,7 @@ from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
 from cache.traffic.experiments import exposure_part
-from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of
+from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, window_number_of
 from precompute.builds.build import record_copies
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
@@ -247,7 +247,7 @@ def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: 
     key = keys.hot_names if window is HOT_WINDOW else keys.cold_names
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, keys)
-        current_hour = hour_of(control.time(), window)
+        current_hour = window_number_of(control.time(), window)
         for hour in (current_hour, current_hour - 1):
             for name in (b"user_topk:somebody", b"user_vector:somebody", b"user_topk:else"):
                 client.zincrby(key(hour), 3.0, name)

@@ -17,7 +17,7 @@ from cache.control.states import State, fold
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
-from cache.store.releases import MOVES, all_releases
+from cache.store.releases import MOVE_ACTIONS, all_releases
 from precompute.releases import moves
 from precompute.releases.recovery import restore_redis
 from precompute.releases.release_log import Releases
@@ -130,7 +130,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         racer.rng.random = lambda: 1.0  # type: ignore[method-assign]
         racer.prepare("20270101T000000Z-" + "d" * 12, make)
         moves.publish(releases, "20270101T000000Z-" + "d" * 12, attempt="the last night")
-    return sum(release.action in MOVES and release.is_done for release in history)
+    return sum(release.action in MOVE_ACTIONS and release.is_done for release in history)
 
 
 def _check_history(history: Any) -> None:
@@ -147,12 +147,12 @@ def _check_history(history: Any) -> None:
             ),
         )
         for release in completed_releases
-        if release.action in MOVES
+        if release.action in MOVE_ACTIONS
     ]
     assert len(attempts) == len(set(attempts)), "an attempt moved the pointer twice"
     for number, release in enumerate(history):
         ledger_before = fold(history[:number])
-        if not release.is_done or release.action not in MOVES:
+        if not release.is_done or release.action not in MOVE_ACTIONS:
             continue
         state = ledger_before.state(release.generation)
         assert state not in (State.REFUSED, State.RETIRED, State.ABANDONED, State.ROLLED_BACK), (

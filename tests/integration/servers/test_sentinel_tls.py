@@ -8,7 +8,7 @@ import redis
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.sync_clients import another, open_client
+from cache.l2.sync_clients import clone_client, open_client
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import GuardedCommand
 from precompute.gates.judge import GateConnectionPool, GateConnections
@@ -65,7 +65,7 @@ async def test_server_and_sentinel_are_reached_over_tls_with_their_own_passwords
 
         client = open_client(url, protocol=2)
         leash = GateConnections()
-        gate = another(client, lambda **settings: GateConnectionPool(leash, **settings))
+        gate = clone_client(client, lambda **settings: GateConnectionPool(leash, **settings))
         gate.set("larder:1:{x}:live", b"{}")
         tier = RemoteTier(RemoteConfig(url, control_timeout_s=5.0), Keyspace("x"))
         assert await tier.control.watch() == (b"{}", None)

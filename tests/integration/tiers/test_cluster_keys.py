@@ -24,7 +24,7 @@ from cache.l2.commands import (
     PageRead,
 )
 from cache.l2.data_plane import Breaker
-from cache.l2.sync_clients import by_server, connect
+from cache.l2.sync_clients import group_keys_by_server, connect
 from cache.l2.tier import RemoteConfig
 from cache.store.artefacts import ArtefactStore
 from precompute.bulk.load import page_keys, unlink_pages
@@ -59,7 +59,7 @@ def test_pages_spread_evenly_over_slots_and_masters(
         world.control.set_row(A, RegistryRow(State.BEGUN, 0.0))
         assert reload(world.control, world.store, A) > 0
         names = list(page_keys(keyspace, manifest))
-        key_counts = [len(key_indices) for _, key_indices in by_server(client, names)]
+        key_counts = [len(key_indices) for _, key_indices in group_keys_by_server(client, names)]
 
         assert len(names) == 4_000 and client.exists(*names) == 4_000
         # Binomial, four standard deviations; a hash tag in the keys would put all of them on one node.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cache.events.event import Event
 from cache.events.new_items import NewItemEvents
 from cache.format.stream_position import Position
-from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItem, NewItems, merged_lists
+from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItem, NewItems, merge_new_items
 from cache.model.ranking import Metric, rank
 from cache.records import NO_ITEM, Layout, encode_topk
 
@@ -122,7 +122,7 @@ def test_a_list_that_a_record_would_not_hold_stays_without_new_items() -> None:
     items = EligibleNewItems(new_items([[6e4, 0]], 7))
     users = np.array([[1e3, 0], [1e-9, 0]], np.float32)
 
-    lists_with_new_items = merged_lists(
+    lists_with_new_items = merge_new_items(
         ranked_lists, users, [items, items], "inner_product", LAYOUT
     )
 
@@ -151,7 +151,7 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
         EligibleNewItems(items, frozenset(user_exclusions.tolist()))
         for user_exclusions in exclusions
     ]
-    lists_with_new_items = merged_lists(
+    lists_with_new_items = merge_new_items(
         ranked_lists, users, new_items_of_users, metric, Layout("topk", width, "f2")
     )
 
@@ -164,12 +164,12 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
 def test_lists_without_new_items_are_what_they_were() -> None:
     ranked_lists = np.array([[3, NO_ITEM]], np.uint32), np.array([[1.0, 0.0]], np.float32)
     assert (
-        merged_lists(ranked_lists, np.ones((1, 2), np.float32), [], "cosine", LAYOUT)
+        merge_new_items(ranked_lists, np.ones((1, 2), np.float32), [], "cosine", LAYOUT)
         is ranked_lists
     )
     none = [EligibleNewItems()]
     assert (
-        merged_lists(ranked_lists, np.ones((1, 2), np.float32), none, "cosine", LAYOUT)
+        merge_new_items(ranked_lists, np.ones((1, 2), np.float32), none, "cosine", LAYOUT)
         is ranked_lists
     )
 

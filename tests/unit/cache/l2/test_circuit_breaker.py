@@ -12,7 +12,7 @@ def test_opens_after_as_many_failures_in_a_row_as_the_threshold_says() -> None:
 
     for _ in range(2):
         breaker.failure()
-    breaker.success()
+    breaker.note_success()
     for _ in range(2):
         breaker.failure()
     assert breaker.allow()
@@ -46,7 +46,7 @@ def test_closes_when_the_probe_succeeds_and_opens_again_when_it_fails() -> None:
     assert not breaker.allow() and breaker.opened == 2
     clock.tick(2.0)
     assert breaker.allow()
-    breaker.success()
+    breaker.note_success()
 
     assert breaker.state == "closed" and breaker.allow() and breaker.allow()
 

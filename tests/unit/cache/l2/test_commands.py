@@ -112,7 +112,7 @@ def test_a_packer_remembers_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch)
         assert parsed(packed)[0][1:] == [
             f"larder:1:ns:g:g:t:{number}".encode(), b"%d" % (number * 7), b"%d" % (number * 7 + 6)
         ]  # fmt: skip
-        assert len(packer._heads) <= 10 and len(packer._tails) <= 10
+        assert len(packer._heads) <= 10 and len(packer._getrange_tails) <= 10
 
 
 def test_every_reply_becomes_the_answer_of_its_own_command() -> None:

@@ -20,7 +20,7 @@ from cache.l2.commands import Frames, Packer, PageReads, frame_stride
 from cache.native import loader, pure
 from cache.records import RECORD_FORMAT, Layout, encode_numbers
 from cache.tiers import tiered
-from cache.tiers.singleflight import board, leave
+from cache.tiers.singleflight import board_absent_keys, leave_keys
 from cache.tiers.tiered import FlightRecords
 from tests.fakes import Night
 
@@ -180,7 +180,7 @@ def test_records_are_copied_when_all_are_sound(
     payloads = b"".join(b"$24\r\n%b\r\n" % record.tobytes() for record in records)
     frames = Frames(payloads, count + first, 24).part(first, count)
 
-    sound = frames.sound(LAYOUT.dtype, prints[first:], RECORD_FORMAT)
+    sound = frames.checked_records(LAYOUT.dtype, prints[first:], RECORD_FORMAT)
 
     is_detected = wrong is not None and (at < 8 or at == 14)
     assert (sound is None) == is_detected
@@ -220,14 +220,14 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
 )
 def test_keys_enter_and_leave_alike(initial_flights: dict[int, object], keys: list[int]) -> None:
     compiled_flights, theirs, flight = dict(initial_flights), dict(initial_flights), object()
-    joined_indexes = board(compiled_flights, keys, flight)
+    joined_indexes = board_absent_keys(compiled_flights, keys, flight)
     with interpreted():
-        assert joined_indexes == board(theirs, keys, flight)
+        assert joined_indexes == board_absent_keys(theirs, keys, flight)
         assert compiled_flights == theirs and set(compiled_flights) == {*initial_flights, *keys}
         own_keys = [key for index, key in enumerate(keys) if index not in joined_indexes]
-        leave(theirs, own_keys)
-    leave(compiled_flights, own_keys)
-    leave(compiled_flights, own_keys)  # once more changes nothing
+        leave_keys(theirs, own_keys)
+    leave_keys(compiled_flights, own_keys)
+    leave_keys(compiled_flights, own_keys)  # once more changes nothing
 
     assert compiled_flights == theirs == initial_flights
 

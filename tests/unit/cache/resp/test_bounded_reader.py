@@ -22,7 +22,7 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-BOUNDS = ReplyBounds(elements=1_024, payload_bytes=1 << 20)
+BOUNDS = ReplyBounds(elements_max=1_024, payload_bytes=1 << 20)
 _MORE = object()
 
 SCALARS = st.one_of(

@@ -7,14 +7,14 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.ids import HASH_SPACE
-from cache.tiers.access_sample import TRACE_MAX, Access
+from cache.tiers.access_sample import TRACED_READS_MAX, Access
 from cache.tiers.l1 import (
-    LIVE_BYTES,
-    OVERHEAD_BYTES,
+    LIVE_OVERHEAD_BYTES,
+    ENTRY_OVERHEAD_BYTES,
     LocalTier,
     NegativeCache,
     ReadyAnswer,
-    size_of,
+    entry_size_bytes,
 )
 from cache.tiers.reads import RecordKey, RecordKeys
 from cache.tiers.tiered import TieredCache
@@ -22,7 +22,7 @@ from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeClock, FakeRe
 
 NIGHT = Night()
 VIEW = NIGHT.view()
-BYTES = NIGHT.layout.size_bytes + OVERHEAD_BYTES
+BYTES = NIGHT.layout.size_bytes + ENTRY_OVERHEAD_BYTES
 STRANGER = "nobody-the-night-knew"
 READY = ReadyAnswer(7, b"head", b"tail", 0, ("t", b"u"), b"/a/1")
 
@@ -134,7 +134,7 @@ async def test_a_live_answer_is_written_as_a_store_and_then_as_reads(bench: Benc
     ((spot, size),) = bench.drain_trace()
     await bench.cache.get(VIEW, record_key, bench.clock() + 60)
 
-    assert size == -(BYTES + LIVE_BYTES)
+    assert size == -(BYTES + LIVE_OVERHEAD_BYTES)
     assert bench.drain_trace() == [(spot, -size)]
     await bench.cache.aclose()
 
@@ -145,8 +145,8 @@ async def test_a_ready_answer_is_written_as_a_store_and_says_how_it_is_read(benc
     ready_answer = bench.cache.local.ready(READY.request)
 
     assert ready_answer is not None and ready_answer.access is not None
-    assert ready_answer.access[1] == size_of(READY)
-    assert bench.drain_trace() == [(ready_answer.access[0], -size_of(READY))]
+    assert ready_answer.access[1] == entry_size_bytes(READY)
+    assert bench.drain_trace() == [(ready_answer.access[0], -entry_size_bytes(READY))]
 
 
 async def test_requests_and_generations_are_distinguished(bench: Bench) -> None:
@@ -182,9 +182,9 @@ async def test_nothing_is_written_without_sampling(bench: Bench) -> None:
 
 
 async def test_a_trace_that_is_not_drained_stays_bounded(bench: Bench) -> None:
-    for _ in range(TRACE_MAX // len(NIGHT.ids) + 2):
+    for _ in range(TRACED_READS_MAX // len(NIGHT.ids) + 2):
         await bench.cache.get_rows(
             VIEW, columns([NIGHT.record_key(entity_id) for entity_id in NIGHT.ids]), None
         )
 
-    assert len(bench.cache.trace) == TRACE_MAX
+    assert len(bench.cache.trace) == TRACED_READS_MAX

@@ -15,7 +15,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
 from cache.native import loader, pure
 from cache.records import absent_records
-from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
+from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, LocalTier, NegativeCache
 from cache.tiers.reads import (
     Hit,
     Miss,
@@ -24,7 +24,7 @@ from cache.tiers.reads import (
     RecordKey,
     RecordKeys,
     Rows,
-    View,
+    SnapshotView,
     page_reads,
     reads_of,
 )
@@ -45,7 +45,7 @@ class Bench:
         self.remote = FakeRemote(self.clock)
         NIGHT.load(self.remote)
         self.cache = TieredCache(
-            LocalTier(entries_max * (OVERHEAD_BYTES + RECORD_BYTES), self.clock),
+            LocalTier(entries_max * (ENTRY_OVERHEAD_BYTES + RECORD_BYTES), self.clock),
             NegativeCache(100, 5.0, self.clock),
             self.remote,
             timer=self.clock,
@@ -89,7 +89,7 @@ async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_n
     answers = await bench.rows(record_keys)
 
     assert [isinstance(answer, Hit) for answer in answers] == [True, True, False]
-    assert bench.cache.local.too_large == 2
+    assert bench.cache.local.too_large_count == 2
 
 
 async def run_loop_iterations(count: int = 5) -> None:
@@ -216,7 +216,7 @@ def test_reads_of_many_equal_the_single_reads() -> None:
         RecordKey(table, int(hashes[at]), at, directory.find(int(hashes[at])))
         for at in (39, 0, 8, 9, 20)
     ]
-    view = View(GENERATION, {"user": directory})
+    view = SnapshotView(GENERATION, {"user": directory})
 
     batch_reads = page_reads(view, columns(record_keys))
 

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 
 from cache.tiers.l1 import (
-    FLIPPED_S,
-    OVERHEAD_BYTES,
+    FLIPPED_WITHIN_S,
+    ENTRY_OVERHEAD_BYTES,
     Absence,
     Entry,
     EvictionHistory,
@@ -23,7 +23,7 @@ def key(number: int, generation: str = "g1") -> LocalKey:
 
 
 def tier(entries: int, clock: FakeClock | None = None) -> LocalTier:
-    return LocalTier(entries * (OVERHEAD_BYTES + 200), clock or FakeClock())
+    return LocalTier(entries * (ENTRY_OVERHEAD_BYTES + 200), clock or FakeClock())
 
 
 def find_reason(local: LocalTier, number: int, generation: str = "g1") -> str:
@@ -60,7 +60,7 @@ def test_what_the_generation_before_had_is_flipped_for_a_while() -> None:
     local.eviction_history.flipped("g1")
 
     assert (find_reason(local, 1, "g2"), find_reason(local, 3, "g2")) == ("flipped", "cold_start")
-    clock.tick(FLIPPED_S)
+    clock.tick(FLIPPED_WITHIN_S)
     assert find_reason(local, 1, "g2") == "cold_start"
 
 
@@ -75,7 +75,7 @@ def test_what_was_evicted_before_the_flip_counts_as_flipped_too() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
-    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slots=64)
+    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slot_count=64)
     evicted_numbers: set[int] = set()
     for _ in range(2_000):
         number = rng.randrange(500)
@@ -92,9 +92,11 @@ def test_every_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_many_at_once_are_judged_as_one_by_one(seed: int) -> None:
-    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slots=256)
+    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slot_count=256)
     for _ in range(300):
-        letting = rng.choice([absences.evicted, absences.evicted, absences.expired][: 2 + seed % 2])
+        letting = rng.choice(
+            [absences.evicted, absences.evicted, absences.expired_keys][: 2 + seed % 2]
+        )
         letting.note(key(rng.randrange(400), rng.choice(["g0", "g1"])))
     if seed > 2:
         absences.flipped("g0")

@@ -13,7 +13,7 @@ from cache.tiers.l1 import (
     LossyKeySet,
     NegativeCache,
     ReadyAnswer,
-    size_of,
+    entry_size_bytes,
 )
 from tests.fakes import FakeClock, room_for
 
@@ -100,7 +100,7 @@ def test_a_record_larger_than_the_tier_is_left_out_and_takes_its_predecessor_alo
     local.put(key(1), Entry(bytes(10_000), 1))
 
     assert local.get(key(1)) is None
-    assert local.too_large == 1
+    assert local.too_large_count == 1
     assert local.size_bytes == 0
 
 
@@ -133,7 +133,7 @@ def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(
                 local.discard(key(number))
             case "tick":
                 clock.tick(size / 100)
-        entry_bytes = sum(map(size_of, local._entries.values()))
+        entry_bytes = sum(map(entry_size_bytes, local._entries.values()))
         assert local.size_bytes == (entry_bytes + getsizeof(local._entries) if entry_bytes else 0)
         if step == "put":
             assert local.size_bytes <= max_bytes
@@ -278,7 +278,7 @@ def test_filling_is_putting_one_by_one(
     assert all(
         filled_tier._entries[key] == put_tier._entries[key] for key in {*filled_keys} & {*theirs}
     )
-    entry_bytes = sum(size_of(entry) for entry in filled_tier._entries.values())
+    entry_bytes = sum(entry_size_bytes(entry) for entry in filled_tier._entries.values())
     assert not filled_tier._entries or filled_tier.size_bytes == entry_bytes + getsizeof(
         filled_tier._entries
     )

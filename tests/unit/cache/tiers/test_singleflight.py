@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.tiers.singleflight import FlightAbandoned, SingleFlight, board
+from cache.tiers.singleflight import FlightAbandoned, SingleFlight, board_absent_keys
 
 T = TypeVar("T")
 
@@ -326,7 +326,7 @@ def test_keys_that_enter_are_those_that_were_not_there(
 ) -> None:
     under_way, flight = dict(initial_flights), object()
 
-    joined_indexes = board(under_way, keys, flight)
+    joined_indexes = board_absent_keys(under_way, keys, flight)
 
     own_keys = [key for index, key in enumerate(keys) if index not in joined_indexes]
     assert len(set(own_keys)) == len(own_keys) and set(own_keys) == set(keys) - set(initial_flights)

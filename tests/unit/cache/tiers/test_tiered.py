@@ -317,7 +317,7 @@ async def test_unknown_ids_evict_nothing_from_l1(bench: Bench) -> None:
         await bench.get(NIGHT.record_key(f"stranger-{number}"))
 
     assert isinstance(bench.cache.peek(VIEW, NIGHT.record_key(KNOWN_ID)), Hit)
-    assert len(bench.cache.negative) == 100
+    assert len(bench.cache.negative_cache) == 100
 
 
 async def test_an_overlay_lives_here_no_longer_than_in_redis(bench: Bench) -> None:
@@ -522,7 +522,7 @@ async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
     bench.remote.gate.set()
 
     assert isinstance(await reading, Hit)
-    assert len(bench.cache.negative) == 0
+    assert len(bench.cache.negative_cache) == 0
 
 
 async def test_only_whole_live_records_of_the_entity_itself_are_kept(bench: Bench) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cache.control.states import ALLOWED, LEAVES, TRANSITIONS, State, demand, fold
 from cache.errors import Conflict
-from cache.store.releases import MOVES, Action, Canary, Release
+from cache.store.releases import MOVE_ACTIONS, Action, Canary, Release
 
 
 def release(epoch, action, generation, *, is_done=True, expires_at=None):
@@ -137,7 +137,7 @@ def test_a_canary_moves_the_pointer_and_makes_nothing_live():
 
 def test_every_action_of_a_record_is_in_the_table():
     assert set(TRANSITIONS) | {"pin", "unpin"} == set(get_args(Action)) | {"begin", "load"}
-    assert set(LEAVES) == MOVES
+    assert set(LEAVES) == MOVE_ACTIONS
 
 
 @pytest.mark.parametrize("state", [State.REFUSED, State.ROLLED_BACK, State.ABANDONED])

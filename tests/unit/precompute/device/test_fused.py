@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache.model.ranking import score, unit
+from cache.model.ranking import score, unit_rows
 from cache.model.tower import Histories
 from cache.topk.flat import ComparableItems
 from cache.topk.topk import Scorer
@@ -218,7 +218,7 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     ).astype("f4")
     users = (rng.standard_normal((16, dims)) * np.exp(rng.standard_normal((16, 1)))).astype("f4")
     device_items = DeviceItems.of(ComparableItems.of(items, metric), WHERE, torch.float16, 4)
-    queried = unit(users) if metric == "cosine" else users
+    queried = unit_rows(users) if metric == "cosine" else users
     queries, columns = device_items.queries(users, queried), device_items.all_columns
 
     bounds = fused.bounds_of(
@@ -331,7 +331,7 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
     numbers = np.tile(np.arange(bounds.shape[1], dtype="i4"), (4, 1))
     entries = np.stack([bounds.view("i4"), numbers, numbers + 7, numbers * 3], 2)
     kernel_inputs = [
-        torch.from_numpy(array).to(WHERE)
+        torch.from_numpy(array).connection_to(WHERE)
         for array in (entries, counts, required_counts.astype("i4"))
     ]
     guard = torch.full((6, capacity, 4), -7, dtype=torch.int32, device=WHERE)
@@ -384,7 +384,7 @@ def test_a_member_whose_product_was_rounded_down_is_scored():
 
     keys = fused.keys_of(
         device_items, device_items.all_columns, device_items.queries(users, users), hidden,
-        torch.from_numpy(entry).to(WHERE),
+        torch.from_numpy(entry).connection_to(WHERE),
         left_out, tiles_of(1, 8, WHERE),
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.model.ranking import pack, score, unit, unpack
+from cache.model.ranking import pack_sort_keys, score, unit_rows, unpack_sort_keys
 from cache.topk.flat import ComparableItems
 from tests.devices import DEVICE
 
@@ -36,9 +36,9 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
     candidate_ordinals = rng.integers(0, 9, (5, 7))
 
     dot_products = exact_dots(
-        in_sum_order(torch.from_numpy(users).to(WHERE)),
-        in_sum_order(torch.from_numpy(items).to(WHERE))[
-            torch.from_numpy(candidate_ordinals).to(WHERE)
+        in_sum_order(torch.from_numpy(users).connection_to(WHERE)),
+        in_sum_order(torch.from_numpy(items).connection_to(WHERE))[
+            torch.from_numpy(candidate_ordinals).connection_to(WHERE)
         ],
     )
 
@@ -63,14 +63,17 @@ def test_keys_sort_and_read_like_those_of_the_night(values):
     scores = np.concatenate([np.array(values, np.float32), SPECIAL])
     ordinals = np.arange(len(scores))[::-1].copy()
 
-    keys = keys_of(torch.from_numpy(scores).to(WHERE), torch.from_numpy(ordinals).to(WHERE))
+    keys = keys_of(
+        torch.from_numpy(scores).connection_to(WHERE),
+        torch.from_numpy(ordinals).connection_to(WHERE),
+    )
 
     unsigned = keys.cpu().numpy().view(np.uint64) ^ np.uint64(1 << 63)
-    assert unsigned.tolist() == pack(scores, ordinals).tolist()
-    assert keys.cpu().argsort().tolist() == pack(scores, ordinals).argsort().tolist()
+    assert unsigned.tolist() == pack_sort_keys(scores, ordinals).tolist()
+    assert keys.cpu().argsort().tolist() == pack_sort_keys(scores, ordinals).argsort().tolist()
     assert np.array_equal(scores_of(keys).cpu().numpy(), scores)
     device_lists = unpacked(torch.cat([keys, torch.tensor([WORST], device=WHERE)])[None])
-    expected_lists = unpack(np.append(unsigned, np.uint64(0))[None], len(keys) + 1)
+    expected_lists = unpack_sort_keys(np.append(unsigned, np.uint64(0))[None], len(keys) + 1)
     assert np.array_equal(device_lists[0].cpu().numpy().view(np.uint32), expected_lists[0])
     assert np.array_equal(
         device_lists[1].cpu().numpy().view(np.uint32), expected_lists[1].view(np.uint32)
@@ -91,7 +94,7 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     users = (rng.standard_normal((20, dims)) * np.exp(rng.standard_normal((20, 1)))).astype("f4")
     compared = ComparableItems.of(items, metric)
     device_items = DeviceItems.of(compared, WHERE, dtype)
-    queried = unit(users) if metric == "cosine" else users
+    queried = unit_rows(users) if metric == "cosine" else users
     queries, columns = device_items.queries(users, queried), device_items.all_columns
     real = (columns.ordinals < 700).cpu().numpy()
 

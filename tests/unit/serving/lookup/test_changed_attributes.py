@@ -14,7 +14,7 @@ from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.manifest import FACET, EventsRead, NamedFilter, Producer, Table, TablePart
 from cache.records import Layout, encode_topk
-from cache.tiers.reads import View
+from cache.tiers.reads import SnapshotView
 from serving.engine.entity import find_plain_record_key, with_filter_table
 from serving.events.item_updates import with_changed_filtering
 from serving.generations.served_set import ServedGenerations
@@ -63,7 +63,7 @@ def brands(world: World) -> Snapshot:
     )
     return dataclasses.replace(
         initial_snapshot, manifest=manifest, directories=directories, parts={Filtering: filtering},
-        view=View(GENERATION, directories),
+        view=SnapshotView(GENERATION, directories),
     )  # fmt: skip
 
 

@@ -477,7 +477,7 @@ async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_per_requ
 
     assert len(world.jobs) == len(world.remote.reads) == 150
     assert world.tiers.local.size_bytes <= world.tiers.local.max_bytes
-    assert len(world.tiers.negative) <= 100
+    assert len(world.tiers.negative_cache) <= 100
 
 
 def damaged(world: World, user: str, items: list[int]) -> bytes:

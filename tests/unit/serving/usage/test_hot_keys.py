@@ -9,14 +9,14 @@ from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from cache.usage.hot_keys import (
     HOT_WINDOW,
-    LIFE_S,
+    HOT_LIFE_S,
     MEMBERS_MAX,
     HotKeyReport,
-    Name,
+    EntityName,
     SharedHotKeys,
     Window,
-    hottest,
-    member,
+    hottest_names,
+    sketch_member_of,
 )
 from serving.engine.answer_observer import RECENT, RecentNames
 from serving.generations.snapshot import Snapshot
@@ -31,7 +31,7 @@ class FakeRedis(SharedHotKeys):
 
     down: bool = False
     reports: list[HotKeyReport] = field(default_factory=list)
-    answers: list[Name] = field(default_factory=list)
+    answers: list[EntityName] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 
     async def add_report(self, report: HotKeyReport) -> None:
@@ -39,14 +39,14 @@ class FakeRedis(SharedHotKeys):
             raise TierUnavailable("gone", reason="connection")
         self.reports.append(report)
 
-    async def fetch_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
+    async def fetch_names(self, hour: int, window: Window = HOT_WINDOW) -> list[EntityName]:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.asked.append(hour)
         return self.answers
 
 
-def user(number: int) -> Name:
+def user(number: int) -> EntityName:
     return "user_topk", b"u%d" % number
 
 
@@ -76,7 +76,7 @@ async def test_a_report_tells_each_request_once_under_its_hour(replica: Replica)
     await replica.sketch.report()
     await replica.sketch.report()
 
-    assert [(report.hour, dict(report.counts)) for report in replica.redis.reports] == [
+    assert [(report.window_number, dict(report.counts)) for report in replica.redis.reports] == [
         (2, {user(1): 2, user(2): 1}),
         (3, {user(2): 1}),
     ]
@@ -186,12 +186,12 @@ def test_two_hours_are_one_ranking() -> None:
     current_scores = [b"t:a", b"3", b"t:b:c", b"1"]
     previous_scores = [b"t:b:c", b"4.0", b"nonsense", b"9"]
 
-    assert hottest([current_scores, previous_scores]) == [("t", b"b:c"), ("t", b"a")]
-    assert hottest([[], []]) == []
+    assert hottest_names([current_scores, previous_scores]) == [("t", b"b:c"), ("t", b"a")]
+    assert hottest_names([[], []]) == []
 
 
 def test_a_report_carries_its_bounds() -> None:
     report = HotKeyReport(5, [(user(1), 2)], [user(2)])
 
-    assert report.arguments() == [MEMBERS_MAX, LIFE_S, 1, 2, b"user_topk:u1", b"user_topk:u2"]
-    assert member(("t", b"a:b")) == b"t:a:b"
+    assert report.arguments() == [MEMBERS_MAX, HOT_LIFE_S, 1, 2, b"user_topk:u1", b"user_topk:u2"]
+    assert sketch_member_of(("t", b"a:b")) == b"t:a:b"

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from cache.format.ids import HASH_SPACE
-from cache.tiers.access_sample import TRACE_MAX, AccessTrace
+from cache.tiers.access_sample import TRACED_READS_MAX, AccessTrace
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from cache.tiers.reads import Counters
 from cache.tiers.tiered import TieredCache
@@ -115,7 +115,7 @@ async def test_the_place_in_the_table_counts(worker: Worker) -> None:
     for number in range(40):
         key = LocalKey("g", "t", number)
         worker.tiers.local.put(key, Entry(bytes(600), number))
-    slot_bytes = worker.tiers.local.place_bytes
+    slot_bytes = worker.tiers.local.table_bytes_per_entry
     report = await worker.reading(list(range(200)) * 2)
 
     at_budget = next(point for point in report["curve"] if point["bytes"] == 100_000)
@@ -168,7 +168,7 @@ async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
 
 async def test_a_step_that_lost_reads_counts_none_of_them_and_says_so(worker: Worker) -> None:
     report_before = await worker.reading([1, 2] * 500)
-    worker.read(*range(TRACE_MAX + 10))
+    worker.read(*range(TRACED_READS_MAX + 10))
     await worker.step()
     after = worker.advisor.to_json()
 

@@ -23,7 +23,7 @@ from cache.l2.commands import (
     PageReads,
     unpack,
 )
-from cache.l2.errors import Redirected, is_redirect, refused
+from cache.l2.errors import Redirected, is_redirect, error_from_reply
 
 KEYS = Keyspace("default")
 DOWN = TierUnavailable("down", reason="connection")
@@ -245,7 +245,7 @@ async def test_a_caller_that_left_is_not_answered(nodes: FakeNodes) -> None:
 
 
 def test_a_redirection_says_where() -> None:
-    moved_redirection = refused(hiredis.ReplyError("MOVED 3999 10.0.0.1:6381"))
+    moved_redirection = error_from_reply(hiredis.ReplyError("MOVED 3999 10.0.0.1:6381"))
     assert isinstance(moved_redirection, Redirected)
     assert (moved_redirection.slot, moved_redirection.address, moved_redirection.is_ask) == (
         3999,
@@ -253,7 +253,7 @@ def test_a_redirection_says_where() -> None:
         False,
     )
     for address in ("[2001:db8::1]:6381", "2001:db8::1:6381"):  # Redis writes it without brackets
-        ask_redirection = refused(hiredis.ReplyError(f"ASK 3999 {address}"))
+        ask_redirection = error_from_reply(hiredis.ReplyError(f"ASK 3999 {address}"))
         assert isinstance(ask_redirection, Redirected) and ask_redirection.is_ask
         assert ask_redirection.address == "[2001:db8::1]:6381"
 
@@ -268,7 +268,7 @@ def test_a_redirection_says_where() -> None:
     ],
 )  # fmt: skip
 def test_a_refusal_that_says_nowhere_is_one(reply: str) -> None:
-    assert type(refused(hiredis.ReplyError(reply))) is TierUnavailable
+    assert type(error_from_reply(hiredis.ReplyError(reply))) is TierUnavailable
     assert is_redirect(hiredis.ReplyError(reply)) == reply.startswith("MOVED")
 
 
