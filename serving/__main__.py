@@ -24,7 +24,7 @@ from redis.retry import Retry
 from cache.errors import ConfigError, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.resp import WrongReply
-from cache.l2.sync_clients import primary_clients, open_client
+from cache.l2.sync_clients import open_client, primary_clients
 from cache.process.command_line import (
     SERVING_MODULES,
     interrupts_never_swallowed,

@@ -121,7 +121,7 @@ class FakeRemote:
             )
             left_s = expires_at - self.timer()
             return Overlay(payload, min(left_s, self.left_at_most_s)) if left_s > 0 else None
-        page = self.pages.get((read.generation, read.table, read.page), b"")
+        page = self.pages.get((read.generation, read.table, read.page_number), b"")
         page_slice = page[read.offset : read.offset + read.length]
         return page_slice if len(page_slice) == read.length else None
 
@@ -169,8 +169,8 @@ class FakeRemote:
             return unexpired_value
         if unexpired_value != command.expected_value:
             return None
-        self.leases[command.key] = command.value, ends_at
-        return command.value
+        self.leases[command.key] = command.new_value, ends_at
+        return command.new_value
 
     async def page(self, read: PageRead) -> bytes | None:
         """A page or a part of it."""

@@ -34,8 +34,8 @@ from cache.l2.errors import Redirected
 from cache.l2.pool import SECOND_LOOK_S
 from cache.l2.slots import (
     SLOT_COUNT,
-    SlotOwners,
     PageSlots,
+    SlotOwners,
     address_of,
     is_cluster,
     node_url,
@@ -102,7 +102,9 @@ class ClusterTier:
 
     async def page(self, read: PageRead) -> bytes | None:
         """Read a page or a part of it from its node, None if there is none; no reader waits for this connection."""
-        return await self.nodes.call_owner(self._slots.of_one(read), lambda tier: tier.page(read))
+        return await self.nodes.call_owner(
+            self._slots.slot_of_command(read), lambda tier: tier.page(read)
+        )
 
     def bound_s(self) -> float:
         """Return the bound in seconds for a read sent now; a redirected one may take one deadline more."""
@@ -360,24 +362,24 @@ class CommandSlots:
         self._keyspace = keyspace
         self._page_slots_by_table: dict[tuple[str, str], PageSlots] = {}
 
-    def of(self, commands: Sequence[Command]) -> Iterable[int]:
+    def slots_of_commands(self, commands: Sequence[Command]) -> Iterable[int]:
         """Return the slots of the commands' keys, in order."""
         if isinstance(commands, PageReads):
             slot_of = self._page_slots(commands.generation, commands.table).__getitem__
-            return map(slot_of, commands.pages.tolist())
-        return map(self.of_one, commands)
+            return map(slot_of, commands.page_numbers.tolist())
+        return map(self.slot_of_command, commands)
 
-    def of_one(self, command: Command) -> int:
+    def slot_of_command(self, command: Command) -> int:
         """Return the slot of one command's key."""
         if isinstance(command, PageRead):
-            return self._page_slots(command.generation, command.table)[command.page]
+            return self._page_slots(command.generation, command.table)[command.page_number]
         if isinstance(command, OverlayRead | OverlayWrite):
             overlay_key = self._keyspace.overlay(
                 command.generation, command.table, command.hash_hex
             )
             return key_slot(overlay_key.encode())
         if isinstance(command, AskingCommand):
-            return self.of_one(command.command)
+            return self.slot_of_command(command.command)
         return key_slot(command.key.encode())
 
     def _page_slots(self, generation: str, table: str) -> PageSlots:
@@ -394,7 +396,8 @@ class CommandSlots:
 class Scatter:
     """Commands scattered over nodes; ends when the last node has answered or hit its own deadline.
 
-    Redirected commands are sent on, at most `REDIRECTS_MAX` times and within `window_s` of the first redirection.
+    Redirected commands are sent on, at most `REDIRECTS_MAX` times and within `redirect_window_s` of the first
+    redirection.
     """
 
     def __init__(
@@ -422,7 +425,7 @@ class Scatter:
         """Send each node its commands; return a future of `keep` applied to the answers, without awaiting."""
         indexes_by_tier: dict[RemoteTier | None, list[int]] = {}
         tier_of_slot = self._nodes.of_slot
-        for index, slot in enumerate(self._slots.of(self._commands)):
+        for index, slot in enumerate(self._slots.slots_of_commands(self._commands)):
             indexes_by_tier.setdefault(tier_of_slot(slot), []).append(index)
         if len(indexes_by_tier) == 1:
             (tier,) = indexes_by_tier
@@ -519,7 +522,7 @@ class Scatter:
         if self._window_timer is not None:
             self._window_timer.cancel()
         if sum(len(indexes) for indexes, _ in self._indexes_and_frames) == len(self._commands):
-            self._caller_part.land(Frames.merged(self._indexes_and_frames))  # for who reads columns
+            self._caller_part.land(Frames.merge(self._indexes_and_frames))  # for who reads columns
             return
         for indexes, frames in self._indexes_and_frames:
             for index, payload in zip(indexes, frames.payloads(), strict=True):
@@ -529,7 +532,7 @@ class Scatter:
 
 def _select_commands(commands: Sequence[Command], indexes: Sequence[int]) -> Sequence[Command]:
     if isinstance(commands, PageReads):
-        page_numbers, offsets = commands.pages.take(indexes), commands.offsets.take(indexes)
+        page_numbers, offsets = commands.page_numbers.take(indexes), commands.offsets.take(indexes)
         return PageReads(
             commands.generation, commands.table, page_numbers, offsets, commands.length
         )

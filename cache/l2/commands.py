@@ -51,7 +51,7 @@ _COMMANDS_PER_DEADLINE = 500
 
 
 def deadline_for(base_s: float, command_count: int) -> float:
-    """Return the deadline in s for `commands`, given that of one: sending and answering many takes longer."""
+    """Return the deadline in s for `command_count`, given that of one: sending and answering many takes longer."""
     return base_s * (1 + command_count / _COMMANDS_PER_DEADLINE)
 
 
@@ -60,7 +60,7 @@ class PageRead(NamedTuple):
 
     generation: str
     table: str
-    page: int
+    page_number: int
     offset: int
     length: int
 
@@ -68,7 +68,7 @@ class PageRead(NamedTuple):
 class PageReads(Sequence[PageRead]):
     """Batch of reads of one table: a sequence that creates each `PageRead` only when it is accessed.
 
-    `pages` and `offsets` are int64[n].
+    `page_numbers` and `offsets` are int64[n].
     """
 
     __slots__ = ("generation", "length", "offsets", "pages", "table")
@@ -83,15 +83,15 @@ class PageReads(Sequence[PageRead]):
     ) -> None:
         self.generation = generation
         self.table = table
-        self.pages: NDArray[np.int64] = np.asarray(page_numbers, np.int64)
+        self.page_numbers: NDArray[np.int64] = np.asarray(page_numbers, np.int64)
         self.offsets: NDArray[np.int64] = np.asarray(offsets, np.int64)
         self.length = length
 
     def __len__(self) -> int:
-        return len(self.pages)
+        return len(self.page_numbers)
 
     def __getitem__(self, index: int) -> PageRead:  # type: ignore[override]  # nobody slices reads
-        page, offset = self.pages.item(index), self.offsets.item(index)
+        page, offset = self.page_numbers.item(index), self.offsets.item(index)
         return PageRead(self.generation, self.table, page, offset, self.length)
 
 
@@ -124,7 +124,7 @@ class LeaseSwap(NamedTuple):
 
     key: str
     expected_value: bytes
-    value: bytes
+    new_value: bytes
     life_ms: int
 
 
@@ -212,10 +212,10 @@ class Packer:
                 reply_count += self._pack_asking(packed_pieces, command.command)
         return b"".join(packed_pieces), reply_count
 
-    def pages(self, reads: PageReads) -> bytes:
+    def pack_page_reads(self, reads: PageReads) -> bytes:
         """Return the bytes to send for many records of one table."""
         prefix = self._keyspace.pages(reads.generation, reads.table)
-        return loader.kernels.getranges(prefix, reads.pages, reads.offsets, reads.length)
+        return loader.kernels.getranges(prefix, reads.page_numbers, reads.offsets, reads.length)
 
     def _pack_overlay_read(self, read: OverlayRead) -> tuple[bytes, bytes]:
         key = self._keyspace.overlay(read.generation, read.table, read.hash_hex).encode()
@@ -330,7 +330,7 @@ def pack_lease(command: Lease) -> bytes:
         return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n%b$%d\r\n%b\r\n" % (
             _LEASE_TAKE_HEAD, len(key), key, len(token), token, _LEASE_TAKE_OPTIONS, len(life_ms), life_ms,
         )  # fmt: skip
-    expected_value, value = command.expected_value, command.value
+    expected_value, value = command.expected_value, command.new_value
     return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
         _LEASE_SWAP_HEAD, len(key), key, len(expected_value), expected_value, len(value), value, len(life_ms), life_ms,
     )  # fmt: skip
@@ -347,7 +347,7 @@ def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
 class Frames(Sequence[bytes]):
     """Replies of equal length, kept in the receive buffer without an object for each.
 
-    They are `count` RESP bulk strings of `length` bytes, one behind the other in `data`.
+    They are `reply_count` RESP bulk strings of `payload_bytes` bytes, one behind the other in `reply_buffer`.
     """
 
     __slots__ = ("_at", "_count", "_data", "_length", "_stride")
@@ -384,7 +384,7 @@ class Frames(Sequence[bytes]):
             for payload_start in range(self._payload_offset, end_offset, self._stride_bytes)
         ]
 
-    def part(self, first_reply_index: int, reply_count: int) -> "Frames":
+    def select_range(self, first_reply_index: int, reply_count: int) -> "Frames":
         """Return `count` replies from `first` on as a view of the same buffer; raise IndexError beyond the last."""
         if first_reply_index + reply_count > self._reply_count:
             raise IndexError(first_reply_index + reply_count)
@@ -395,7 +395,7 @@ class Frames(Sequence[bytes]):
         return Frames(self._reply_buffer, reply_count, self._payload_bytes, buffer_reply_index)
 
     @classmethod
-    def merged(cls, indexes_and_frames: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
+    def merge(cls, indexes_and_frames: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
         """Merge runs of replies of equal length into one, by the index of each reply in the result."""
         reply_count, payload_bytes = (
             sum(len(indexes) for indexes, _ in indexes_and_frames),
@@ -413,7 +413,7 @@ class Frames(Sequence[bytes]):
             )
         return cls(merged_rows.tobytes(), reply_count, payload_bytes)
 
-    def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def to_records(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return all replies as records of `dtype`: one aligned copy; raise ValueError for another size."""
         if dtype.itemsize != self._payload_bytes:
             raise ValueError(f"a reply has {self._payload_bytes} bytes, a record {dtype.itemsize}")
@@ -432,14 +432,15 @@ class Frames(Sequence[bytes]):
         if dtype.itemsize != self._payload_bytes:
             return None
         record_buffer, sound_count = loader.kernels.records_of(
-            self._reply_buffer, self._payload_offset, self._stride_bytes, self._reply_count, self._payload_bytes, fingerprints,
+            self._reply_buffer, self._payload_offset, self._stride_bytes, self._reply_count, self._payload_bytes,
+            fingerprints,
             record_format,
         )  # fmt: skip
         return np.frombuffer(record_buffer, dtype) if sound_count == self._reply_count else None
 
 
 def frame_stride(payload_bytes: int) -> int:
-    """Return the size in bytes of a RESP bulk string of `length` bytes, with header and line end."""
+    """Return the size in bytes of a RESP bulk string of `payload_bytes` bytes, with header and line end."""
     return len(_bulk_head(payload_bytes)) + payload_bytes + len(_LINE_END)
 
 

@@ -70,7 +70,7 @@ class ControlPlane(Protocol):
     async def heartbeat(
         self, payload: bytes, beat_at_s: float, previous_payload: bytes | None = None
     ) -> None:
-        """Register a replica's generations: a member of the sorted set of replicas, scored `at` (Redis' time).
+        """Register a replica's generations: a member of the sorted set of replicas, scored `beat_at_s` (Redis' time).
 
         It replaces the replica's payload `previous_payload`, in one step, also while Redis is at maxmemory.
         """

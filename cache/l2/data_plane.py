@@ -103,7 +103,8 @@ class DataPlane(Protocol):
 class Breaker:
     """Circuit breaker: opens after `threshold` failures in a row; after `cooldown_s` allows one probe at a time.
 
-    Callers report `success` or `failure` of each allowed call; an unreported probe blocks others for one cooldown.
+    Callers report `note_success` or `note_failure` of each allowed call; an unreported probe blocks others for one
+    cooldown.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Breaker:
         self.state = "closed"
         self._failures_in_a_row = 0
 
-    def failure(self) -> None:
+    def note_failure(self) -> None:
         """Record a call without an answer; open the breaker at the threshold or if it was a probe."""
         self._failures_in_a_row += 1
         # A straggler from before the opening must not prolong it, or steady traffic would postpone every probe.

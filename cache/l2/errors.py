@@ -121,7 +121,8 @@ def _error_with_remedy(
             )
         case exceptions.TimeoutError():
             return TierUnavailable(
-                f"Redis did not answer in time ({variable_and_url}): {error}; run the step again, or raise redis_timeout_s",
+                f"Redis did not answer in time ({variable_and_url}): {error}; run the step again, or raise "
+                "redis_timeout_s",
                 reason="timeout",
             )
         case exceptions.ConnectionError():
@@ -131,7 +132,8 @@ def _error_with_remedy(
             )
         case exceptions.InvalidResponse():
             message = (
-                f"the server at {variable_and_url} does not answer as Redis does: {error}; check that the address is Redis', then "
+                f"the server at {variable_and_url} does not answer as Redis does: {error}; check that the address is "
+                "Redis', then "
                 "run the step again"
             )
         case exceptions.AskError():
@@ -140,7 +142,8 @@ def _error_with_remedy(
             )
         case exceptions.RedisClusterException():
             message = (
-                f"the Redis Cluster cannot be used ({variable_and_url}): {error}; start its nodes or correct {variable}, then run "
+                f"the Redis Cluster cannot be used ({variable_and_url}): {error}; start its nodes or correct "
+                f"{variable}, then run "
                 "the step again"
             )
         case _:

@@ -72,7 +72,7 @@ class PipelineConnection(asyncio.Protocol):
         self._transport.set_protocol(self)
 
     @property
-    def in_flight(self) -> int:
+    def pipelines_in_flight(self) -> int:
         """Number of pipelines sent and not yet answered."""
         return len(self._pipelines)
 
@@ -82,7 +82,7 @@ class PipelineConnection(asyncio.Protocol):
         return sum(pipeline.count for pipeline in self._pipelines)
 
     @property
-    def closing(self) -> bool:
+    def is_closing(self) -> bool:
         """True if the connection takes no more pipelines."""
         return self._transport.is_closing()
 
@@ -186,8 +186,8 @@ class PipelinePool:
         """Send the pipeline now, or as soon as a connection is open."""
         loop = asyncio.get_running_loop()
         connection = min(
-            (connection for connection in self._connections if not connection.closing),
-            key=lambda connection: connection.in_flight,
+            (connection for connection in self._connections if not connection.is_closing),
+            key=lambda connection: connection.pipelines_in_flight,
             default=None,
         )
         command_count = pipeline.count + (0 if connection is None else connection.commands)
@@ -198,7 +198,7 @@ class PipelinePool:
             self._start_connecting()
             return
         if (
-            connection.in_flight
+            connection.pipelines_in_flight
             and len(self._connections) < self._max_connections
             and loop.time() >= self._refused_until_s
         ):
@@ -215,8 +215,8 @@ class PipelinePool:
     def renew(self) -> None:
         """Close all connections to a server that accepts no writes: its name may lead to another server by now.
 
-        Pipelines under way end as unavailable. Does nothing within `_RENEWED_S` of the last renewal: there may be no
-        other server.
+        Pipelines under way end as unavailable. Does nothing within `_RENEWAL_PAUSE_S` of the last renewal: there may be
+        no other server.
         """
         now_s = asyncio.get_running_loop().time()
         if now_s < self._renewed_at_s + _RENEWAL_PAUSE_S:

@@ -34,13 +34,13 @@ class ReplyBounds(NamedTuple):
     """Bounds of one reply: announced elements, nested ones included, and bytes of one payload."""
 
     elements_max: int
-    payload_bytes: int
+    payload_bytes_max: int
 
 
-RECORD_REPLY_BOUNDS: Final = ReplyBounds(elements_max=1_024, payload_bytes=64 << 20)
+RECORD_REPLY_BOUNDS: Final = ReplyBounds(elements_max=1_024, payload_bytes_max=64 << 20)
 """Bounds for the read path, whose replies are one string or number each; a server may push lists."""
 
-COMMAND_REPLY_BOUNDS: Final = ReplyBounds(elements_max=1 << 20, payload_bytes=512 << 20)
+COMMAND_REPLY_BOUNDS: Final = ReplyBounds(elements_max=1 << 20, payload_bytes_max=512 << 20)
 """Bounds for all other commands.
 
 The longest list that is asked for is a slot map (at most 16,384 ranges with some ten elements each) or a registry; for
@@ -55,7 +55,7 @@ def create_reply_scanner(bounds: ReplyBounds) -> Any:
 
 def bounds_refusal(bounds: ReplyBounds) -> str:
     """Return the error message for a connection whose replies exceed the bounds."""
-    return f"a reply announces more than {bounds.elements_max} elements or {bounds.payload_bytes} bytes"
+    return f"a reply announces more than {bounds.elements_max} elements or {bounds.payload_bytes_max} bytes"
 
 
 class BoundedReader(hiredis.Reader):

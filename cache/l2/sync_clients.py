@@ -84,7 +84,7 @@ class Cluster(RedisCluster):
 
     def __init__(self, url: str, settings: dict[str, Any]) -> None:
         seed, *node_urls = seed_urls(url)
-        self.named = url, settings
+        self.url_and_settings = url, settings
         try:
             super().__init__(
                 url=seed,
@@ -141,7 +141,7 @@ def disconnect(client: "redis.Redis") -> None:
 def clone_client(
     client: "redis.Redis", create_pool: PoolFactory = redis.ConnectionPool, **changed_settings: Any
 ) -> Any:
-    """A client of the same server or cluster whose connections are its own, from `pool`, with other settings."""
+    """A client of the same server or cluster whose connections are its own, from `create_pool`, with other settings."""
     if not isinstance(client, Cluster):
         client_pool = client.connection_pool
         settings = {**client_pool.connection_kwargs, **BOUNDED_POOL_SETTINGS, **changed_settings}
@@ -179,7 +179,7 @@ def client_for_key(client: "redis.Redis", key: str) -> "redis.Redis":
 def group_keys_by_server(
     client: "redis.Redis", keys: Sequence[str] | Sequence[bytes]
 ) -> Iterable[tuple["redis.Redis", Sequence[int]]]:
-    """A plain client of each server that holds some of these keys, and the places of those in `names`."""
+    """A plain client of each server that holds some of these keys, and the places of those in `keys`."""
     if not isinstance(client, Cluster):
         return [(client, range(len(keys)))]
     group_by_node: dict[str, tuple[redis.Redis, list[int]]] = {}
@@ -193,7 +193,7 @@ def group_keys_by_server(
 
 
 def compute_keyspace_shares(client: "redis.Redis") -> dict[str, float]:
-    """Share of the keyspace, of 1, that is each server's own, by the names of `masters`."""
+    """Share of the keyspace, of 1, that is each server's own, by the names of `primary_clients`."""
     if not isinstance(client, Cluster):
         return {"primary": 1.0}
     nodes_by_slot = client.nodes_manager.slots_cache

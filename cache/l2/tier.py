@@ -146,7 +146,7 @@ class RemoteTier:
         payload_bytes = 0
         if type(commands) is PageReads:
             packed_commands, reply_count, payload_bytes = (
-                self._packer.pages(commands),
+                self._packer.pack_page_reads(commands),
                 len(commands),
                 commands.length,
             )
@@ -218,7 +218,7 @@ class RemoteTier:
             # All that was under way on a connection fails as one: the stall counts, not how much waited for it.
             if outcome is not self._counted_failure:
                 self._counted_failure = outcome
-                self.breaker.failure()
+                self.breaker.note_failure()
             self._answer_all(parts, outcome)
             return
         if all(
@@ -228,7 +228,7 @@ class RemoteTier:
             has_reads = any(
                 isinstance(command, Read) for part in parts for command in part.commands
             )
-            self.breaker.failure() if has_reads else self.breaker.note_success()
+            self.breaker.note_failure() if has_reads else self.breaker.note_success()
         else:
             self.breaker.note_success()
         first_reply_index = 0
@@ -236,7 +236,7 @@ class RemoteTier:
             replies = outcome
             if part.count != len(outcome):
                 replies = (
-                    outcome.part(first_reply_index, part.count)
+                    outcome.select_range(first_reply_index, part.count)
                     if type(outcome) is Frames
                     else outcome[first_reply_index : first_reply_index + part.count]
                 )
@@ -268,7 +268,7 @@ class RemoteTier:
 
     async def page(self, read: PageRead) -> bytes | None:
         """Read a page or a part of it, None if there is none, on a connection that no reader waits for."""
-        key = self.control.keyspace.page(read.generation, read.table, read.page)
+        key = self.control.keyspace.page(read.generation, read.table, read.page_number)
         last_byte = read.offset + read.length - 1
         page_part = cast(bytes, await self.control.execute("GETRANGE", key, read.offset, last_byte))
         return page_part if len(page_part) == read.length else None

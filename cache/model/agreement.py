@@ -19,14 +19,14 @@ SKEW_DEPTH: Final = 20
 class ErrorSummary(NamedTuple):
     """Differences of numbers without their signs: the largest and the mean."""
 
-    largest: float
-    mean: float
+    largest_error: float
+    mean_error: float
 
 
 def overlap(
     first_items: Iterable[Hashable], second_items: Iterable[Hashable], item_count: int
 ) -> float:
-    """Different items that both hold, as a share of `of` items; 1 where there are none to share."""
+    """Different items that both hold, as a share of `item_count` items; 1 where there are none to share."""
     return len(set(first_items).intersection(second_items)) / item_count if item_count else 1.0
 
 
@@ -80,7 +80,7 @@ def relative_errors(approximate: NDArray[np.floating], exact: NDArray[np.floatin
     """Errors as shares of the largest of the exact numbers; in their own unit where all of these are 0."""
     largest_exact = float(np.abs(exact).max()) or 1.0
     errors = absolute_errors(approximate, exact)
-    return ErrorSummary(errors.largest / largest_exact, errors.mean / largest_exact)
+    return ErrorSummary(errors.largest_error / largest_exact, errors.mean_error / largest_exact)
 
 
 def worst_row_errors(

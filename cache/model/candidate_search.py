@@ -99,7 +99,7 @@ class Searcher:
         return ordinals
 
     @staticmethod
-    def filters(blocked: NDArray[np.int64]) -> bool:
+    def should_filter(blocked: NDArray[np.int64]) -> bool:
         """True if so many items are blocked that the index should skip them itself."""
         return len(blocked) > _BLOCKED_FILTERED_ABOVE
 
@@ -125,7 +125,7 @@ class ListSearch:
 
     def excluded(self, batch: Sequence[PreparedInput], blocked: Ordinals) -> list[Ordinals]:
         """Return the ordinals that the re-score excludes from each list; the index itself skips many blocked ones."""
-        if not len(blocked) or self.searcher.filters(blocked):
+        if not len(blocked) or self.searcher.should_filter(blocked):
             return [prepared.excluded for prepared in batch]
         return [np.concatenate([prepared.excluded, blocked]) for prepared in batch]
 
@@ -137,7 +137,7 @@ class ListSearch:
 
     def candidates(self, vectors: Vectors, counts: Ordinals, blocked: Ordinals) -> list[Ordinals]:
         """Search the index for `counts[i]` ordinals per vector, best first, padded with -1."""
-        filtered_ordinals = blocked if self.searcher.filters(blocked) else None
+        filtered_ordinals = blocked if self.searcher.should_filter(blocked) else None
         candidate_lists: list[Ordinals] = [np.empty(0, np.int64)] * len(vectors)
         for count, rows in _rows_by_count(counts.tolist()):
             found_candidates = self.searcher.search(vectors[rows], count, filtered_ordinals)
@@ -176,7 +176,7 @@ class ListSearch:
         scores = score(vectors, self.items.vectors, ordinals[:, None], self.searcher.metric)
         return scores[:, 0]
 
-    def reach(self) -> float | None:
+    def score_change_max(self) -> float | None:
         """Return the largest change of an item's score over a distance of one; None unless the index is exact.
 
         The length of the longest item (Cauchy-Schwarz). It reads all vectors: call it once.
@@ -186,11 +186,15 @@ class ListSearch:
         if self.searcher.metric == "cosine":
             return 1.0
         vectors, count = self.items.vectors, self.items.count
-        parts = (
-            np.asarray(vectors[at : at + _ROWS_AT_ONCE]) for at in range(0, count, _ROWS_AT_ONCE)
+        vector_chunks = (
+            np.asarray(vectors[start : start + _ROWS_AT_ONCE])
+            for start in range(0, count, _ROWS_AT_ONCE)
         )
-        squares = [float(np.einsum("nd,nd->n", part, part).max()) for part in parts]
-        return float(max(squares, default=0.0) ** 0.5)
+        largest_squares = [
+            float(np.einsum("nd,nd->n", vector_chunk, vector_chunk).max())
+            for vector_chunk in vector_chunks
+        ]
+        return float(max(largest_squares, default=0.0) ** 0.5)
 
 
 def _rows_by_count(counts: Sequence[int]) -> list[tuple[int, list[int]]]:

@@ -61,14 +61,14 @@ def prepare_all(
             ids += keep_last_occurrences(source.history)
         ends.append(len(ids))
     ordinals = items.ordinals_of(ids)
-    indices = items.to_model(ordinals)
+    indices = items.model_indices_of(ordinals)
     known_indices, known_ends = _drop_unknown(indices, ends)
     excluded, excluded_ends = _drop_unknown(ordinals, ends)
     item_ordinals = np.array(
         [-1 if source.item is None else source.item for source in sources], np.int64
     )
     own_indices = (
-        items.to_model(Ordinals(item_ordinals)).tolist()
+        items.model_indices_of(Ordinals(item_ordinals)).tolist()
         if item_ordinals.max(initial=-1) >= 0
         else None
     )
@@ -79,7 +79,7 @@ def prepare_all(
         dropped_count = ends[row + 1] - ends[row] - len(history)
         excluded_ordinals = excluded[excluded_ends[row] : excluded_ends[row + 1]]
         if len(excluded_ordinals) > history_limit:
-            newest_indices = items.to_model(Ordinals(excluded_ordinals[-history_limit:]))
+            newest_indices = items.model_indices_of(Ordinals(excluded_ordinals[-history_limit:]))
             history = newest_indices[newest_indices >= 0]
         item_index = -1
         if source.item is not None:

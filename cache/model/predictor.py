@@ -50,7 +50,7 @@ class Predictor:
     ) -> None:
         self._history_limit = history_limit
         self.model_digest = model_digest
-        self.fallback = fallback_reason
+        self.fallback_reason = fallback_reason
         self.precisions = precisions
         self._tables = tables
         self._items = items
@@ -72,13 +72,14 @@ class Predictor:
         """Load the models and indexes of the tables' producers; `threads` per inference and search, towers on `cores`.
 
         A model that the night could not quantize runs in fp32, and `precisions` says so. Where the `accelerator` cannot
-        be used, or would leave most of an int8 model to the processor, the towers run there, and `fallback` says why.
+        be used, or would leave most of an int8 model to the processor, the towers run there, and `fallback_reason` says
+        why.
         """
         model_names = {table.producer.model for table in manifest.tables.values()}
         models = {name: model for name, model in manifest.models.items() if name in model_names}
         file_by_model = {name: _model_file(model, precision) for name, model in models.items()}
         precisions = {name: model_precision for name, (model_precision, _) in file_by_model.items()}
-        fallback_reason = None if accelerator is None else accelerator.missing()
+        fallback_reason = None if accelerator is None else accelerator.missing_reason()
         if accelerator is not None and fallback_reason is None and "int8" in precisions.values():
             fallback_reason = f"{accelerator.provider} has few of the operators of int8 models: set precision to fp32"
         if fallback_reason is not None:
@@ -94,7 +95,9 @@ class Predictor:
                 accelerator=accelerator,
             )
         if accelerator is not None:
-            fallback_reason = accelerator.left_out(tower.provider for tower in towers.values())
+            fallback_reason = accelerator.fallback_reason(
+                tower.provider for tower in towers.values()
+            )
         searchers = {
             name: Searcher.open(
                 generation_folder / index.file.path,
@@ -299,7 +302,7 @@ def open_warmed(
     cores: Sequence[int] = (),
     accelerator: Accelerator | None = None,
 ) -> Predictor:
-    """Open the models of a generation's folder `root` and run each of them once; raise ONNX Runtime's errors.
+    """Open the models in `generation_folder` and run each of them once; raise ONNX Runtime's errors.
 
     Replicas open models with it, and so does the gate that judges a generation before it is published.
     """
@@ -344,7 +347,7 @@ def open_predictor(
             fetch_checked(store, manifest.generation, artefact)
         try:
             predictor = open_on(accelerator)
-            fallback_reason = predictor.fallback
+            fallback_reason = predictor.fallback_reason
         except Exception as error:  # a GPU fails for lack of memory, an operator or a driver
             if accelerator is None:
                 raise
@@ -376,7 +379,7 @@ def open_event_models(
     open_models: Callable[[], EventModels],
     fallback_models: EventModels,
 ) -> tuple[EventModels, str | None]:
-    """Return (models for newer events, or `without` if they failed to open; the error)."""
+    """Return (models for newer events, or `fallback_models` if they failed to open; the error)."""
     try:
         for artefact in [file for model in manifest.models.values() for file in model.fp32_files]:
             fetch_checked(store, manifest.generation, artefact)

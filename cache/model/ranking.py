@@ -87,7 +87,7 @@ def top_sort_keys(sort_keys: NDArray[np.uint64], k: int) -> NDArray[np.uint64]:
 def unpack_sort_keys(
     sort_keys: NDArray[np.uint64], k: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """(ordinals, scores), each [n, k], from `top_keys`'s keys; key 0 and missing columns are unused slots."""
+    """(ordinals, scores), each [n, k], from `top_sort_keys`'s keys; key 0 and missing columns are unused slots."""
     ordinals = np.full((len(sort_keys), k), NO_ITEM, np.uint32)
     scores = np.zeros((len(sort_keys), k), np.float32)
     used_mask = sort_keys != _UNUSED_KEY

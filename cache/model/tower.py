@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import BundleError, ModelFailed
-from cache.model.runtime import Accelerator, ort, first_provider_of
+from cache.model.runtime import Accelerator, first_provider_of, ort
 from cache.model.tower_spec import TowerSpec, check_padded_lengths
 
 
@@ -18,12 +18,12 @@ from cache.model.tower_spec import TowerSpec, check_padded_lengths
 class Tile:
     """Largest size of one run: rows, and gathered numbers (rows x padded length x dims)."""
 
-    rows: int
-    numbers: int
+    rows_max: int
+    numbers_max: int
 
     def halved(self) -> "Tile":
         """Return a tile of half the numbers and half the rows, at least one."""
-        return Tile(max(1, self.rows // 2), self.numbers // 2)
+        return Tile(max(1, self.rows_max // 2), self.numbers_max // 2)
 
 
 CPU_TILE = Tile(4096, 1 << 21)
@@ -72,7 +72,7 @@ class Histories:
         index_shifts = repeat_values(starts - indptr[:-1], ends - starts)
         return type(self)(indptr, self.indices[np.arange(indptr[-1]) + index_shifts])
 
-    def padded(
+    def pad_rows(
         self,
         row_indexes: NDArray[np.int64],
         length: int,
@@ -154,20 +154,22 @@ class Tower:
         """
         outputs = np.empty((row_count_of(inputs), self.spec.output_dims), np.float32)
         for row_indexes, feed in self.batches(inputs, self._buffers):
-            outputs[row_indexes] = self.fed(feed)[: len(row_indexes)]
+            outputs[row_indexes] = self.run_batch(feed)[: len(row_indexes)]
         return outputs
 
-    def fed(self, feed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    def run_batch(self, feed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
         """Run the model for one batch of `batches`; raise ModelFailed, or MemoryError if there is no room for it."""
         try:
             outputs: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
             if "allocate" in str(error) or "out of memory" in str(error):
                 raise MemoryError(f"{self.name}: {error}") from error
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in feed.items())
+            error_lines = str(error).strip().splitlines() or [type(error).__name__]
+            input_shapes = ", ".join(
+                f"{name} {list(values.shape)}" for name, values in feed.items()
+            )
             raise ModelFailed(
-                f"{self.name} cannot be run on {shapes}: {lines[-1]}", model=self.name
+                f"{self.name} cannot be run on {input_shapes}: {error_lines[-1]}", model=self.name
             ) from error
         return outputs
 
@@ -200,7 +202,7 @@ class Tower:
             padded_length = padded_lengths[length_index]
             bucket_rows = np.flatnonzero(bucket_by_row == length_index)
             numbers_per_row = max(1, padded_length) * self.spec.output_dims
-            rows_at_once = max(1, min(tile.rows, tile.numbers // numbers_per_row))
+            rows_at_once = max(1, min(tile.rows_max, tile.numbers_max // numbers_per_row))
             for start in range(0, len(bucket_rows), rows_at_once):
                 row_indexes = bucket_rows[start : start + rows_at_once]
                 fed_rows = row_indexes if len(row_indexes) > 1 else np.repeat(row_indexes, 2)
@@ -222,7 +224,7 @@ class Tower:
                     buffer = buffers.matrix(
                         input_spec.name, len(row_indexes), padded_length, input_spec.dtype
                     )
-                feed[input_spec.name] = input_values.padded(
+                feed[input_spec.name] = input_values.pad_rows(
                     row_indexes, padded_length, input_spec.pad or 0, input_spec.dtype, buffer
                 )
             elif input_spec.dtype == "string":

@@ -131,7 +131,8 @@ def check_padded_lengths(file_name: str, session: Any, spec: TowerSpec) -> tuple
         )
         if onnx_type != f"tensor({_ONNX_TYPES[input_spec.dtype]})":
             raise BundleError(
-                f"{file_name}: input {input_name!r} is {onnx_type} in the model, {input_spec.dtype} in the specification",
+                f"{file_name}: input {input_name!r} is {onnx_type} in the model, {input_spec.dtype} in the "
+                "specification",
                 input=input_name,
             )
         inner_dims: list[int | None] = (
@@ -149,7 +150,8 @@ def check_padded_lengths(file_name: str, session: Any, spec: TowerSpec) -> tuple
             )
         if inner_dims and inner_dims[0] and isinstance(shape[1], int) and shape[1] != inner_dims[0]:
             raise BundleError(
-                f"{file_name}: input {input_name!r} has width {shape[1]} in the model, {inner_dims[0]} in the specification",
+                f"{file_name}: input {input_name!r} has width {shape[1]} in the model, {inner_dims[0]} in the "
+                "specification",
                 input=input_name,
             )
         if input_spec.bind == "history":

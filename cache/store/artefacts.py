@@ -15,7 +15,7 @@ from pathlib import Path
 import orjson
 
 from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
-from cache.format.manifest import GENERATION, Artefact, Manifest
+from cache.format.manifest import GENERATION_PATTERN, Artefact, Manifest
 from cache.store.object_store import PROBE_OBJECT_NAME, ObjectStore
 
 COPIES_FOLDER = "copies"
@@ -205,12 +205,14 @@ class ArtefactStore:
 def _generation_of(path: str) -> str | None:
     folder, _, subpath = path.partition("/")
     generation = subpath.partition("/")[0]
-    return generation if folder == "generations" and GENERATION.fullmatch(generation) else None
+    return (
+        generation if folder == "generations" and GENERATION_PATTERN.fullmatch(generation) else None
+    )
 
 
 def generation_path(generation: str, path: str = "") -> str:
     """Return the store path of a generation or one of its files; raise UnknownGeneration for a malformed id."""
-    if not GENERATION.fullmatch(generation):
+    if not GENERATION_PATTERN.fullmatch(generation):
         raise UnknownGeneration(f"{generation!r} is not a generation id", generation=generation)
     return f"generations/{generation}/{path}".rstrip("/")
 
@@ -316,7 +318,7 @@ class HostCopies:
         return sorted(
             generation_folder.name
             for generation_folder in folder.iterdir()
-            if GENERATION.fullmatch(generation_folder.name)
+            if GENERATION_PATTERN.fullmatch(generation_folder.name)
         )
 
     def record(self, generation: str) -> None:

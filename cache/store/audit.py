@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import orjson
 
-from cache.errors import Conflict, LarderError, masked
+from cache.errors import Conflict, LarderError, mask_secrets
 from cache.store.artefacts import ArtefactStore
 from cache.store.object_store import without_secrets
 from cache.store.write_once import pack_files, read_files
@@ -79,7 +79,8 @@ def audited(
     unrecorded. An outcome that cannot be written is a warning: the record stays, without one.
     """
     number = _write_intent(store, {
-        "at": clock(), "actor": _printable_text(actor or user_and_host()), "action": action, "subject": _printable_text(subject),
+        "at": clock(), "actor": _printable_text(actor or user_and_host()), "action": action,
+        "subject": _printable_text(subject),
         "reason": _printable_text(reason), "attempt": _printable_text(attempt),
     })  # fmt: skip
     findings: dict[str, Any] = {}
@@ -203,7 +204,7 @@ _INTENT_FIELDS = ("at", "actor", "action", "subject", "reason", "attempt")
 def _printable_text(text: str) -> str:
     """Return the text as a printable line without secrets."""
     printable_text = without_secrets(
-        masked("".join(character if character.isprintable() else " " for character in text))
+        mask_secrets("".join(character if character.isprintable() else " " for character in text))
     )
     return (
         printable_text

@@ -8,7 +8,7 @@ import orjson
 
 from cache.errors import CorruptArtefact
 from cache.format.ids import canonical_id
-from cache.formats import BLOCKLIST, demand, stamp, version_of
+from cache.formats import BLOCKLIST, demand_readable, version_of, version_stamp
 from cache.store.artefacts import ArtefactStore
 from cache.store.write_once import Versioned, Versions
 
@@ -37,7 +37,7 @@ class Blocklist(Versioned):
         """JSON with sorted ids."""
         return orjson.dumps(
             {
-                **stamp(BLOCKLIST),
+                **version_stamp(BLOCKLIST),
                 "version": self.version,
                 "items": sorted(raw.decode() for raw in self.items),
                 "entities": sorted(raw.decode() for raw in self.entities),
@@ -51,7 +51,7 @@ class Blocklist(Versioned):
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
             document = orjson.loads(blocklist_bytes)
-            demand(BLOCKLIST, version_of(document))
+            demand_readable(BLOCKLIST, version_of(document))
             id_lists = (document["items"], document["entities"], document.get("users", ()))
             return cls(
                 document["version"],

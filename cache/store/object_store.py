@@ -16,21 +16,21 @@ PROBE_OBJECT_NAME = ".created-once"
 """Name of the probe object: a store that refuses to create it a second time creates objects exclusively."""
 
 _ERROR_TEXT_CHARS_MAX = 500
-_SECRET_MASK_TEXT = "***"
-_SECRET_NAMES_PATTERN = (
+_HIDDEN_MARK = "***"
+_HIDDEN_NAMES_PATTERN = (
     r"(?:key|secret|token|password|passwd|signature|\bsig|credentials?|authorization|sas)"
 )
-_SECRET_OPTION_PATTERN = re.compile(f"{_SECRET_NAMES_PATTERN}|connection_string", re.IGNORECASE)
+_SECRET_OPTION_PATTERN = re.compile(f"{_HIDDEN_NAMES_PATTERN}|connection_string", re.IGNORECASE)
 _SECRET_REPLACEMENTS = (
-    (re.compile(r"(://)[^/@\s]+@"), rf"\1{_SECRET_MASK_TEXT}@"),
-    (re.compile(r"\?[^\s?'\"<>]*=[^\s'\"<>]*"), f"?{_SECRET_MASK_TEXT}"),  # a signed address
-    (re.compile(r"\b(bearer|basic)\s+\S+", re.IGNORECASE), rf"\1 {_SECRET_MASK_TEXT}"),
+    (re.compile(r"(://)[^/@\s]+@"), rf"\1{_HIDDEN_MARK}@"),
+    (re.compile(r"\?[^\s?'\"<>]*=[^\s'\"<>]*"), f"?{_HIDDEN_MARK}"),  # a signed address
+    (re.compile(r"\b(bearer|basic)\s+\S+", re.IGNORECASE), rf"\1 {_HIDDEN_MARK}"),
     (
         re.compile(
-            rf"({_SECRET_NAMES_PATTERN}\w*['\"]?\s*[=:]\s*['\"]?)(?!bearer|basic)[^\s'\",;&)]+",
+            rf"({_HIDDEN_NAMES_PATTERN}\w*['\"]?\s*[=:]\s*['\"]?)(?!bearer|basic)[^\s'\",;&)]+",
             re.IGNORECASE,
         ),
-        rf"\1{_SECRET_MASK_TEXT}",
+        rf"\1{_HIDDEN_MARK}",
     ),
 )
 
@@ -212,7 +212,7 @@ def _random_content() -> bytes:
 def without_secrets(text: str, known_secrets: Sequence[str] = ()) -> str:
     """Replace passwords, keys, tokens and signed queries in the text, and all `known_secrets`."""
     for secret in known_secrets:
-        text = text.replace(secret, _SECRET_MASK_TEXT)
+        text = text.replace(secret, _HIDDEN_MARK)
     for pattern, replacement in _SECRET_REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return text

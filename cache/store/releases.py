@@ -9,8 +9,15 @@ from typing import Any, Literal, Self, cast, get_args
 import orjson
 
 from cache.errors import CorruptArtefact, UnknownFormat
-from cache.format.manifest import GENERATION
-from cache.formats import FIELD, POINTER, RELEASE_RECORD, demand, stamp, version_of
+from cache.format.manifest import GENERATION_PATTERN
+from cache.formats import (
+    FORMAT_FIELD,
+    POINTER,
+    RELEASE_RECORD,
+    demand_readable,
+    version_of,
+    version_stamp,
+)
 from cache.store.artefacts import ArtefactStore
 from cache.store.write_once import pack_files, read_files
 
@@ -77,7 +84,7 @@ class Release:
             for field in fields(self)
             if field.name != "is_done"
         }
-        document |= stamp(RELEASE_RECORD)
+        document |= version_stamp(RELEASE_RECORD)
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
@@ -125,7 +132,7 @@ class Pointer:
 
     def to_bytes(self) -> bytes:
         """JSON as stored in Redis."""
-        return orjson.dumps({**asdict(self), **stamp(POINTER)})
+        return orjson.dumps({**asdict(self), **version_stamp(POINTER)})
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
@@ -153,7 +160,7 @@ class Pointer:
             *filter(None, (self.previous, canary and canary.generation)),
         ]
         if not all(
-            isinstance(generation, str) and GENERATION.fullmatch(generation)
+            isinstance(generation, str) and GENERATION_PATTERN.fullmatch(generation)
             for generation in generations
         ):
             raise TypeError(f"{generations} are not generation ids")
@@ -172,8 +179,8 @@ class Pointer:
 def _checked_fields(format_name: str, raw: bytes) -> dict[str, Any]:
     """Return the fields of a document after checking its version: another version cannot be judged further."""
     document: dict[str, Any] = orjson.loads(raw)
-    demand(format_name, version_of(document))
-    return {field: field_value for field, field_value in document.items() if field != FIELD}
+    demand_readable(format_name, version_of(document))
+    return {field: field_value for field, field_value in document.items() if field != FORMAT_FIELD}
 
 
 def _is_number(value: object, number_max: float) -> bool:
@@ -213,7 +220,7 @@ def all_releases(
 ) -> list[Release]:
     """Read every record, oldest first. Records in `release_by_number` are not read again: a record never changes.
 
-    `packs`: pack records that had to be read one by one, for later readers; readers of a store only read. Raises
+    `should_pack`: pack records that had to be read one by one, for later readers; readers of a store only read. Raises
     CorruptArtefact, naming the file, for one that is missing or cannot be read: the live generation would be unknown.
     """
     release_by_number = {} if release_by_number is None else release_by_number

@@ -42,12 +42,12 @@ Value = TypeVar("Value", bound=Versioned)
 class Versions(Generic[Value]):
     """Versions of one kind of value, `<folder>/<number>.json`, of which the newest is in force for every replica.
 
-    `first` is in force before the first version, `read` parses what `to_bytes` returns.
+    `first_value` is in force before the first version, `parse` parses what `to_bytes` returns.
     """
 
     folder: str
-    first: Value
-    read: Callable[[bytes], Value]
+    first_value: Value
+    parse: Callable[[bytes], Value]
 
     def read_newest_number(self, store: ArtefactStore) -> int:
         """Return the number of the version in force, 0 before the first; takes one listing, so it is cheap to poll."""
@@ -65,12 +65,12 @@ class Versions(Generic[Value]):
         """Return the version in force."""
         version = self.read_newest_number(store)
         version_bytes = store.read(self._path(version)) if version else None
-        return self.first if version_bytes is None else self.read(version_bytes)
+        return self.first_value if version_bytes is None else self.parse(version_bytes)
 
     def change(self, store: ArtefactStore, change: Callable[[Value], Value]) -> Value:
         """Apply `change` to the newest version and write the result as the next; retry if another writer was faster.
 
-        An unchanged value is not written. Raises Conflict after WRITE_TRIES attempts.
+        An unchanged value is not written. Raises Conflict after WRITE_TRIES_MAX attempts.
         """
         for _ in range(WRITE_TRIES_MAX):
             latest_value = self.latest(store)

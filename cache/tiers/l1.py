@@ -59,32 +59,33 @@ class Entry(NamedTuple):
 
 
 class ReadyAnswer(NamedTuple):
-    """Answer as sent, except for its age, which goes between `head` and `tail`.
+    """Answer as sent, except for its age, which goes between `body_head` and `body_tail`.
 
-    `stamp` is the state that the answer was made from: under any other stamp the answer is invalid. `table_and_id`:
-    table and id. `access`: its spot and bytes in the sample of L1's reads, if sampled. `events`: the very bytes object
-    of the user's events in memory: with another object the answer is invalid; `is_newer`: it includes newer events.
+    `state_stamp` is the state that the answer was made from: under any other stamp the answer is invalid.
+    `table_and_id`: table and id. `access`: its spot and bytes in the sample of L1's reads, if sampled. `user_events`:
+    the very bytes object of the user's events in memory: with another object the answer is invalid; `has_newer_events`:
+    it includes newer events.
     """
 
-    stamp: int
+    state_stamp: int
     body_head: bytes
-    tail: bytes
+    body_tail: bytes
     data_until: int
     table_and_id: tuple[str, bytes]
-    request: bytes
+    request_bytes: bytes
     access: tuple[int, int] | None = None
-    events: bytes | None = None
+    user_events: bytes | None = None
     has_newer_events: bool = False
 
 
 def entry_size_bytes(entry: Entry | ReadyAnswer) -> int:
     """Return the bytes of one entry without its place in the table."""
     if isinstance(entry, ReadyAnswer):
-        sent_bytes = len(entry.body_head) + len(entry.tail) + len(entry.request)
+        sent_bytes = len(entry.body_head) + len(entry.body_tail) + len(entry.request_bytes)
         return (
             sent_bytes
             + len(entry.table_and_id[1])
-            + len(entry.events or b"")
+            + len(entry.user_events or b"")
             + READY_OVERHEAD_BYTES
         )
     live_bytes = 0 if entry.digest is None else LIVE_OVERHEAD_BYTES
@@ -135,22 +136,22 @@ class LocalTier:
         """True if a record of this size fits at all; a larger one is counted by `put`."""
         return size_bytes + ENTRY_OVERHEAD_BYTES <= self.max_bytes
 
-    def ready(self, request: bytes) -> ReadyAnswer | None:
+    def find_ready_answer(self, request: bytes) -> ReadyAnswer | None:
         """Return the answer kept for exactly these request bytes; the caller checks its stamp."""
         ready_answer = self._find_entry(request)
         if ready_answer is not None:
             self._move_to_end(request)
         return ready_answer  # type: ignore[return-value]  # bytes name a ready answer
 
-    def keep(self, ready_answer: ReadyAnswer) -> None:
+    def keep_ready_answer(self, ready_answer: ReadyAnswer) -> None:
         """Store a ready answer, which counts against the same bound as records."""
         self.ready_tables.add(ready_answer.table_and_id[0])
-        self.put(ready_answer.request, ready_answer)
+        self.put(ready_answer.request_bytes, ready_answer)
 
     def drop_access(self, ready_answer: ReadyAnswer) -> None:
         """Remove the access of a ready answer that has left the sample, so that its readers record nothing."""
-        if self._find_entry(ready_answer.request) is ready_answer:
-            self._entries[ready_answer.request] = ready_answer._replace(access=None)
+        if self._find_entry(ready_answer.request_bytes) is ready_answer:
+            self._entries[ready_answer.request_bytes] = ready_answer._replace(access=None)
 
     def fill(
         self, keys: Sequence[LocalKey], records: Sequence[bytes], fingerprints: Sequence[int]
@@ -206,7 +207,7 @@ class LocalTier:
             if type(key) is not bytes:  # of a ready answer the record may still be here
                 evicted_keys.append(key)
         if evicted_keys:
-            self.eviction_history.evicted.note_all(evicted_keys)
+            self.eviction_history.evicted_keys.note_all(evicted_keys)
         if not entries:
             entries.clear()  # an emptied table keeps its memory
 
@@ -217,7 +218,7 @@ class LocalTier:
     def discard(self, key: LocalKey) -> None:
         """Remove the key if it is present."""
         self._remove_entry(key)
-        self.eviction_history.evicted.note(key)
+        self.eviction_history.evicted_keys.note(key)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -271,37 +272,39 @@ class EvictionHistory:
         timer: Callable[[], float] = time.monotonic,
         slot_count: int = EVICTED_SLOTS,
     ) -> None:
-        self.evicted = LossyKeySet(slot_count)
+        self.evicted_keys = LossyKeySet(slot_count)
         self.expired_keys = LossyKeySet(min(slot_count, EXPIRED_SLOTS))
         self._is_in_l1 = is_cached
         self._timer = timer
         self._last_flip: tuple[str, float] | None = None
 
-    def flipped(self, previous_generation: str) -> None:
+    def note_flip(self, previous_generation: str) -> None:
         """Record a flip from `previous_generation` to another live generation."""
         self._last_flip = previous_generation, self._timer() + FLIPPED_WITHIN_S
 
     def find_reason(self, generation: str, table: str, key: int | bytes) -> Absence:
         """Return the one reason why L1 lacked a key."""
-        if self.expired_keys.is_empty and self.evicted.is_empty and self._last_flip is None:
+        if self.expired_keys.is_empty and self.evicted_keys.is_empty and self._last_flip is None:
             return "cold_start"
         local_key = generation, table, key
         if local_key in self.expired_keys:
             return "expired"
-        if local_key in self.evicted:
+        if local_key in self.evicted_keys:
             return "evicted"
         if (previous_generation := self._previous_generation(generation)) is not None:
             previous_key = previous_generation, table, key
-            if self._is_in_l1(previous_key) or previous_key in self.evicted:
+            if self._is_in_l1(previous_key) or previous_key in self.evicted_keys:
                 return "flipped"
         return "cold_start"
 
-    def count(self, generation: str, table: str, keys: Sequence[int | bytes]) -> dict[Absence, int]:
+    def count_reasons(
+        self, generation: str, table: str, keys: Sequence[int | bytes]
+    ) -> dict[Absence, int]:
         """Count the keys that L1 lacked by reason; each key has exactly one."""
         if self.expired_keys.is_empty and self._previous_generation(generation) is None:
-            if self.evicted.is_empty:
+            if self.evicted_keys.is_empty:
                 return {"cold_start": len(keys)}
-            evicted_count = self.evicted.count([(generation, table, key) for key in keys])
+            evicted_count = self.evicted_keys.count([(generation, table, key) for key in keys])
             return {"evicted": evicted_count, "cold_start": len(keys) - evicted_count}
         count_by_absence: dict[Absence, int] = {}
         for key in keys:
@@ -309,7 +312,7 @@ class EvictionHistory:
             count_by_absence[absence] = count_by_absence.get(absence, 0) + 1
         return count_by_absence
 
-    def is_over(self, generation: str, table: str, key: int | bytes) -> bool:
+    def has_expired(self, generation: str, table: str, key: int | bytes) -> bool:
         """True if the key was held until it expired."""
         return not self.expired_keys.is_empty and (generation, table, key) in self.expired_keys
 

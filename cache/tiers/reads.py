@@ -238,7 +238,7 @@ class Hit(NamedTuple):
 
     record: bytes
     tier: Tier
-    live: bool
+    is_live: bool
     expires_at: float | None
     reason: MissReason | None = None
 
@@ -366,7 +366,7 @@ def page_reads(view: SnapshotView, record_keys: RecordKeys) -> PageReads:
     size_bytes = table.layout.size_bytes
     first_pages = np.array([part.first_page for part in table.parts], np.int64)
     directory = view.directories[table.entity]
-    page_numbers, offsets = directory.pages(
+    page_numbers, offsets = directory.page_locations(
         record_keys.positions, first_pages, table.records_per_page, size_bytes
     )
     return PageReads(view.generation, table.name, page_numbers, offsets, size_bytes)
@@ -401,28 +401,30 @@ class FlightKeys:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of reads: every requested record is counted once, in `l1`, `l2` or one of `missed`.
+    """Counters of reads: every requested record is counted once, in `l1`, `l2_records` or one of `misses_by_reason`.
 
-    `l1` sums records found there, `records`, and ready answers, `ready`. Ready answers are counted in batches: `flush`
-    adds the pending ones.
+    `l1` sums records found there, `l1_records`, and ready answers, `ready_answers`. Ready answers are counted in
+    batches: `add_pending` adds the pending ones.
     """
 
-    records: int = 0
-    ready: int = 0
-    l2: int = 0
-    missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    l1_records: int = 0
+    ready_answers: int = 0
+    l2_records: int = 0
+    misses_by_reason: dict[MissReason, int] = field(
+        default_factory=lambda: dict.fromkeys(MissReason, 0)
+    )
     l2_reads: int = 0
-    flush: Callable[[], None] = lambda: None
+    add_pending: Callable[[], None] = lambda: None
 
     def count(self, outcomes: Sequence[ReadResult]) -> None:
         """Add one request's outcomes."""
         for outcome in outcomes:
             if type(outcome) is Miss:
-                self.missed[outcome.reason] += 1
+                self.misses_by_reason[outcome.reason] += 1
             elif outcome.tier == "l1":  # type: ignore[union-attr]
-                self.records += 1
+                self.l1_records += 1
             else:
-                self.l2 += 1
+                self.l2_records += 1
 
     def count_rows(
         self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]
@@ -431,16 +433,16 @@ class Counters:
         l2_count = int(np.count_nonzero(is_l2)) - sum(
             bool(is_l2[index]) for index in result_by_index
         )
-        self.l2 += l2_count
-        self.records += len(is_l2) - l2_count - len(result_by_index)
+        self.l2_records += l2_count
+        self.l1_records += len(is_l2) - l2_count - len(result_by_index)
         self.count(list(result_by_index.values()))
 
     @property
     def l1(self) -> int:
         """Number of records and ready answers from L1."""
-        return self.records + self.ready
+        return self.l1_records + self.ready_answers
 
     @property
     def total(self) -> int:
         """Number of all outcomes."""
-        return self.l1 + self.l2 + sum(self.missed.values())
+        return self.l1 + self.l2_records + sum(self.misses_by_reason.values())

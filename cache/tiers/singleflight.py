@@ -58,8 +58,8 @@ class SingleFlight(Generic[K, V]):
     """
 
     def __init__(self) -> None:
-        self.started = 0
-        self.shared = 0
+        self.started_count = 0
+        self.shared_count = 0
         self._flights: dict[K, _Flight[K, V]] = {}
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class SingleFlight(Generic[K, V]):
         if flight is None:
             flight = self._start_flight(key, work())
         else:
-            self.shared += 1
+            self.shared_count += 1
         return FlightSeat(flight, flight.index_of(key), self._join(flight))
 
     def leave(self, seat: FlightSeat[K, V]) -> None:
@@ -132,7 +132,7 @@ class SingleFlight(Generic[K, V]):
         new_indexes = [index for index in range(len(keys)) if index not in flight_by_index]
         flight.keys = [keys[index] for index in new_indexes]
         own_flight = self._begin(flight, work, new_indexes) if new_indexes else None
-        self.shared += len(joined_indexes)
+        self.shared_count += len(joined_indexes)
         values_by_flight = await self._wait_all(
             [*flight_by_index.values(), *([] if own_flight is None else [own_flight])]
         )
@@ -169,7 +169,7 @@ class SingleFlight(Generic[K, V]):
         # A future is used as it is; a coroutine becomes a task of its own, detached from the caller.
         flight: _Flight[K, V] = _Flight((key,), is_single=True)
         flight.work = asyncio.ensure_future(work)
-        self.started += 1
+        self.started_count += 1
         self._flights[key] = flight
         flight.work.add_done_callback(lambda _: self._land(flight))
         return flight
@@ -186,7 +186,7 @@ class SingleFlight(Generic[K, V]):
         except BaseException:
             self._forget(flight)
             raise
-        self.started += len(indexes)
+        self.started_count += len(indexes)
         flight.work.add_done_callback(lambda _: self._land(flight))
         return flight
 
@@ -238,7 +238,7 @@ def _end_late(waiter: asyncio.Future[Any]) -> None:
 def board_absent_keys(work_by_key: dict[K, V], keys: list[K], work: V) -> list[int]:
     """Insert `work` under each key that is absent; return the indexes of the other keys.
 
-    Compiled, this and `leave` take 3 us for 100 keys instead of 7, of the 300 that a batch takes.
+    Compiled, this and `leave_keys` take 3 us for 100 keys instead of 7, of the 300 that a batch takes.
     """
     return loader.kernels.board(work_by_key, keys, work)
 

@@ -15,7 +15,7 @@ from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Frames, L2Result, LeaseMark, Overlay, OverlayWrite
 from cache.l2.data_plane import DataPlane
 from cache.native import loader
-from cache.process.background_loops import BackgroundLoops, stop
+from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from cache.records import (
     RECORD_FORMAT,
     are_answers_of,
@@ -75,31 +75,35 @@ class TieredCache:
         timer: Callable[[], float] = time.monotonic,
         loops: BackgroundLoops | None = None,
     ) -> None:
-        self.local = local
+        self.local_tier = local
         self.negative_cache = negative
         self.counters = Counters()
-        self.trace = AccessTrace()
+        self.access_trace = AccessTrace()
         self.flights: SingleFlight[FlightKey, Entry | Miss] = SingleFlight()
         self._flight_keys = FlightKeys()
-        self.writes = WriteBehind(remote.write_overlays, writes_max_bytes, timer, loops)
+        self.write_behind = WriteBehind(remote.write_overlays, writes_max_bytes, timer, loops)
         self._remote = remote
         self._row_reader = RowReader(local, self.flights, self._flight_keys, remote, self.counters)
         self._timer = timer
 
     def peek(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Return the record if L1 has it, without awaiting; count a hit, and leave a miss to `get`."""
-        entry = self.local.get(LocalKey(view.generation, record_key.table.name, record_key.key))
+        entry = self.local_tier.get(
+            LocalKey(view.generation, record_key.table.name, record_key.key)
+        )
         if entry is None or not isinstance(
             read_result := judge_entry(entry, record_key, "l1"), Hit
         ):
             return None
-        self.counters.records += 1
-        self.trace.note_read(view.generation, record_key, read_result)
+        self.counters.l1_records += 1
+        self.access_trace.note_read(view.generation, record_key, read_result)
         return read_result
 
     def inspect(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Return the record if L1 has it; count nothing and keep the LRU order."""
-        entry = self.local.inspect(LocalKey(view.generation, record_key.table.name, record_key.key))
+        entry = self.local_tier.inspect(
+            LocalKey(view.generation, record_key.table.name, record_key.key)
+        )
         read_result = None if entry is None else judge_entry(entry, record_key, "l1")
         return read_result if isinstance(read_result, Hit) else None
 
@@ -160,7 +164,7 @@ class TieredCache:
                     key, outcome, record_keys.record_key_at(index)
                 )
         self.counters.count_rows(rows.is_l2, rows.result_by_index)
-        self.trace.note_reads(view.generation, record_keys, rows.result_by_index)
+        self.access_trace.note_reads(view.generation, record_keys, rows.result_by_index)
         return rows
 
     async def read_overlay_again(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
@@ -168,7 +172,7 @@ class TieredCache:
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         if isinstance(read_result := self._read_local(key, record_key), Hit):
             return read_result
-        self.local.discard(key)  # an answer to another input, which a read would not replace
+        self.local_tier.discard(key)  # an answer to another input, which a read would not replace
         entry = await self._read_one(view, key, record_key, None)
         if isinstance(entry, Entry):
             self.negative_cache.discard(key)
@@ -207,13 +211,13 @@ class TieredCache:
         entry = Entry(record, record_key.fingerprint, digest, self._timer() + ttl_s)
         if record_key.position >= 0:
             # Beside the batch record, never in its place: whoever sent nothing gets what the night computed.
-            self.local.put(live_key(key, digest), entry)
+            self.local_tier.put(live_key(key, digest), entry)
             return
-        self.local.put(key, entry)
-        self.trace.note_put(view.generation, record_key, len(record))
+        self.local_tier.put(key, entry)
+        self.access_trace.note_put(view.generation, record_key, len(record))
         self.negative_cache.discard(key)
         payload = pack_overlay(record, digest)
-        self.writes.put(
+        self.write_behind.put(
             OverlayWrite(
                 view.generation,
                 record_key.table.name,
@@ -226,27 +230,27 @@ class TieredCache:
 
     def keep(self, view: SnapshotView, record_key: RecordKey, ready_answer: ReadyAnswer) -> None:
         """Store a ready answer of the live generation in L1."""
-        self.local.keep(
-            self.trace.attach_access(view.generation, record_key.fingerprint, ready_answer)
+        self.local_tier.keep_ready_answer(
+            self.access_trace.attach_access(view.generation, record_key.fingerprint, ready_answer)
         )
 
     def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
         """Remove L1's entries of this entity, whose record turned out to be damaged."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
-        self.local.discard(key)
+        self.local_tier.discard(key)
         if record_key.digest is not None:
-            self.local.discard(live_key(key, record_key.digest))
+            self.local_tier.discard(live_key(key, record_key.digest))
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """Store the overlays still queued within `timeout_s`; count the others as dropped."""
-        await self.writes.aclose(timeout_s)
+        await self.write_behind.aclose(timeout_s)
 
     def _count(
         self, view: SnapshotView, record_keys: Sequence[RecordKey], outcomes: Sequence[ReadResult]
     ) -> None:
         self.counters.count(outcomes)
         for record_key, outcome in zip(record_keys, outcomes, strict=True):
-            self.trace.note_read(view.generation, record_key, outcome)
+            self.access_trace.note_read(view.generation, record_key, outcome)
 
     def _remaining_s(self, deadline: float | None) -> float | None:
         """Return the seconds that a caller has for L2; None if L2's own deadline is enough."""
@@ -254,7 +258,7 @@ class TieredCache:
 
     def _read_local(self, key: LocalKey, record_key: RecordKey) -> ReadResult | None:
         """Return the outcome without L2; None if L2 must be read."""
-        if (entry := self.local.get(key)) is not None:
+        if (entry := self.local_tier.get(key)) is not None:
             return judge_entry(entry, record_key, "l1")
         if record_key.skips_overlay:
             return MISS_BY_REASON[MissReason.UNREAD]
@@ -274,7 +278,7 @@ class TieredCache:
             or not entry.reason.traits.allows_stand_in
         ):
             return entry
-        live_entry = self.local.get(live_key(key, record_key.digest))
+        live_entry = self.local_tier.get(live_key(key, record_key.digest))
         outcome = entry if live_entry is None else judge_entry(live_entry, record_key, "l1")
         if not isinstance(outcome, Hit):
             return entry
@@ -356,7 +360,7 @@ class TieredCache:
         elif record_key.position >= 0:
             return MISS_BY_REASON[MissReason.PAGE_MISSING]
         # Written by this process while the read was under way: newer than what the read found.
-        elif (newer_entry := self.local.get(key)) is not None:
+        elif (newer_entry := self.local_tier.get(key)) is not None:
             return newer_entry
         elif answer is None:
             self.negative_cache.add(key)
@@ -364,25 +368,25 @@ class TieredCache:
         else:
             entry = overlay_entry(record_key, cast(Overlay, answer), asked_at)
         if isinstance(entry, Entry):
-            self.local.put(key, entry)
+            self.local_tier.put(key, entry)
         return entry
 
 
 class FlightRecords(Sequence[Entry | Miss]):
     """Records of a flight of many keys: rows for its own caller, single entries for callers that joined.
 
-    `rows[i]` means nothing if `missed` has `i`.
+    `rows[i]` means nothing if `miss_by_index` has `i`.
     """
 
     def __init__(self, rows: NDArray[Any], miss_by_index: dict[int, Miss]) -> None:
         self.rows = rows
-        self.missed = miss_by_index
+        self.miss_by_index = miss_by_index
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Entry | Miss:  # type: ignore[override]
-        if (miss := self.missed.get(index)) is not None:
+        if (miss := self.miss_by_index.get(index)) is not None:
             return miss
         record = self.rows[index].tobytes()
         return Entry(record, peek_fingerprint(record))
@@ -408,7 +412,7 @@ class RowReader:
     async def read(
         self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None
     ) -> Rows:
-        """Return rows, one per record key, or misses; `left_s` None: L2's own deadline is enough."""
+        """Return rows, one per record key, or misses; `remaining_s` None: L2's own deadline is enough."""
         entries = (
             self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
         )
@@ -438,7 +442,7 @@ class RowReader:
     async def _read(
         self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None
     ) -> Rows:
-        """Return rows from L2 alone; L2_TIMEOUT for all of them when `left_s` is over."""
+        """Return rows from L2 alone; L2_TIMEOUT for all of them when `remaining_s` is over."""
 
         def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Miss]]:
             return self._fetch(view, record_keys.select(new))
@@ -457,14 +461,16 @@ class RowReader:
         if type(flight_result) is not FlightRecords:
             entry_by_index.update(zip(new, flight_result, strict=True))
         elif len(new) == len(record_keys):
-            return Rows(flight_result.rows, is_l2, {**flight_result.missed})
+            return Rows(flight_result.rows, is_l2, {**flight_result.miss_by_index})
         result_by_index: dict[int, ReadResult] = {}
         record_by_index: dict[int, bytes] = {}
         fingerprints = record_keys.fingerprints
         own_records: FlightRecords | None = None
         if type(flight_result) is FlightRecords:
             own_records = flight_result
-            result_by_index = {new[index]: miss for index, miss in flight_result.missed.items()}
+            result_by_index = {
+                new[index]: miss for index, miss in flight_result.miss_by_index.items()
+            }
         for batch_index, entry in entry_by_index.items():
             if isinstance(entry, Miss):
                 result_by_index[batch_index] = entry
@@ -509,7 +515,7 @@ class RowReader:
         flight_records: FlightRecords,
         answers: Sequence[L2Result],
     ) -> None:
-        miss_by_index = flight_records.missed
+        miss_by_index = flight_records.miss_by_index
         if not self._local.can_fit(record_keys.table.layout.size_bytes):
             self._local.too_large_count += len(record_keys) - len(miss_by_index)
             return
@@ -544,7 +550,7 @@ def _spread_rows(
     new_indexes: Sequence[int],
     record_by_index: dict[int, bytes],
 ) -> NDArray[Any]:
-    """Combine this flight's records at the indexes `new` with other flights' at theirs; zeros elsewhere."""
+    """Combine this flight's records at the indexes `new_indexes` with other flights' at theirs; zeros elsewhere."""
     dtype = record_keys.table.layout.dtype
     indexes, rows = (
         ([], b"") if flight_records is None else (list(new_indexes), flight_records.rows)
@@ -574,7 +580,7 @@ def _flight_records(record_keys: RecordKeys, answers: Sequence[L2Result]) -> Fli
         sound_rows = answers.checked_records(layout.dtype, record_keys.fingerprints, RECORD_FORMAT)
         if sound_rows is not None:
             return FlightRecords(sound_rows, miss_by_index)
-        rows = answers.rows(layout.dtype)
+        rows = answers.to_records(layout.dtype)
     else:
         blank_record = bytes(layout.size_bytes)
         rows = _rows_from_records(
@@ -638,7 +644,7 @@ class WriteBehind:
         task = self._write_task
         if task is not None:
             await asyncio.wait({task}, timeout=timeout_s)
-            await stop([task])
+            await cancel_and_wait([task])
         self.dropped_count += len(self._queue)
         self._queue.clear()
         self._queued_bytes = 0

@@ -53,18 +53,18 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 class HotKeyReport(NamedTuple):
     """Request counts of a replica since its last report; `removed_names` must not be in the sketch.
 
-    `hour` is the number of the window that it counts for.
+    `window_number` is the number of the window that it counts for.
     """
 
     window_number: int
-    counts: Sequence[tuple[EntityName, int]]
+    name_counts: Sequence[tuple[EntityName, int]]
     removed_names: Sequence[EntityName] = ()
     window: Window = HOT_WINDOW
 
     def arguments(self) -> list[Any]:
-        """ARGV of `REPORT`."""
-        arguments: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.counts)]
-        for name, count in self.counts:
+        """ARGV of `REPORT_SCRIPT`."""
+        arguments: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.name_counts)]
+        for name, count in self.name_counts:
             arguments += count, sketch_member_of(name)
         return arguments + [sketch_member_of(name) for name in self.removed_names]
 
@@ -109,7 +109,7 @@ class SharedHotKeys:
     ) -> list[EntityName]:
         """Return the most requested names of all replicas in this window and the last, hottest first.
 
-        For COLD windows these are names that no generation knew; `hour` is the window's number.
+        For COLD windows these are names that no generation knew; `window_number` is the window's number.
         """
         return hottest_names(
             [await self._fetch_members(key) for key in self._sketch_keys(window_number, window)]

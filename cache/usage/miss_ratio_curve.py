@@ -17,16 +17,17 @@ _SLOTS_PER_BLOCK = 1 << _BLOCK_BITS
 class MissRatioCurve:
     """Estimate of the hit ratios of LRU caches with the given `capacities` (ascending), in the unit of the sizes.
 
-    A key is known by its spot, a uniform hash in [0, 2^64): it is in the sample if its spot is at most `last`. At the
-    beginning every key is; when there are more than `keys_max`, the one with the greatest spot leaves, and the
-    threshold falls to it. A distance is the touched size of the sample divided by its rate, and each read counts for as
-    many as the sample stands for. SHARDS-adj: reads that the sample has too few or too many of, compared with all,
-    count as ones of the shortest distance. Keys deeper than the largest capacity are dropped: no cache would hold them.
+    A key is known by its spot, a uniform hash in [0, 2^64): it is in the sample if its spot is at most
+    `greatest_sampled_spot`. At the beginning every key is; when there are more than `keys_max`, the one with the
+    greatest spot leaves, and the threshold falls to it. A distance is the touched size of the sample divided by its
+    rate, and each read counts for as many as the sample stands for. SHARDS-adj: reads that the sample has too few or
+    too many of, compared with all, count as ones of the shortest distance. Keys deeper than the largest capacity are
+    dropped: no cache would hold them.
     """
 
     def __init__(self, capacities: Sequence[int], keys_max: int) -> None:
-        self.last = HASH_SPACE - 1
-        self.sampled = 0
+        self.greatest_sampled_spot = HASH_SPACE - 1
+        self.sampled_reads = 0
         self._capacities = tuple(capacities)
         self._keys_max = keys_max
         self._stack = RecencyStack(keys_max)
@@ -62,7 +63,12 @@ class MissRatioCurve:
             self._capacities,
             stack.move_to_top,
         )
-        last, weight, added_weight, sampled_count = self.last, 1 / self.rate, 0.0, 0
+        last, weight, added_weight, sampled_count = (
+            self.greatest_sampled_spot,
+            1 / self.rate,
+            0.0,
+            0,
+        )
         for spot, size_bytes in touches:
             if spot > last:
                 continue
@@ -80,8 +86,8 @@ class MissRatioCurve:
                 heappush(self._negated_spot_heap, -spot)
                 if len(stack) > self._keys_max:
                     self._lower_threshold(-self._negated_spot_heap[0])
-                    last, weight = self.last, 1 / self.rate
-        self.sampled += sampled_count
+                    last, weight = self.greatest_sampled_spot, 1 / self.rate
+        self.sampled_reads += sampled_count
         self._sampled_weight += added_weight
 
     def age(self, factor: float) -> None:
@@ -91,7 +97,7 @@ class MissRatioCurve:
         self._answerable_reads *= factor
         self.reads *= factor
 
-    def lower(self, rate: float) -> None:
+    def lower_rate(self, rate: float) -> None:
         """Lower the sampled share of keys to at most `rate`."""
         if rate < self.rate:
             self._lower_threshold(int(rate * HASH_SPACE))
@@ -100,7 +106,7 @@ class MissRatioCurve:
         """Forget the keys and sample all new ones; the reads so far stay counted."""
         self._stack = RecencyStack(self._keys_max)
         self._negated_spot_heap = []
-        self.last, self.rate = HASH_SPACE - 1, 1.0
+        self.greatest_sampled_spot, self.rate = HASH_SPACE - 1, 1.0
 
     def hit_ratios(self) -> list[float]:
         """Return the hit ratio of all reads for each capacity; 0 before the first read."""
@@ -119,10 +125,12 @@ class MissRatioCurve:
 
     def _lower_threshold(self, spot: int) -> None:
         """Lower the threshold to the spot's multiple of `_THRESHOLD_STEP`, and forget the keys above it."""
-        self.last = max(_THRESHOLD_STEP, spot // _THRESHOLD_STEP * _THRESHOLD_STEP) - 1
-        self.rate = (self.last + 1) / HASH_SPACE
+        self.greatest_sampled_spot = (
+            max(_THRESHOLD_STEP, spot // _THRESHOLD_STEP * _THRESHOLD_STEP) - 1
+        )
+        self.rate = (self.greatest_sampled_spot + 1) / HASH_SPACE
         negated_spots = self._negated_spot_heap
-        while negated_spots and -negated_spots[0] > self.last:
+        while negated_spots and -negated_spots[0] > self.greatest_sampled_spot:
             self._stack.forget(-heappop(negated_spots))
 
     def _close_up(self) -> None:

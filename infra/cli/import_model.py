@@ -138,7 +138,7 @@ def _vectors(args: argparse.Namespace) -> "ImportReport":
     from precompute.adapters.vectors import from_vectors
 
     return from_vectors(
-        args.item_ids, args.items, args.user_ids, args.users, to=args.connection_to, clicks=_clicks(args), metric=args.metric
+        args.item_ids, args.items, args.user_ids, args.users, to=args.to, clicks=_clicks(args), metric=args.metric
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def _implicit(args: argparse.Namespace) -> "ImportReport":
     return from_implicit(
         args.model,
         _clicks(args),
-        to=args.connection_to,
+        to=args.to,
         user_ids=args.user_ids,
         item_ids=args.item_ids,
     )
@@ -169,7 +169,7 @@ def _classifier(args: argparse.Namespace) -> "ClassifierReport":
     except (OSError, ValueError) as error:
         raise SourceError(f"--expected {args.expected}: {error}; it is a .npy file") from None
     return from_classifier(
-        args.model, args.features, to=args.connection_to, labels=_names(args.labels), table=args.table,
+        args.model, args.features, to=args.to, labels=_names(args.labels), table=args.table,
         id_column=args.id_column, columns=None if args.columns is None else _names(args.columns),
         output=args.output, expected=expected,
     )  # fmt: skip

@@ -240,7 +240,7 @@ class Demo:
 
     def _make_data(self, home: Path, namespace: str) -> None:
         with step_on(self.console, "Data") as notes:
-            today = datetime.now(UTC).replace(window_number=0, minute=0, second=0, microsecond=0)
+            today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
             users, items = (3_000, 1_000) if self.is_quick else (20_000, 5_000)
             world = World(users, items, ends_at=today, drift=0.3)
             path = self.data_path

@@ -11,7 +11,7 @@ import redis
 
 from cache.config.night import DISK_HEADROOM_RULE, REDIS_HEADROOM_RULE, NightConfig
 from cache.control.control_keys import Control
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Refused
 from cache.format.manifest import Manifest
 from cache.l2.resp import info_number, refusing_unreadable
@@ -113,7 +113,7 @@ def held_bytes(store: ArtefactStore, control: Control, *, but: str | None = None
     """Return the payload of this namespace's generations, other than `but`, whose pages Redis may hold."""
     total = 0
     for generation, row in control.rows().items():
-        if generation != but and row.state is not State.RETIRED:
+        if generation != but and row.state is not GenerationState.RETIRED:
             raw = store.read(generation_path(generation, "manifest.json"))
             total += 0 if raw is None else total_bytes(Manifest.from_bytes(raw))
     return total

@@ -20,8 +20,8 @@ from cache.l2.resp import info_number, refusing_unreadable
 from cache.l2.sync_clients import (
     BulkConnections,
     clone_client,
-    group_keys_by_server,
     disconnect,
+    group_keys_by_server,
     primary_clients,
 )
 
@@ -144,7 +144,7 @@ class Watcher:
                 socket_connect_timeout=PROBE_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
             )
-            self._own_control = Control(client, self._caller_control.keys)
+            self._own_control = Control(client, self._caller_control.keyspace)
         with BulkConnections() as connections:
             while not self._closing.is_set():
                 if time.perf_counter() >= due:
@@ -179,7 +179,7 @@ class Watcher:
         self, control: Control, connections: BulkConnections
     ) -> Iterator[tuple[Any, bytes]]:
         """Yield, per server, a connection and a probe that reads a live page's record like a reader."""
-        keys, pointer = control.keys, control.pointer()
+        keys, pointer = control.keyspace, control.read_pointer()
         self._own_probes += 1
         loaded: Any = control.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
         tables = sorted({part_name.decode().partition("/")[0] for part_name in loaded})

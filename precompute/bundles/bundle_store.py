@@ -26,9 +26,9 @@ from cache.errors import BundleError, ConfigError, StoreError
 from cache.store.artefacts import (
     ArtefactStore,
     last_change_time,
+    link_or_copy_file,
     open_draft,
     sha256_of,
-    link_or_copy_file,
 )
 from precompute.bundles.bundle import BUNDLE_FILE, ITEMS_FILE, Bundle
 from precompute.bundles.imports import demand_finished_import

@@ -122,9 +122,7 @@ def search(
     # An item that is excluded lifts its group's bound like any other. A quarter is for what is close to the last.
     capacity = capacity_of(shape.fetch)
     required_counts = (
-        (hidden[0].diff() + shape.fetch)
-        .clamp(max=capacity - capacity // 4)
-        .connection_to(torch.int32)
+        (hidden[0].diff() + shape.fetch).clamp(max=capacity - capacity // 4).to(torch.int32)
     )
     kept_entries, left_out = kept_of(
         items, columns, queries, required_counts, capacity, tiles, estimating=shape.estimating
@@ -207,7 +205,7 @@ def rank_of(required_counts: torch.Tensor, sample_fraction: float) -> torch.Tens
     Of those the sample has a Poisson number, seldom more than `_DEVIATIONS` standard deviations above its mean.
     """
     mean = required_counts * sample_fraction
-    rank = torch.ceil(mean + _DEVIATIONS * mean.sqrt() + _DEVIATIONS).connection_to(torch.int32)
+    rank = torch.ceil(mean + _DEVIATIONS * mean.sqrt() + _DEVIATIONS).to(torch.int32)
     return torch.minimum(rank, required_counts)
 
 

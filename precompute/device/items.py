@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.model.ranking import score
 from cache.model.tower import Histories
-from cache.topk.compiled import own_lengths
+from cache.topk.compiled import scored_item_lengths
 from cache.topk.flat import ComparableItems
 from precompute.device.columns import Columns, Queries, columns_by_rank, group_of
 from precompute.device.hopper import ROUND_UP, ROUND_UP_SUMMAND, kernels_for
@@ -69,19 +69,21 @@ class DeviceItems:
     ) -> Self:
         """Copy the items to the device; raise torch.OutOfMemoryError if they do not fit."""
         dims = compared.vectors.shape[1]
-        scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
-        order = np.argsort(-compared.sizes, kind="stable")
+        scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest_length)[1])))
+        order = np.argsort(-compared.compared_lengths, kind="stable")
         size = group or group_of(len(order))
         exact = torch.empty((len(order), -(-dims // SUM_LANES), SUM_LANES), device=device)
         parts = []
         for start in range(0, len(order), _ITEMS_AT_ONCE):  # so that copies on their way stay small
             part = order[start : start + _ITEMS_AT_ONCE]
-            parts.append(encoded(moved(compared.filtering[part], device), scale, dtype))
+            parts.append(encoded(moved(compared.compared_vectors[part], device), scale, dtype))
             exact[start : start + _ITEMS_AT_ONCE] = in_sum_order(
                 moved(compared.vectors[start : start + _ITEMS_AT_ONCE], device)
             )
         codes, length, residual = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
-        item_lengths = own_lengths(compared.vectors) if compared.metric == "cosine" else None
+        item_lengths = (
+            scored_item_lengths(compared.vectors) if compared.metric == "cosine" else None
+        )
         where = moved(order, device)
         return cls(
             exact, None if item_lengths is None else moved(item_lengths, device), where, codes, length, residual, scale,
@@ -120,7 +122,9 @@ class DeviceItems:
         """Encode users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
         scored_users = moved(users, device)
-        user_lengths = None if self.cosine_lengths is None else moved(own_lengths(users), device)
+        user_lengths = (
+            None if self.cosine_lengths is None else moved(scored_item_lengths(users), device)
+        )
         width = self.codes.shape[1]
         kernels = kernels_for(width, device) if self.codes.dtype == torch.float16 else None
         if kernels is not None:
@@ -133,7 +137,7 @@ class DeviceItems:
             theirs = moved(compared, device)
             length = theirs.double().square().sum(1).sqrt()
         power = (-torch.frexp(length).exponent).clamp(max=_POWER_MOST)
-        scale = torch.ldexp(torch.ones_like(length), power).connection_to(torch.float32)
+        scale = torch.ldexp(torch.ones_like(length), power).to(torch.float32)
         return Queries(
             in_sum_order(scored_users),
             user_lengths,
@@ -183,10 +187,10 @@ def encoded(
     Scales are powers of two: only the code itself rounds. Its rounding is measured, not estimated.
     """
     scaled = vectors * scale
-    codes = scaled.connection_to(dtype)
+    codes = scaled.to(dtype)
     if (smallest_normal := _NORMAL.get(dtype)) is not None:
         codes = torch.where(codes.abs() < smallest_normal, torch.zeros_like(codes), codes)
-    rounding_error = (scaled - codes.connection_to(torch.float32)).double()
+    rounding_error = (scaled - codes.to(torch.float32)).double()
     length, residual = (
         _above(matrix.square().sum(1).sqrt()) for matrix in (scaled.double(), rounding_error)
     )
@@ -200,7 +204,7 @@ def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) 
     )  # torch shares no memory that is read-only
     if device.type != "cuda":
         return tensor
-    return tensor.pin_memory().connection_to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +222,7 @@ def slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
 
 
 def _above(lengths: torch.Tensor) -> torch.Tensor:
-    return (lengths * ROUND_UP + ROUND_UP_SUMMAND).connection_to(torch.float32)
+    return (lengths * ROUND_UP + ROUND_UP_SUMMAND).to(torch.float32)
 
 
 def in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
@@ -256,20 +260,20 @@ def exact_dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
-    """Return `cache.model.ranking.pack_sort_keys` as int64 with its highest bit flipped: torch compares signed numbers."""
+    """Return `cache.model.ranking.pack_sort_keys` as int64, its highest bit flipped: torch compares signed numbers."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.connection_to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
+    return (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
 
 
 def scores_of(keys: torch.Tensor) -> torch.Tensor:
     """Return the float32 scores of `keys_of`."""
-    ordered = (keys >> 32).connection_to(torch.int32)
+    ordered = (keys >> 32).to(torch.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def unpacked(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `cache.model.ranking.unpack_sort_keys` of keys int64 [n, k]: (ordinals int32, bits of NO_ITEM for WORST; scores)."""
+    """Return `cache.model.ranking.unpack_sort_keys` of int64 [n, k]: (ordinals int32, NO_ITEM for WORST; scores)."""
     low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # of two halves the lower comes first
     return ~low, scores_of(keys).masked_fill(keys == WORST, 0.0)
 
@@ -280,12 +284,8 @@ def same_bits(dims: int, device: torch.device) -> bool:
     users = rng.standard_normal((3, dims), np.float32)
     items = rng.standard_normal((64, dims), np.float32)
     expected_scores = score(users, items, np.tile(np.arange(64), (3, 1)))
-    ordered_items = in_sum_order(torch.from_numpy(items).connection_to(device)).expand(
-        3, -1, -1, -1
-    )
+    ordered_items = in_sum_order(torch.from_numpy(items).to(device)).expand(3, -1, -1, -1)
     device_scores = (
-        exact_dots(in_sum_order(torch.from_numpy(users).connection_to(device)), ordered_items)
-        .cpu()
-        .numpy()
+        exact_dots(in_sum_order(torch.from_numpy(users).to(device)), ordered_items).cpu().numpy()
     )
     return bool(np.array_equal(device_scores.view(np.uint32), expected_scores.view(np.uint32)))

@@ -125,17 +125,17 @@ class Program:
         if stream is None:
             with torch.inference_mode():
                 tensors = [
-                    torch.from_numpy(feed[input_index]).connection_to(self._device)
+                    torch.from_numpy(feed[input_index]).to(self._device)
                     for input_index in self._order
                 ]
-                output = self._output(tensors).connection_to(torch.float32).cpu()
+                output = self._output(tensors).to(torch.float32).cpu()
             return lambda: np.asarray(output.numpy(), np.float32)
         with torch.inference_mode(), torch.cuda.stream(stream):
             pinned = [
                 torch.from_numpy(feed[input_index]).pin_memory() for input_index in self._order
             ]
             device_output = self._output(
-                [tensor.connection_to(self._device, non_blocking=True) for tensor in pinned]
+                [tensor.to(self._device, non_blocking=True) for tensor in pinned]
             )
             host = torch.empty(device_output.shape, dtype=torch.float32, pin_memory=True)
             host.copy_(device_output, non_blocking=True)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from cache.errors import LarderError
 from cache.model.ranking import Metric, unit_rows
 from cache.model.tower import Histories
-from cache.topk.compiled import fits, long_enough
-from cache.topk.flat import ComparableItems, Top, lengths
-from cache.topk.topk import Scorer, checked
+from cache.topk.compiled import lengths_fit_mask, scores_fit_mask
+from cache.topk.flat import ComparableItems, TopLists, row_lengths_of
+from cache.topk.topk import Scorer, check_arguments
 from precompute.device.columns import Columns
 from precompute.device.failures import is_full, is_of_device
 from precompute.device.items import DeviceItems, fetched, same_bits, slice_of, unpacked
@@ -47,7 +47,7 @@ class _SearchRequest:
     k: int
     exclusions: Histories
     columns: Columns
-    results: Top
+    results: TopLists
     on_progress: Callable[[int], None]
     room_bytes: int
     fused: ModuleType | None = None
@@ -95,9 +95,13 @@ class DeviceScorer:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_tf32 = False
         compared = ComparableItems.of(np.ascontiguousarray(vectors), metric)
-        sizes = lengths(compared.vectors) if metric == "cosine" else compared.sizes
+        sizes = (
+            row_lengths_of(compared.vectors) if metric == "cosine" else compared.compared_lengths
+        )
         certain = len(sizes) > 0 and _SIZES[0] < sizes.max() < _SIZES[1]
-        if not certain or (metric == "cosine" and not fits(compared, compared.vectors).all()):
+        if not certain or (
+            metric == "cosine" and not scores_fit_mask(compared, compared.vectors).all()
+        ):
             _log.warning("the lengths of these vectors are beyond what %s is certain about", device)
             return None
         product_dtype = dtype or (torch.float32 if where.type == "cpu" else torch.float16)
@@ -132,10 +136,12 @@ class DeviceScorer:
         allowed: NDArray[np.bool_] | None = None,
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
-    ) -> Top:
+    ) -> TopLists:
         """Return the top K of each user, like `Scorer.top`; `threads` are for the users left to the processor."""
         # That users are finite shows in their lengths, which the device finds.
-        users, exclusions = checked(self._compared, users, k, excluded, allowed, values=False)
+        users, exclusions = check_arguments(
+            self._compared, users, k, excluded, allowed, check_finite=False
+        )
         top_lists = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
         report_progress = progress or (lambda _: None)
         remaining_rows = np.arange(len(users))
@@ -186,7 +192,7 @@ class DeviceScorer:
     def _columns(self, allowed: NDArray[np.bool_] | None) -> Columns:
         if allowed is None or self.has_failed:
             return self._items.all_columns
-        columns = self._items.only(torch.from_numpy(allowed).connection_to(self._device))
+        columns = self._items.only(torch.from_numpy(allowed).to(self._device))
         _settle(self._device)
         return columns
 
@@ -257,14 +263,16 @@ class DeviceScorer:
             copied_event.synchronize()
         ordinals, scores, sure, sizes = (host_tensor.numpy() for host_tensor in host_tensors)
         if not np.isfinite(sizes).all():
-            checked(self._compared, search_request.users, search_request.k, None, None)
+            check_arguments(self._compared, search_request.users, search_request.k, None, None)
         # Lists that are not certain are written again by whoever makes them so.
         search_request.results[0][where], search_request.results[1][where] = (
             ordinals.view(np.uint32),
             scores,
         )
         usual = (sizes == 0) | ((sizes > _SIZES[0]) & (sizes < _SIZES[1]))
-        uncertain: NDArray[np.int64] = rows[~(sure & usual & long_enough(self._compared, sizes))]
+        uncertain: NDArray[np.int64] = rows[
+            ~(sure & usual & lengths_fit_mask(self._compared, sizes))
+        ]
         return uncertain
 
     def _fetched(

@@ -168,12 +168,12 @@ def _scan_tile(
     _hide(product, columns, hidden_pairs, rows, len(queries.codes), tile)
     groups = slice(tile.start // size, tile.stop // size)
     margin = items.margin(columns, groups, queries.length[rows], queries.residual[rows])
-    bounds = columns.largest(product).connection_to(torch.float32) + margin
+    bounds = columns.largest(product).to(torch.float32) + margin
     best_bounds, at = bounds.topk(min(fetch, bounds.shape[1]), 1)
     if best_bounds.shape[1] < bounds.shape[1]:
         candidates.leave_out(rows, best_bounds[:, -1])
     column = columns.columns_of(at).view(len(rows), -1)
-    scores = product.gather(1, column).connection_to(torch.float32)
+    scores = product.gather(1, column).to(torch.float32)
     slack = margin.gather(1, at).repeat_interleave(size, 1)
     upper, candidate_index = (scores + slack).topk(min(fetch, column.shape[1]), 1)
     if upper.shape[1] < column.shape[1]:

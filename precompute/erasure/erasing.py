@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from cache.control.control_keys import Control
-from cache.control.states import UNFINISHED, State
+from cache.control.states import UNFINISHED_STATES, GenerationState
 from cache.errors import Conflict, LarderError
 from cache.format.ids import hash_id
 from cache.format.manifest import EntityKind, Manifest
 from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
-from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, window_number_of, sketch_member_of
+from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, sketch_member_of, window_number_of
 from precompute.builds.tables import ENTITIES
 from precompute.bundles.bundle_store import forget_items
 from precompute.config.settings import NightConfig, retained
@@ -237,7 +237,7 @@ def _fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: f
     if holder.is_copy:
         return _fate_of_copy(holder, now_s)
     if ledger.is_pinned(generation, now_s):
-        expires_at = (ledger.pinned or {}).get(generation)
+        expires_at = (ledger.pin_expiry_by_generation or {}).get(generation)
         when = (
             "unpinned"
             if expires_at is None
@@ -245,13 +245,13 @@ def _fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: f
         )
         return f"pinned until {when}"
     state = view.state(generation)
-    if state is State.LIVE:
+    if state is GenerationState.LIVE:
         return (
             f"live, swept once {retained(config.keep)} newer generations have followed the next one"
         )
-    if state is State.SUPERSEDED:
+    if state is GenerationState.SUPERSEDED:
         return f"superseded, swept once it is not among the newest {retained(config.keep)} and nobody holds it"
-    if state is None or state in UNFINISHED:
+    if state is None or state in UNFINISHED_STATES:
         hours = config.abandon_after_s / 3600
         return (
             f"{state or 'begun'}, swept if older than the live one and untouched for {hours:.0f} h"

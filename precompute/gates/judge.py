@@ -214,7 +214,7 @@ def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     """Verdict of one gate, run with a Redis connection of its own, of which nothing is left when its time is over."""
     leash = GateConnections()
     client = clone_client(candidate.control.client, partial(GateConnectionPool, leash))
-    own_candidate = replace(candidate, control=Control(client, candidate.control.keys))
+    own_candidate = replace(candidate, control=Control(client, candidate.control.keyspace))
     try:
         return run_within(gate.rule, lambda: gate(own_candidate), timeout_s)
     finally:

@@ -135,5 +135,5 @@ def _of_items(spec: TowerSpec, items: ItemTable, root: Path) -> Digests:
         }
     item_digests = of_columns(columns, count)
     if any(input_spec.bind == "item_index" for input_spec in spec.inputs):
-        item_digests += mixed(items.to_model(Ordinals(np.arange(count))).astype(np.uint64))
+        item_digests += mixed(items.model_indices_of(Ordinals(np.arange(count))).astype(np.uint64))
     return item_digests

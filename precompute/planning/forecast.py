@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cache.l2.sync_clients import connect
 from cache.process.host import usable_cores
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from cache.quality.probe import probe_bytes
 from cache.tiers.l1 import (
     ENTRY_OVERHEAD_BYTES,
@@ -229,7 +229,7 @@ def forecast(
             progress=progress,
         )
         source_users = parameters.users or sample.users
-        with server(folder / "redis") as running:
+        with join_or_start_server(folder / "redis") as running:
             trial = open_trial(config, sample, folder, running.url)
             shape = _shape(config, trial, parameters, source_users)
             timings = time_scoring(
@@ -614,7 +614,7 @@ def _rate_from_cold(popularity: Popularity, time: float, requests: float | None)
 
 @functools.cache
 def l1_table_bytes() -> float:
-    """Measure the bytes of an L1's table per entry under churn, which `size_of` does not count, on small L1s."""
+    """Measure the bytes of an L1's table per entry under churn, which `entry_size_bytes` leaves out, on small L1s."""
     return fmean(_measured_table_bytes(entries) for entries in _CHURNED_ENTRIES)
 
 

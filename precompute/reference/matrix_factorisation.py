@@ -316,7 +316,7 @@ class _Side:
             space = np.empty(max(BLOCK_NUMBERS, int(self.lengths.max()) * dims), np.float32)
             for rows in blocks[first::cores]:
                 longest = int(self.lengths[rows[-1]])
-                padded_indexes = self.histories.padded(rows, longest, len(theirs), "int64")
+                padded_indexes = self.histories.pad_rows(rows, longest, len(theirs), "int64")
                 clicked = space[: padded_indexes.size * dims].reshape(*padded_indexes.shape, dims)
                 np.take(padded, padded_indexes, axis=0, out=clicked, mode="clip")
                 mine[rows] = _solved(mine[rows], clicked, diagonal + self.pulls[rows, None])

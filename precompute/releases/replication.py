@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import Conflict
-from cache.format.manifest import GENERATION
+from cache.format.manifest import GENERATION_PATTERN
 from cache.l2.resp import bound_replies, check_replies, info_number, refusing_unreadable
 from cache.l2.sync_clients import primary_clients
 from precompute.bulk.governor import Governor
@@ -62,7 +62,7 @@ def confirm(
     is none). If a node started since, or that is unknown, all pages are read back and repaired; then all replicas
     must have caught up within `timeout_s`. Without replicas, and with the same primary, it costs two commands.
     """
-    if not GENERATION.fullmatch(generation):
+    if not GENERATION_PATTERN.fullmatch(generation):
         raise Conflict(f"{generation!r} is not a generation id", generation=generation)
     control = releases.control
     current_run_ids = run_ids(control.client)

@@ -80,8 +80,8 @@ def _users(
     rng = _seeded_rng(candidate, work.number, len(rows), sample_size)
     rows = np.sort(rng.choice(rows, min(sample_size, len(rows)), replace=False))
     directory = candidate.evidence.directories["user"]
-    first = sum(map(len, directory.parts[: work.number]))
-    hashes = np.asarray(directory.parts[work.number])[rows]
+    first = sum(map(len, directory.hash_parts[: work.number]))
+    hashes = np.asarray(directory.hash_parts[work.number])[rows]
     with scratch_folder(build.root / PARTITION) as scratch:
         recomputed_records_by_user_hash = recompute_users(work, hashes, scratch)
     alike = build.need(EMBED_ITEMS)["regrouped"]  # outputs of other models are not copied

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from cache.errors import LarderError
-from cache.reuse import FACT, NIGHTS
+from cache.reuse import REUSE_FACT, REUSE_NIGHTS_MAX
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 from precompute.builds.reports import BEGIN, EMBED_ITEMS, NO_BASE, ShardReport
@@ -16,7 +16,7 @@ MEASURED_USERS: Final = 1_000
 
 def reuse_facts(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
     """Return the fact of copies under its name in the manifest."""
-    return {FACT: reuse_of(build, reports)}
+    return {REUSE_FACT: reuse_of(build, reports)}
 
 
 def reuse_of(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def reuse_of(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
         "item_vectors": embed_report.get("copied", 0), "user_s": user_s, "spared_s": users["copied"] * user_s,
     }  # fmt: skip
     night = {name: fact[name] for name in ("users", "spared_s")}
-    return {**fact, "nights": [*base_fact.get("nights", ()), night][-NIGHTS:]}
+    return {**fact, "nights": [*base_fact.get("nights", ()), night][-REUSE_NIGHTS_MAX:]}
 
 
 def users_by_reason(reports: Iterable[ShardReport]) -> dict[str, int]:
@@ -62,7 +62,7 @@ def _read_base_fact(build: Build, generation: str | None) -> Mapping[str, Any]:
     if generation is None:
         return {}
     try:
-        fact: Mapping[str, Any] = read_manifest(build.store, generation).facts.get(FACT) or {}
+        fact: Mapping[str, Any] = read_manifest(build.store, generation).facts.get(REUSE_FACT) or {}
     except LarderError:
         return {}
     return fact

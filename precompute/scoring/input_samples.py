@@ -284,7 +284,9 @@ def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -
     if not len(usable_ordinals):
         raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
     rows = _spread_rows(usable_ordinals)
-    return bind(model.spec, features=features.of(rows)[0], index=items.to_model(Ordinals(rows)))
+    return bind(
+        model.spec, features=features.of(rows)[0], index=items.model_indices_of(Ordinals(rows))
+    )
 
 
 def _spread_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -147,7 +147,7 @@ def item_inputs(
 ) -> tuple[Inputs, NDArray[np.bool_]]:
     """(inputs of some items for a model of items, which of them have all)."""
     values, usable = features.of(rows)
-    return bind(spec, features=values, index=items.to_model(Ordinals(rows))), usable
+    return bind(spec, features=values, index=items.model_indices_of(Ordinals(rows))), usable
 
 
 def open_item_features(build: Build, spec: TowerSpec, count: int) -> ItemFeatures:

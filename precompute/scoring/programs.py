@@ -6,8 +6,8 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from cache.formats import RELEASE
-from cache.topk.compiled import kernel
+from cache.formats import THIS_RELEASE
+from cache.topk.compiled import find_kernel
 
 _LIBRARIES = ("numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
 
@@ -26,10 +26,12 @@ def computed_by(device: str | None = None) -> str:
     versions = [
         f"{name} {library_version}" for name in names if (library_version := _version(name))
     ]
-    engine = kernel()
+    engine = find_kernel()
     level = "faiss" if engine is None else f"kernel {engine.level}"
     processor = f"processor {instructions_digest()}"
-    return ", ".join([level, processor, *_device_names(device), f"larder {RELEASE}", *versions])
+    return ", ".join(
+        [level, processor, *_device_names(device), f"larder {THIS_RELEASE}", *versions]
+    )
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.errors import BundleError, ConfigError, LarderError, ModelFailed, SourceError
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import FEATURED_USERS
+from cache.format.manifest import FEATURE_ONLY_USERS_FACT
 from cache.model.runtime import Accelerator
 from cache.model.tower import (
     AnyTower,
@@ -89,7 +89,7 @@ def inputs_of(
 
     Feature values of rows that are not usable mean nothing.
     """
-    indices = items.to_model(Ordinals(entities.ordinals))
+    indices = items.model_indices_of(Ordinals(entities.ordinals))
     is_usable_item = (indices >= 0) & _recent(entities)
     running_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_usable_item)])
     histories = Histories(running_counts[entities.indptr], indices[is_usable_item])
@@ -124,7 +124,7 @@ def _recent(entities: ShardInput) -> NDArray[np.bool_]:
 
 def computes_featured(build: Build) -> bool:
     """True if the night computes users whom the feature table alone names; its `begin` decided."""
-    return bool(build.need(BEGIN).get(FEATURED_USERS, False))
+    return bool(build.need(BEGIN).get(FEATURE_ONLY_USERS_FACT, False))
 
 
 def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
@@ -256,7 +256,7 @@ class DeviceTower:
             try:
                 self._fill(outputs, inputs, tile)
             except MemoryError as error:
-                if tile.rows == 1:
+                if tile.rows_max == 1:
                     _log.warning("%s: %s; ONNX Runtime goes on", self._name, error)
                     return None
                 self._tile = tile.halved()  # of several callers each halves what it tried
@@ -323,7 +323,7 @@ class OnnxOnGpu:
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Outputs of each batch; raises MemoryError where the provider's arena is full."""
         for feed in feeds:
-            yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
+            yield self._tower.run_batch(dict(zip(self._names, feed, strict=True)))
 
 
 def _on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:
@@ -339,12 +339,12 @@ def _on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | s
     if kind != "cuda":
         return f"its bundle has no program, and {device} is no GPU"
     accelerator = Accelerator("cuda", int(number))
-    if (reason := accelerator.missing()) is not None:
+    if (reason := accelerator.missing_reason()) is not None:
         return f"its bundle has no program, and {reason}"
     # Each such model has an arena of its own, and torch is one more.
     arenas = 1 + sum(bundle_model.program is None for bundle_model in open_bundle(build).models)
     limit_bytes = share_memory(device, build.config.device_tasks * arenas)
-    accelerator = replace(accelerator, limit_bytes=limit_bytes)
+    accelerator = replace(accelerator, memory_max_bytes=limit_bytes)
     gpu_tower = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)
     if gpu_tower.provider != accelerator.provider:
         return (

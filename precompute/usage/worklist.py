@@ -48,7 +48,7 @@ def worklist(
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control = Control(client, config.keyspace())
-        counts, pointer = read(control), control.pointer()
+        counts, pointer = read(control), control.read_pointer()
     worklist_rows = lines(store, counts, None if pointer is None else pointer.generation)
     if arguments.export is not None:
         export(worklist_rows, Path(arguments.export))
@@ -73,7 +73,7 @@ def read(control: Control) -> dict[EntityName, int]:
     """Return counts of reads in vain by table and id, this day and the last, over all replicas."""
     day, counts = window_number_of(control.time(), COLD_WINDOW), Counter[EntityName]()
     for counted_day in (day, day - 1):
-        key = control.keys.cold_names(counted_day)
+        key = control.keyspace.cold_names(counted_day)
         pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
         for raw, count in pairs:
             table, _, entity = raw.partition(b":")

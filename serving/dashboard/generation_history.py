@@ -9,7 +9,7 @@ import orjson
 
 from cache.config.timetable import NIGHT_STEPS, STEPS_TIMED_APART
 from cache.errors import LarderError
-from cache.format.manifest import GENERATION, Manifest
+from cache.format.manifest import GENERATION_PATTERN, Manifest
 from cache.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.night_failure import NightFailure, last_failure
@@ -59,7 +59,9 @@ class GenerationHistory:
         names = {release.generation for release in releases} | set(registry or ())
         with suppress(LarderError, OSError):
             names |= set(self._store.names("generations"))
-        newest_names = sorted(filter(GENERATION.fullmatch, names), reverse=True)[:GENERATIONS_MAX]
+        newest_names = sorted(filter(GENERATION_PATTERN.fullmatch, names), reverse=True)[
+            :GENERATIONS_MAX
+        ]
         self._facts_by_generation = {
             name: facts for name, facts in self._facts_by_generation.items() if name in newest_names
         }

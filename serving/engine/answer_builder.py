@@ -78,7 +78,7 @@ class RequestContext:
     def reranked(self, snapshot: Snapshot) -> str | None:
         """Return the names of the re-ranking's parts for the answer; None if the order was not changed."""
         rerank = self.options.rerank
-        return rerank.named if rerank and snapshot.generation in self._rerankers else None
+        return rerank.part_names if rerank and snapshot.generation in self._rerankers else None
 
     def can_take(self, snapshot: Snapshot) -> bool:
         """True if a list of this generation can be filtered and re-ranked as the request asks."""

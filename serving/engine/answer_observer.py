@@ -190,7 +190,7 @@ class AnswerObserver:
         """The reason by which a miss is counted: an id that the night lacks may have had a live answer for its life."""
         if reason is None:
             return MissReason.INTERNAL_ERROR
-        if reason.traits.is_nowhere and self._eviction_history.is_over(generation, table, key):
+        if reason.traits.is_nowhere and self._eviction_history.has_expired(generation, table, key):
             return MissReason.EXPIRED
         return reason.public
 
@@ -205,7 +205,7 @@ class AnswerObserver:
 
     def count_reads(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
         """Counts entities that Redis answered, so L1 did not; the night knows them all."""
-        self._l1_misses.add(table, self._eviction_history.count(generation, table, keys))
+        self._l1_misses.add(table, self._eviction_history.count_reasons(generation, table, keys))
         for note in self.on_read:
             note(generation, table, keys)
 

@@ -407,7 +407,11 @@ def list_items(lookup: BatchRequest, resolved: ResolvedBatch, part: slice) -> Id
     """Return the ids of each list in a part of the rows; empty for a table without lists."""
     if lookup.table.kind != "topk":
         return NO_ITEMS
-    layout, rows, lent = lookup.table.layout, resolved.rows[part], lookup.served.live.items.lent
+    layout, rows, lent = (
+        lookup.table.layout,
+        resolved.rows[part],
+        lookup.served.live.items.shared_ids,
+    )
     is_half = layout.precision == "f2"
     data, cuts = loader.kernels.names(rows, layout.width, is_half, lookup.k, *lent)
     return IdBytes(data, cuts, lookup.k)
@@ -438,5 +442,6 @@ def _concatenate(parts: Sequence[IdBytes]) -> IdBytes:
     if not parts:
         return NO_ITEMS
     return IdBytes.of(
-        b"".join([part.data for part in parts]), np.concatenate([part.sizes for part in parts])
+        b"".join([part.joined_ids for part in parts]),
+        np.concatenate([part.id_sizes for part in parts]),
     )

@@ -271,7 +271,7 @@ def new_items_of(snapshot: Snapshot, case: PendingAnswer) -> EligibleNewItems:
     # Whoever settles leaves them out at the answer: the record is everybody's who sends this input.
     if case.counted_events is not None and not case.is_settled:
         raws += case.counted_events.items
-    excluded_numbers = {case.new_items.numbers.get(raw, -1) for raw in raws} | snapshot.blocked
+    excluded_numbers = {case.new_items.number_by_id.get(raw, -1) for raw in raws} | snapshot.blocked
     return EligibleNewItems(
         case.new_items, frozenset(excluded_numbers), case.nightly_key.fingerprint
     )

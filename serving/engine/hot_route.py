@@ -55,7 +55,7 @@ _CACHED_STARTS_MAX = 8_192
 _RESPONSE_START = {"type": "http.response.start", "status": 200}
 _JSON_HEADER = b"content-type", JSON_TYPE.encode()
 _ARROW_HEADER = b"content-type", ARROW_MEDIA_TYPE.encode()
-_get_table_and_id, _table, _is_newer = itemgetter(4), itemgetter(0), attrgetter("is_newer")
+_get_table_and_id, _table, _is_newer = itemgetter(4), itemgetter(0), attrgetter("has_newer_events")
 
 
 class FastLookups:
@@ -70,7 +70,7 @@ class FastLookups:
         self._service = service
         self._holder = service.follower.holder
         self._tiers = tiers = service.tiers
-        self._ready = tiers.local.ready
+        self._ready = tiers.local_tier.find_ready_answer
         self._shaper, self._newer_inputs = service.ladder.shaper, service.ladder.newer_inputs
         self._events = self._newer_inputs.packed.get
         self._concerns = service.follower.concerns
@@ -117,9 +117,9 @@ class FastLookups:
         served, sent_answers = self._holder.served, self._sent_answers
         if served is None or self._holder.is_divided or self._concerns.text is not None:
             return None
-        if ready.stamp != served.live.stamp and ready.stamp != served.live.values_stamp:
+        if ready.state_stamp != served.live.stamp and ready.stamp != served.live.values_stamp:
             return None
-        if self._events(ready.table_and_id[1]) is not ready.events:
+        if self._events(ready.table_and_id[1]) is not ready.user_events:
             return None
         if ready.access is not None:
             sent_answers.touched(ready)
@@ -127,7 +127,7 @@ class FastLookups:
         if len(sent_answers) >= sent_answers.due:
             sent_answers.flush_or_time()
         age = orjson.dumps(round(self._clock() - ready.data_until, 3))
-        return b"".join((ready.body_head, age, ready.tail))
+        return b"".join((ready.body_head, age, ready.body_tail))
 
     def _arm(self) -> None:
         self.answer = self._timed
@@ -326,7 +326,7 @@ class SingleLookups:
         if not (is_plain and coalescer.is_busy and coalescer.has_time(get)):
             return None
         key = LocalKey(live.generation, get.lookup.table, get.record_key.key)
-        if self._tiers.local.inspect(key) is not None:
+        if self._tiers.local_tier.inspect(key) is not None:
             return None  # what is here waits for no read of others
         coalescer.note_arrival()
         return coalescer.join(get)
@@ -434,15 +434,15 @@ class SentAnswers(list[ReadyAnswer]):
         self.time_next = at_turn
         self._clock = clock
         self._holder = service.follower.holder
-        self._local = service.tiers.local
+        self._local = service.tiers.local_tier
         self._recent, self._observes = service.ladder.recent, service.observes
-        self._counters, self._trace = service.tiers.counters, service.tiers.trace
+        self._counters, self._trace = service.tiers.counters, service.tiers.access_trace
         self._tally, self._answer_seconds = service.metrics.tally, service.metrics.answer_seconds
         self._sampler = service.ladder.watch.sampler
         self._newer_event_answers = service.metrics.changed_answers.answers
         self._step = TIMED_EVERY if self._observes else FLUSH_ANSWERS
         self.due = self._step
-        self._recent.flush_pending = self._counters.flush = self.flush
+        self._recent.flush_pending = self._counters.add_pending = self.flush
 
     def flush_or_time(self) -> None:
         """Count all answers if enough were sent, else have the next one timed; called when one is `due`."""
@@ -467,7 +467,7 @@ class SentAnswers(list[ReadyAnswer]):
 
     def _count(self, entity_names: list[EntityName]) -> None:
         count = len(entity_names)
-        self._counters.ready += count
+        self._counters.ready_answers += count
         self._tally.requests[GET_ROUTE] += count
         times = self.times or [0.0]
         for at, seconds in enumerate(times):
@@ -497,7 +497,7 @@ class SentAnswers(list[ReadyAnswer]):
     def touched(self, ready: ReadyAnswer) -> None:
         """Record that a sampled answer is about to be sent."""
         trace_entry = ready.access
-        if trace_entry is not None and trace_entry[0] <= self._trace.last:
+        if trace_entry is not None and trace_entry[0] <= self._trace.greatest_sampled_spot:
             self._trace.append(trace_entry)
         else:  # since its answer was kept the sample shrank
             self._local.drop_access(ready)
@@ -506,9 +506,9 @@ class SentAnswers(list[ReadyAnswer]):
         """Pass an answer to the sampler with its current age; skip an answer from before a flip."""
         served, now_s = self._holder.served, self._clock()
         stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
-        if served is not None and ready.stamp in stamps and not ready.has_newer_events:
+        if served is not None and ready.state_stamp in stamps and not ready.has_newer_events:
             age = orjson.dumps(round(now_s - ready.data_until, 3))
-            body = b"".join((ready.body_head, age, ready.tail))
+            body = b"".join((ready.body_head, age, ready.body_tail))
             self._sampler.put(
                 AnswerSample(
                     served.live.generation,

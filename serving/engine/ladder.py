@@ -357,7 +357,7 @@ def _had_in(previous: Snapshot, case: PendingAnswer, live: Snapshot) -> frozense
 
 def _is_worth(case: PendingAnswer, snapshot: Snapshot) -> bool:
     """True if live may compute and would not compute exactly the answer that was used up."""
-    used_up = case.reason == MissReason.EXHAUSTED and case.hit is not None and case.hit.live
+    used_up = case.reason == MissReason.EXHAUSTED and case.hit is not None and case.hit.is_live
     return case.may_compute(snapshot) and not used_up
 
 

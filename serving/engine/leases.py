@@ -11,8 +11,8 @@ from typing import TypeVar
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.commands import (
-    LEASE_DONE_PREFIX,
     GIVEN_BACK_LEASE_VALUE,
+    LEASE_DONE_PREFIX,
     LeaseMark,
     LeaseSwap,
     LeaseTake,

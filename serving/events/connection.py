@@ -15,7 +15,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, Respon
 
 from cache.config.events import Durability
 from cache.errors import ConfigError, LarderError
-from cache.events.stream import ACCEPT_SCRIPT, STREAM_FULL
+from cache.events.stream import ACCEPT_SCRIPT, STREAM_FULL_PREFIX
 from cache.l2.errors import HANDLER_CLOSED_MESSAGE
 from cache.l2.resp import (
     ASYNC_BOUNDED_POOL_SETTINGS,
@@ -129,7 +129,7 @@ class EventsRedis:
                 except NoScriptError:
                     return await self._called(connection, ("EVAL", script, *call))
             except ResponseError as error:
-                if not str(error).startswith(STREAM_FULL):
+                if not str(error).startswith(STREAM_FULL_PREFIX):
                     raise
                 raise EventsFull("the stream of events is full") from error
             finally:

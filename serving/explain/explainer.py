@@ -104,7 +104,7 @@ class TierInspector:
     def __init__(
         self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic
     ) -> None:
-        self._local = tiers.local
+        self._local = tiers.local_tier
         self._negative = tiers.negative_cache
         self._remote = remote
         self._timer = timer
@@ -177,7 +177,7 @@ class PageChecks:
         """Read a nightly record's page; return its key, the record's position, and both checksums (xxh3-64, hex)."""
         shard, position = snapshot.directories[table.entity].locate(record_key.position)
         part = table.parts[shard]
-        number, offset = table.locate(shard, position)
+        number, offset = table.locate_record(shard, position)
         within = number - part.first_page
         record_count = min(table.records_per_page, part.count - within * table.records_per_page)
         size_bytes = record_count * table.layout.size_bytes
@@ -477,7 +477,7 @@ class RecordDecoder:
             (
                 record_and_hit
                 for record_and_hit in self._readable(outcomes)
-                if not record_and_hit[1].live
+                if not record_and_hit[1].is_live
             ),
             None,
         )
@@ -612,7 +612,7 @@ class Explainer:
             "same_bytes": _has_same_record(l1, l2),
             "record": None,
             "filter": filter_mask and {"passing": filter_mask.count, "items": snapshot.numbered},
-            "rerank": request.options.rerank and {"by": request.options.rerank.named},
+            "rerank": request.options.rerank and {"by": request.options.rerank.part_names},
             "previous": previous,
             "model": rescore_result.to_json(),
             "difference": None,
@@ -665,7 +665,7 @@ class Explainer:
         if isinstance(outcome, Miss):
             return {"found": False, "reason": outcome.reason.value}
         left_s = None if outcome.expires_at is None else outcome.expires_at - time.monotonic()
-        return {"found": True, "by": "live" if outcome.live else "batch"} | (
+        return {"found": True, "by": "live" if outcome.is_live else "batch"} | (
             {} if left_s is None else {"expires_in_seconds": round(left_s, 3)}
         )
 
@@ -702,13 +702,13 @@ def _events(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, 
     event_input = counted_events.input
     events = event_input.events if isinstance(event_input, EventInput) else ()
     return {
-        "until": str(Position.of_number(generation_events.until_number)),
+        "until": str(Position.from_number(generation_events.until_number)),
         "as_of": counted_events.as_of,
         "counted": [
             {
                 "item": event.item.decode(),
                 "time": iso_of(event.at_us / 1e6),
-                "position": str(Position.of_number(event.number)),
+                "position": str(Position.from_number(event.number)),
             }
             for event in events
         ],
@@ -718,9 +718,11 @@ def _events(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, 
 def _new_items(case: PendingAnswer) -> list[dict[str, str]]:
     """Return the new items in the answer, and the positions that brought them."""
     named = () if case.answer is None else case.answer.get("items") or ()
-    number_by_item = {new_item.raw.decode(): new_item.number for new_item in case.new_items.items}
+    number_by_item = {
+        new_item.raw_id.decode(): new_item.position_number for new_item in case.new_items.items
+    }
     return [
-        {"item": item, "position": str(Position.of_number(number_by_item[item]))}
+        {"item": item, "position": str(Position.from_number(number_by_item[item]))}
         for item in named
         if item in number_by_item
     ]
@@ -828,7 +830,7 @@ def _deltas(
     if not len(live):
         return {"delta_max": None, "delta_mean": None}
     errors = absolute_errors(live, stored_numbers)
-    return {"delta_max": errors.largest, "delta_mean": errors.mean}
+    return {"delta_max": errors.largest_error, "delta_mean": errors.mean_error}
 
 
 _OUTAGE_TEXTS = {

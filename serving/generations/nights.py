@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cache.config.timetable import MISSED_MAX, Schedule
+from cache.config.timetable import MISSED_TICKS_MAX, Schedule
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import Manifest
 from cache.l2.control_plane import ControlPlane
@@ -42,7 +42,7 @@ class Nights:
 
     def due_at(self) -> float:
         """Return the tick that a generation must have followed by now."""
-        return self.schedule.due(self.clock())
+        return self.schedule.due_tick(self.clock())
 
     def is_missing(self) -> bool:
         """True if a night is missing; also after a rollback, which makes an older night live."""
@@ -50,7 +50,7 @@ class Nights:
 
     def missed(self) -> int:
         """Return the number of nights that are due and not served."""
-        return self.schedule.missed(self.clock(), self._created_at())
+        return self.schedule.count_missed(self.clock(), self._created_at())
 
     def _created_at(self) -> float | None:
         served = self.follower.served
@@ -184,7 +184,7 @@ class NightMetrics(Collector):
         live = None if served is None else served.live.manifest
         yield GaugeMetricFamily(
             "larder_nights_missed",
-            f"Nights that are due and not in what is served, {MISSED_MAX} at most",
+            f"Nights that are due and not in what is served, {MISSED_TICKS_MAX} at most",
             self.nights.missed(),
         )
         yield GaugeMetricFamily(

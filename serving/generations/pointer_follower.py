@@ -15,7 +15,7 @@ from cache.errors import (
     TierUnavailable,
     UnknownFormat,
     UnknownGeneration,
-    masked,
+    mask_secrets,
 )
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
@@ -288,7 +288,7 @@ class PointerFollower:
             self._fetching = asyncio.create_task(self._fetch(pointer, pointer.previous))
 
     async def _give_up(self, pointer: Pointer, reason: str) -> None:
-        reason = masked(reason)
+        reason = mask_secrets(reason)
         self.progress.failed = f"generation {pointer.generation} cannot be loaded: {reason}"
         self._retry_at = self._timer() + self._retry_s
         self._note_pointer_concern(StaleReason.LOAD_FAILED)
@@ -508,7 +508,7 @@ class StagedGeneration:
         except Exception as error:  # whatever is wrong with it, the live one goes on
             if not isinstance(error, UnknownGeneration):  # the line of `_fail` says all
                 log.exception("generation %s cannot be made ready", generation)
-            self._fail(generation, masked(str(error)) or type(error).__name__)
+            self._fail(generation, mask_secrets(str(error)) or type(error).__name__)
             return
         self.failed, self.is_ready = None, True
         self.warm_s = self._timer() - started_at

@@ -224,7 +224,7 @@ class Snapshot:
         is_list_of_user = table.kind == "topk" and table.entity == "user"
         if self.seen_items is None or not is_list_of_user or position < 0:
             return np.empty(0, np.int64)
-        return self.seen_items.of(position)
+        return self.seen_items.ordinals_of(position)
 
     def blocks(self, table: Table, raw: bytes | None) -> bool:
         """True if the entity itself must not be served (also when it is blocked as an item or a user)."""

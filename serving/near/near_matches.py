@@ -608,7 +608,7 @@ class NearMatches:
         layout = snapshot.manifest.tables[table].layout
         if layout.kind == "topk":
             dims = predictor.output_dims(table)
-            reach = predictor.search(table).reach()
+            reach = predictor.search(table).score_change_max()
             of_lists: Neighbours[Candidates] = Neighbours(
                 config.error, config.entries, dims, self._rng, counts
             )

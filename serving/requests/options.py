@@ -14,7 +14,7 @@ import orjson
 from cache.errors import InvalidInput
 from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.reranking import BOOSTS_MAX, InvalidReranking, Reranking, read_reranking
-from cache.format.redis_keys import NAME
+from cache.format.redis_keys import NAME_PATTERN
 from cache.format.stream_position import Position
 from serving.requests.errors import from_input, unprocessable
 from serving.requests.json_fields import read_id, read_ids, read_object
@@ -203,7 +203,7 @@ def _generation(value: object, _limits: Limits) -> str:
 
 def _filter(value: object, _limits: Limits) -> Filter | str | None:
     """Parse a filter, or return the name of a declared one, which the answering generation looks up."""
-    if value is None or (isinstance(value, str) and NAME.fullmatch(value)):
+    if value is None or (isinstance(value, str) and NAME_PATTERN.fullmatch(value)):
         return value
     try:
         return read_filter(value)
@@ -212,7 +212,7 @@ def _filter(value: object, _limits: Limits) -> Filter | str | None:
 
 
 def _filter_of_text(text: str, field: str) -> object:
-    return text if NAME.fullmatch(text) else _json_of_text(text, field)
+    return text if NAME_PATTERN.fullmatch(text) else _json_of_text(text, field)
 
 
 def _reranking(value: object, limits: Limits) -> Reranking:

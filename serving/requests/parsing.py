@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from cache.errors import InvalidId
-from cache.format.ids import ID_BYTES_MAX, are_ids, canonical_id
+from cache.format.ids import ID_BYTES_MAX, canonical_id, have_id_lengths
 from cache.native import loader
 from serving.arrow.reader import Unsupported, read_frame
 from serving.arrow.schema import Field, Malformed
@@ -361,7 +361,7 @@ def id_batch_from_json(data: object, longest: int) -> IdBatch | None:
         raws = [entity_id.encode() for entity_id in ids]
     except (AttributeError, UnicodeEncodeError):
         return None
-    return IdBatch(raws, k) if are_ids(raws) else None
+    return IdBatch(raws, k) if have_id_lengths(raws) else None
 
 
 def _plain_k(data: Mapping[str, Any]) -> int | None:
@@ -373,7 +373,7 @@ def _plain_k(data: Mapping[str, Any]) -> int | None:
 def id_batch_from_stream(id_stream: ArrowLookup) -> IdBatch | None:
     """Batch for the hot route: plain ids and perhaps `k`; None for all that other routes handle."""
     raws, options = id_stream
-    if not are_ids(raws) or not options.keys() <= {"k"}:
+    if not have_id_lengths(raws) or not options.keys() <= {"k"}:
         return None
     k = options.get("k")
     if k is None:

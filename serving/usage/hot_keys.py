@@ -9,8 +9,8 @@ from itertools import islice
 from cache.errors import TierUnavailable
 from cache.usage.hot_keys import (
     HOT_WINDOW,
-    HotKeyReport,
     EntityName,
+    HotKeyReport,
     SharedHotKeys,
     Window,
     window_number_of,

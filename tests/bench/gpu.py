@@ -121,8 +121,7 @@ def product(case: Case, device: Any, columns: int) -> Callable[[], object]:
 
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     users, items = (
-        torch.from_numpy(vectors).connection_to(device, dtype)
-        for vectors in (case.users, case.items)
+        torch.from_numpy(vectors).to(device, dtype) for vectors in (case.users, case.items)
     )
     product_buffer = torch.empty((ROWS, min(columns, len(items))), dtype=dtype, device=device)
 
@@ -143,7 +142,7 @@ def square_product(case: Case, device: Any) -> float:
     side, dtype = SQUARE[device.type], torch.float32 if device.type == "cpu" else torch.bfloat16
     rng = torch.Generator().manual_seed(0)
     left_matrix, right = (
-        torch.randn(side, side, generator=rng).connection_to(device, dtype) for _ in range(2)
+        torch.randn(side, side, generator=rng).to(device, dtype) for _ in range(2)
     )
     product_buffer = torch.empty_like(left_matrix)
 
@@ -169,12 +168,12 @@ def matmul_topk(case: Case, device: Any, columns: int) -> Callable[[], object]:
     import torch
 
     dtype = torch.float32 if device.type == "cpu" else torch.float16
-    items = torch.from_numpy(case.items).connection_to(device, dtype)
+    items = torch.from_numpy(case.items).to(device, dtype)
     rows = max(1, ROWS * columns // len(items)) if len(items) > columns else ROWS
 
     def run() -> None:
         for row in range(0, len(case.users), rows):
-            user_batch = torch.from_numpy(case.users[row : row + rows]).connection_to(device, dtype)
+            user_batch = torch.from_numpy(case.users[row : row + rows]).to(device, dtype)
             top_lists = torch.topk(user_batch @ items.T, K)
             top_lists.values.cpu(), top_lists.indices.cpu()
 
@@ -228,7 +227,7 @@ class FlashlibSearch:
 
         is_gpu = device.type == "cuda"
         dtype = torch.float16 if is_gpu else torch.float32
-        items = torch.from_numpy(case.items).connection_to(device, dtype)
+        items = torch.from_numpy(case.items).to(device, dtype)
         return cls(case, device, items, "triton" if is_gpu else "torch")
 
     @property
@@ -241,9 +240,7 @@ class FlashlibSearch:
         import torch
 
         flash_knn = importlib.import_module("flashlib.primitives.knn").flash_knn
-        users = torch.from_numpy(self.case.users[:count]).connection_to(
-            self.device, self.items.dtype
-        )
+        users = torch.from_numpy(self.case.users[:count]).to(self.device, self.items.dtype)
         # A named backend is taken or fails: FlashLib then chooses no other.
         distances, ordinals = flash_knn(users, self.items, K, backend=self.backend)
         distances.cpu()

@@ -60,7 +60,7 @@ async def test_what_a_browser_has_is_not_sent_again(http: httpx.AsyncClient) -> 
 
 async def test_head_tells_the_length_without_the_body(http: httpx.AsyncClient) -> None:
     get_response = await http.get("/dashboard")
-    head = await http.body_head("/dashboard")
+    head = await http.head("/dashboard")
 
     assert head.content == b""
     assert dict(head.headers) == dict(get_response.headers)

@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Refused
 from cache.format.manifest import Manifest, Table
 from cache.l2.sync_clients import connect
@@ -153,7 +153,7 @@ def judged(
             read_manifest(config.store(), generation),
         )
         unlink_pages(client, config.keyspace(), manifest)
-        control.set_row(generation, RegistryRow(State.BEGUN, time.time()))
+        control.set_row(generation, RegistryRow(GenerationState.BEGUN, time.time()))
         load.run(config, {"generation": generation})
         in_redis(client, manifest)
     with suppress(Refused):

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.format.manifest import (
     Artefact,
     DirectoryPart,
@@ -110,9 +110,9 @@ class World:
     def load(self, generation: str) -> Manifest:
         """Rows first, then pages, as the pipeline does."""
         manifest = self.make(generation)
-        self.control.set_row(generation, RegistryRow(State.BEGUN, self.clock()))
+        self.control.set_row(generation, RegistryRow(GenerationState.BEGUN, self.clock()))
         reload(self.control, self.store, generation, chunk_bytes=1000)
-        self.control.set_row(generation, RegistryRow(State.VERIFIED, self.clock()))
+        self.control.set_row(generation, RegistryRow(GenerationState.VERIFIED, self.clock()))
         return manifest
 
     def publish(self, *generations: str) -> None:
@@ -124,7 +124,7 @@ class World:
 
     def live(self) -> Pointer:
         """What readers follow."""
-        pointer = self.control.pointer()
+        pointer = self.control.read_pointer()
         assert pointer is not None
         return pointer
 

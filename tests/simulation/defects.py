@@ -254,7 +254,7 @@ def _the_breaker_never_closes(patch: pytest.MonkeyPatch) -> None:
         if self.state == "closed":
             real(self)
 
-    patch.setattr(Breaker, "success", success)
+    patch.setattr(Breaker, "note_success", success)
 
 
 def _a_late_reply_is_taken_for_the_next(patch: pytest.MonkeyPatch) -> None:

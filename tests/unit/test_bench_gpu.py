@@ -116,7 +116,7 @@ def nearest(users, items, k, *, backend):
 
     assert backend == "torch"
     closest_items = torch.topk(torch.cdist(users, items), k, largest=False)
-    return closest_items.values**2, closest_items.indices.connection_to(torch.int32)
+    return closest_items.values**2, closest_items.indices.to(torch.int32)
 
 
 def test_flashlib_is_measured_by_a_named_path_and_its_recall_is_of_its_own_distance(monkeypatch):

@@ -31,11 +31,11 @@ def above(
     split = tl.program_id(1)
     k = tl.arange(0, depth)
     user_mask = rows < count
-    rows = rows.connection_to(tl.int64)
+    rows = rows.to(tl.int64)
     inside = user_mask[:, None] & (k < width)[None, :]
     u = tl.load(users + rows[:, None] * width + k[None, :], mask=inside, other=0.0)
     if near:  # what a product gives is in registers, and stays there
-        u = tl.dot(u, (k[:, None] == k[None, :]).connection_to(u.dtype)).connection_to(u.dtype)
+        u = tl.dot(u, (k[:, None] == k[None, :]).to(u.dtype)).to(u.dtype)
     far = tl.load(reach + rows, mask=user_mask, other=0.0)
     limit = tl.load(limits + rows, mask=user_mask, other=float("inf"))
     groups: tl.constexpr = tile // size
@@ -65,7 +65,7 @@ def above(
                 low,
                 over,
                 entry_count,
-                free.connection_to(tl.int64),
+                free.to(tl.int64),
                 number,
                 real,
                 room,
@@ -85,7 +85,7 @@ def _block(at, stride, offset, skip: tl.constexpr, hole: tl.constexpr):
     """Return the block that a `BlockStage` visits as the `at`-th."""
     if skip:
         remainder = at % skip
-        at = at // skip * (skip + 1) + remainder + (remainder >= hole).connection_to(tl.int32)
+        at = at // skip * (skip + 1) + remainder + (remainder >= hole).to(tl.int32)
     return at * stride + offset
 
 
@@ -126,27 +126,19 @@ def _reaching(
         hit = (highest >= limit) & (number + 4 * group < real)
         written = hit & (entry_count < room)
         to = entries + entry_count * 4
-        tl.store(to, (highest + margin).connection_to(tl.int32, bitcast=True), mask=written)
+        tl.store(to, (highest + margin).to(tl.int32, bitcast=True), mask=written)
         tl.store(to + 1, number + 4 * group, mask=written)
         tl.store(to + 2, _halves(zero, score_one), mask=written)
         tl.store(to + 3, _halves(two, three), mask=written)
-        entry_count += hit.connection_to(tl.int32)
+        entry_count += hit.to(tl.int32)
     return entry_count
 
 
 @triton.jit
 def _halves(first, second):
     """int32 with the bits of two numbers in half precision, the first in its lower half."""
-    low = (
-        first.connection_to(tl.float16)
-        .connection_to(tl.int16, bitcast=True)
-        .connection_to(tl.int32)
-    )
-    high = (
-        second.connection_to(tl.float16)
-        .connection_to(tl.int16, bitcast=True)
-        .connection_to(tl.int32)
-    )
+    low = first.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    high = second.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     return (high << 16) | (low & 0xFFFF)
 
 

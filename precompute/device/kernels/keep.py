@@ -21,7 +21,7 @@ def keep(
     """
     users = tl.program_id(0) * height + tl.arange(0, height)
     user_mask = users < count
-    rows = users.connection_to(tl.int64)[:, None]
+    rows = users.to(tl.int64)[:, None]
     mine = user_mask[:, None]
     position = tl.arange(0, capacity)[None, :]
     at = entries + (rows * (segments * room) + position) * 4
@@ -55,12 +55,12 @@ def keep(
     low = tl.where(enough, low, tl.load(limits + users, mask=user_mask, other=0.0))
     edge = tl.where(_reach(new, old, low, layers) <= capacity, low, high)
     limit = edge[:, None]
-    stays = (old >= limit).connection_to(tl.int32)
+    stays = (old >= limit).to(tl.int32)
     first, second, third = _rest_at(old_at, stays > 0)
     tl.debug_barrier()  # all is read before any is written
     kept_counts = stays
     for layer in tl.static_range(layers):
-        kept_counts += (new[layer] >= limit).connection_to(tl.int32)
+        kept_counts += (new[layer] >= limit).to(tl.int32)
     # Behind those of the places before it comes what stays of a place, then what is new there.
     to = kept_entries + (rows * capacity + tl.cumsum(kept_counts, 1) - kept_counts) * 4
     _write(to, old, first, second, third, stays > 0)
@@ -69,12 +69,12 @@ def keep(
         entering_mask = new[layer] >= limit
         first, second, third = _rest_at(at + layer * (capacity * 4), entering_mask)
         _write(to, new[layer], first, second, third, entering_mask)
-        to += entering_mask.connection_to(tl.int32) * 4
+        to += entering_mask.to(tl.int32) * 4
     free = mine & (position >= tl.sum(kept_counts, 1)[:, None])
     none_values = tl.full([height, capacity], _NONE, tl.int32)
     _write(
         old_at,
-        none_values.connection_to(tl.float32, bitcast=True),
+        none_values.to(tl.float32, bitcast=True),
         none_values,
         none_values,
         none_values,
@@ -92,7 +92,7 @@ def keep(
 @triton.jit
 def _bound_at(entry, entry_mask):
     """float32: the bounds of entries, not a number where none is known."""
-    return tl.load(entry, mask=entry_mask, other=_NONE).connection_to(tl.float32, bitcast=True)
+    return tl.load(entry, mask=entry_mask, other=_NONE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _rest_at(entry, entry_mask):
 @triton.jit
 def _write(entry, bound, first, second, third, entry_mask):
     """Write entries to their known addresses."""
-    tl.store(entry, bound.connection_to(tl.int32, bitcast=True), mask=entry_mask)
+    tl.store(entry, bound.to(tl.int32, bitcast=True), mask=entry_mask)
     tl.store(entry + 1, first, mask=entry_mask)
     tl.store(entry + 2, second, mask=entry_mask)
     tl.store(entry + 3, third, mask=entry_mask)
@@ -118,7 +118,7 @@ def _write(entry, bound, first, second, third, entry_mask):
 @triton.jit
 def _reach(new, old, limit, layers: tl.constexpr):
     """int32 [n]: how many bounds, `layers` times [n, m] and [n, m], reach a limit [n]."""
-    reach_counts = (old >= limit[:, None]).connection_to(tl.int32)
+    reach_counts = (old >= limit[:, None]).to(tl.int32)
     for layer in tl.static_range(layers):
-        reach_counts += (new[layer] >= limit[:, None]).connection_to(tl.int32)
+        reach_counts += (new[layer] >= limit[:, None]).to(tl.int32)
     return tl.sum(reach_counts, 1)

@@ -21,11 +21,11 @@ def exact(
     group its first such item. What stands in the user's `excluded_ordinals` (ascending from `starts` on) and what is no
     item gets the key of no pair. A program has `part` of `count` entries, on a GPU of one user.
     """
-    at = tl.program_id(0).connection_to(tl.int64) * part + tl.arange(0, part)
+    at = tl.program_id(0).to(tl.int64) * part + tl.arange(0, part)
     user = tl.minimum(at, count - 1) // capacity
     entry_mask = at < count
     group = tl.load(kept_entries + at * 4 + 1, mask=entry_mask, other=_NONE)
-    bound = tl.load(kept_entries + at * 4, mask=entry_mask, other=_NONE).connection_to(
+    bound = tl.load(kept_entries + at * 4, mask=entry_mask, other=_NONE).to(
         tl.float32, bitcast=True
     )
     zero, score_one = _unpack_halves(tl.load(kept_entries + at * 4 + 2, mask=entry_mask, other=0))
@@ -80,8 +80,8 @@ def exact(
             item_mask = item_mask & (
                 tl.load(excluded_ordinals + low, mask=low < end, other=-1) != ordinal
             )
-            bits = (score + 0.0).connection_to(tl.int32, bitcast=True)
-            ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).connection_to(tl.int64)
+            bits = (score + 0.0).to(tl.int32, bitcast=True)
+            ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
             exact_keys = tl.where(item_mask, (ordered << 32) | (0xFFFFFFFF - ordinal), _WORST)
         tl.store(key_pointer + item_slot * capacity, exact_keys, mask=at < count)
 
@@ -89,18 +89,18 @@ def exact(
 @triton.jit
 def _unpack_halves(halves):
     """float32 of the two numbers in half precision that an entry has in 32 bits."""
-    low, high = halves.connection_to(tl.int16), (halves >> 16).connection_to(tl.int16)
+    low, high = halves.to(tl.int16), (halves >> 16).to(tl.int16)
     low, high = (
-        low.connection_to(tl.float16, bitcast=True),
-        high.connection_to(tl.float16, bitcast=True),
+        low.to(tl.float16, bitcast=True),
+        high.to(tl.float16, bitcast=True),
     )
-    return low.connection_to(tl.float32), high.connection_to(tl.float32)
+    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
 def _may_reach(score, limit):
     """int32: 1 for a score that may reach a limit, before it was rounded to half precision."""
-    return (score + tl.abs(score) * 2.0**-10 >= limit).connection_to(tl.int32)
+    return (score + tl.abs(score) * 2.0**-10 >= limit).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=("count", "k"))
@@ -114,7 +114,7 @@ def leading(
     """
     users = tl.program_id(0) * height + tl.arange(0, height)
     user_mask = (users < count)[:, None]
-    rows = users[:, None].connection_to(tl.int64)
+    rows = users[:, None].to(tl.int64)
     at = keys + rows * (size * wide) + tl.arange(0, wide)[None, :]
     top_keys = tl.topk(tl.load(at, mask=user_mask, other=_WORST), padded_k)
     for item_slot in range(1, size):

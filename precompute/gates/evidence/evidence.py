@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import FEATURED_USERS, Manifest, Table, TablePart
+from cache.format.manifest import FEATURE_ONLY_USERS_FACT, Manifest, Table, TablePart
 from cache.model.tower import Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.records import ABSENT_FLAGS, NO_ITEM, are_nightly, dequantize
@@ -197,7 +197,7 @@ class Evidence:
 
     @property
     def _computes_featured(self) -> bool:
-        return bool(self.manifest.facts.get(FEATURED_USERS, False))
+        return bool(self.manifest.facts.get(FEATURE_ONLY_USERS_FACT, False))
 
     @property
     def _set_by_events(self) -> Path | None:
@@ -317,7 +317,9 @@ class Evidence:
     def item_inputs(self, model: BundleModel, rows: NDArray[np.int64]) -> Inputs:
         """Return the inputs of items for an item model."""
         features, _ = self.item_features(model.spec).of(rows)
-        return bind(model.spec, features=features, index=self.items.to_model(Ordinals(rows)))
+        return bind(
+            model.spec, features=features, index=self.items.model_indices_of(Ordinals(rows))
+        )
 
     def item_rows_for(self, model: BundleModel) -> NDArray[np.int64]:
         """Return the ordinals of the sampled items that have the inputs of an item model."""

@@ -123,7 +123,7 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
     server has restarted, and a writer of a part drops its note.
     """
     control, manifest = candidate.control, candidate.manifest
-    notes_key, parts = control.keys.loaded(manifest.generation), parts_of(manifest)
+    notes_key, parts = control.keyspace.loaded(manifest.generation), parts_of(manifest)
     started = _run_ids(control.client)
     notes: Any = control.client.hgetall(notes_key)
     reload_count = 0
@@ -149,7 +149,7 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
 def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
     """Return whether the part had to be reloaded; raise NotJudged if it is wrong even then."""
     part_arguments = (
-        candidate.control.client, candidate.control.keys, candidate.manifest, candidate.root, part,
+        candidate.control.client, candidate.control.keyspace, candidate.manifest, candidate.root, part,
     )  # fmt: skip
     try:
         verify_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)

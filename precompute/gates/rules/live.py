@@ -427,8 +427,8 @@ def _read_records(candidate: Candidate, table: Table, positions: NDArray[np.int6
     for start in range(0, len(positions), LIVE_RECORDS_AT_ONCE):
         pipeline = client.pipeline(transaction=False)
         for position in positions[start : start + LIVE_RECORDS_AT_ONCE].tolist():
-            page, offset = table.locate(*directory.locate(position))
-            name = candidate.control.keys.page(candidate.live.generation, table.name, page)
+            page, offset = table.locate_record(*directory.locate(position))
+            name = candidate.control.keyspace.page(candidate.live.generation, table.name, page)
             pipeline.getrange(name, offset, offset + size - 1)
         raw += pipeline.execute()
     if any(len(record) != size for record in raw):

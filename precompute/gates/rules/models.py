@@ -81,7 +81,7 @@ def vocabulary(candidate: Candidate) -> Measurement:
     expected = pinned_bundle.vocabulary.find_positions(item_texts(items))
     if needs_index(pinned_bundle) and (expected < 0).any():
         return none_of(int((expected < 0).sum()), "items that the model does not know")
-    mapped = np.asarray(items.to_model(Ordinals(np.arange(items.count, dtype=np.int64))))
+    mapped = np.asarray(items.model_indices_of(Ordinals(np.arange(items.count, dtype=np.int64))))
     if wrong := int((mapped != expected).sum()):
         return none_of(wrong, "items with another model index than the bundle gives them")
     digest, live = pinned_bundle.vocabulary_digest, candidate.live

@@ -208,14 +208,14 @@ def directories_sorted(candidate: Candidate) -> Measurement:
         directory = Directory.open(candidate.root, entities)
         if directory.count != entities.count:
             return Measurement(False, directory.count, entities.count, f"{entities.name}: count")
-        filled = [part for part in directory.parts if len(part)]
+        filled = [part for part in directory.hash_parts if len(part)]
         pairs = zip(filled[1:], filled, strict=False)
         ascending = all(_ascends(part) for part in filled) and all(
             later[0] > earlier[-1] for later, earlier in pairs
         )
         starts_well = all(
             not len(part) or part[0] >= np.uint64(entry.first_hash)
-            for part, entry in zip(directory.parts, entities.parts, strict=True)
+            for part, entry in zip(directory.hash_parts, entities.parts, strict=True)
         )
         if not (ascending and starts_well):
             return Measurement(False, "out of order", expected_order, entities.name)
@@ -238,7 +238,7 @@ def known_ids(candidate: Candidate) -> Measurement:
         return none_of(max(1, wrong), "items whose id and place differ, or twice")
     entities, unknown = candidate.manifest.entity_sets["user"], 0
     for shard in sampled_shards(entities):
-        part = directories["user"].parts[shard]
+        part = directories["user"].hash_parts[shard]
         named = np.zeros(len(part), np.bool_)
         for _, positions in named_entities(candidate, shard):
             named[positions] = True
@@ -249,7 +249,7 @@ def known_ids(candidate: Candidate) -> Measurement:
 def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
     """Yield (Arrow strings, their positions) of a shard's users that the sources name and that have a record."""
     entities = candidate.manifest.entity_sets["user"]
-    part = candidate.evidence.directories["user"].parts[shard]
+    part = candidate.evidence.directories["user"].hash_parts[shard]
     for texts in names_of(candidate.root / "work/partition", shard) if len(part) else ():
         hashes = text_hashes(texts, entities.seed)
         positions = np.minimum(part.searchsorted(hashes), len(part) - 1)
@@ -292,7 +292,7 @@ def _out_of_place(candidate: Candidate, table: Table) -> int:
         candidate.evidence.directories[table.entity],
     )
     counts = [part.count for part in table.parts]
-    if counts != [len(part) for part in directory.parts] or scan.records != directory.count:
+    if counts != [len(part) for part in directory.hash_parts] or scan.records != directory.count:
         return int(max(1, abs(scan.records - directory.count)))
     return 0
 
@@ -300,7 +300,7 @@ def _out_of_place(candidate: Candidate, table: Table) -> int:
 def _expected_fingerprints(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
     """Yield (entity, first position, fingerprints), a shard of users at a time; 0 for an unknown id."""
     yield "item", 0, text_hashes(item_texts(candidate.items), FINGERPRINT_SEED)
-    parts = candidate.evidence.directories["user"].parts
+    parts = candidate.evidence.directories["user"].hash_parts
     starts = np.cumsum([0, *map(len, parts)]).tolist()
     for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
         expected = np.zeros(len(parts[shard]), np.uint64)

@@ -189,7 +189,7 @@ def _read(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> l
     directory, size = candidate.evidence.directories[table.entity], table.layout.size_bytes
     pipeline = candidate.control.client.pipeline(transaction=False)
     for position in positions.tolist():
-        page, offset = table.locate(*directory.locate(position))
-        name = candidate.control.keys.page(candidate.manifest.generation, table.name, page)
+        page, offset = table.locate_record(*directory.locate(position))
+        name = candidate.control.keyspace.page(candidate.manifest.generation, table.name, page)
         pipeline.getrange(name, offset, offset + size - 1)
     return list(pipeline.execute())

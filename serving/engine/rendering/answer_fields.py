@@ -100,7 +100,7 @@ def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHisto
         return _NO_HISTORY
     raws = list(dict.fromkeys(history))
     ordinals = snapshot.items.ordinals_of(raws)
-    dropped_count = int((snapshot.items.to_model(ordinals) < 0).sum())
+    dropped_count = int((snapshot.items.model_indices_of(ordinals) < 0).sum())
     numbers = snapshot.new_items.numbers_of(raws, ordinals)
     return SentHistory(frozenset(numbers.tolist()), dropped_count)
 

@@ -160,9 +160,9 @@ def _top_columns(
     items, names_by_row = [b""] * rows, {}
     counts = np.zeros(rows, np.int32)
     counts[stored_rows.answer_indices] = width
-    cuts = [0, *np.cumsum(stored_rows.items.sizes.sum(axis=1)).tolist()]
+    cuts = [0, *np.cumsum(stored_rows.items.id_sizes.sum(axis=1)).tolist()]
     for row, (start, end) in zip(stored_rows.answer_indices.tolist(), pairwise(cuts), strict=True):
-        items[row] = stored_rows.items.data[start:end]
+        items[row] = stored_rows.items.joined_ids[start:end]
     for row, answer in answers.items():
         names_by_row[row] = names = [item_id.encode() for item_id in answer["items"]]
         items[row], counts[row], short[row] = b"".join(names), len(names), answer["short"]
@@ -171,7 +171,7 @@ def _top_columns(
     sizes, flat = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
     slots = ends[stored_rows.answer_indices][:, None] + np.arange(width, dtype=np.int32)
     if len(stored_rows.answer_indices):  # without any, even the width of their sizes is nothing
-        sizes[slots], flat[slots] = stored_rows.items.sizes, stored_rows.numbers
+        sizes[slots], flat[slots] = stored_rows.items.id_sizes, stored_rows.numbers
     for row, answer in answers.items():
         row_slice = slice(ends[row], ends[row + 1])
         sizes[row_slice], flat[row_slice] = list(map(len, names_by_row[row])), answer["scores"]
@@ -180,7 +180,9 @@ def _top_columns(
 
 
 def _names(named: IdBytes) -> Column:
-    return Column(((len(named.cuts) // 4 - 1, 0),), (b"", named.cuts, named.data))
+    return Column(
+        ((len(named.offset_bytes) // 4 - 1, 0),), (b"", named.offset_bytes, named.joined_ids)
+    )
 
 
 def _vectors(

@@ -12,7 +12,7 @@ from cache.format.manifest import Table
 from cache.model.filter_mask import FilterMask
 from cache.native import loader
 from cache.native.loader import Numerals
-from cache.records import NIGHTLY_FLAGS, SAFE_EXPONENT, decode_record, dequantize, plain_bits
+from cache.records import NIGHTLY_FLAGS, SAFE_EXPONENT, decode_record, dequantize, plain_answer_bits
 from cache.tiers.l1 import ReadyAnswer
 from cache.tiers.reads import Hit
 from serving.engine.rendering.answer_fields import (
@@ -79,7 +79,9 @@ class StaticTail:
         stamp, data_until = snapshot.stamp, snapshot.manifest.data_until
         if by_attributes:
             stamp = snapshot.values_stamp
-        return ReadyAnswer(stamp, head, self._tail, data_until, entity_name, request, events=events)
+        return ReadyAnswer(
+            stamp, head, self._tail, data_until, entity_name, request, user_events=events
+        )
 
 
 def ready_with_events(
@@ -89,7 +91,7 @@ def ready_with_events(
     head, tail = _around_age(answer)
     return ReadyAnswer(
         snapshot.stamp, b"{" + head[1:], tail, snapshot.manifest.data_until, (answer["table"], raw),
-        request, events=events, has_newer_events=True,
+        request, user_events=events, has_newer_events=True,
     )  # fmt: skip
 
 
@@ -123,7 +125,7 @@ def answer_start(
                 return answer_texts(snapshot, table, [id_], row, k, [b""])[0]
         # For vectors and values a row alone costs as much as its fields do.
         record = decode_record(table.layout, hit.record, snapshot.items.count)
-        if record.flags & plain_bits() != NIGHTLY_FLAGS:
+        if record.flags & plain_answer_bits() != NIGHTLY_FLAGS:
             return None
         width = k if table.kind == "topk" else table.layout.width
         prediction = from_record(snapshot, table, record, width, (), filter_mask)
@@ -158,7 +160,7 @@ def answer_texts(
     head = repeat(b'{"id":"')
     if kind == "topk":
         middle, after = repeat(named + _ITEMS), repeat(_SCORES)
-        items = snapshot.items.texts.lines(rows["items"][:, :k])
+        items = snapshot.items.json_texts.lines(rows["items"][:, :k])
         pieces = head, names, middle, items, after, lists, repeat(_NOT_SHORT), ends
         return [b"".join(answer_pieces) for answer_pieces in zip(*pieces, strict=False)]
     field, last = _VECTOR, b"]"
@@ -191,7 +193,7 @@ def _compiled_texts(
     layout = table.layout
     for _ in range(2):
         kernel_result = loader.kernels.answers(
-            rows, layout.width, layout.precision == "f2", k, *snapshot.items.lent, _NUMERALS.table,
+            rows, layout.width, layout.precision == "f2", k, *snapshot.items.shared_ids, _NUMERALS.table,
             b'{"id":"', names, named + _ITEMS, _SCORES, _NOT_SHORT, list(ends),
         )  # fmt: skip
         if not isinstance(kernel_result, tuple):
@@ -226,11 +228,11 @@ def plain_record_mask(
     if layout.precision == "i1":
         with np.errstate(over="ignore", invalid="ignore"):
             is_finite = np.isfinite(rows["scale"] * np.float32(128))
-        is_nightly = rows["flags"] & plain_bits() == NIGHTLY_FLAGS
+        is_nightly = rows["flags"] & plain_answer_bits() == NIGHTLY_FLAGS
         usable: NDArray[np.bool_] = is_nightly & (rows["count"] == width) & is_finite
         return usable
     raw_mask = loader.kernels.plain_record_mask(
-        rows, width, is_list, layout.precision == "f2", plain_bits(), NIGHTLY_FLAGS, min_count, SAFE_EXPONENT,
+        rows, width, is_list, layout.precision == "f2", plain_answer_bits(), NIGHTLY_FLAGS, min_count, SAFE_EXPONENT,
         snapshot.items.count,
     )  # fmt: skip
     usable = np.frombuffer(bytearray(raw_mask), np.bool_)

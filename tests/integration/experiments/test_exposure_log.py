@@ -77,9 +77,7 @@ def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: 
     assert {row["key"]: row["arm"] for row in rows(own_config)} == {
         key: arm for key, arm in expected.items() if arm
     }
-    hourly_exposures = {
-        (row["key"], row["arm"], row["at"].window_number) for row in rows(own_config)
-    }
+    hourly_exposures = {(row["key"], row["arm"], row["at"].hour) for row in rows(own_config)}
     assert len(rows(own_config)) == len(hourly_exposures)
     assert run(own_config, "experiment", "status", "ranker")["experiments"][0] == experiment_status
 
@@ -100,7 +98,7 @@ def _look_up_and_click(
     with httpx.Client(base_url=service.url) as client:
         for number, key in enumerate(KEYS):
             raw = key.encode()
-            arm = experiment.owners.of(raw) if record.owners.of(raw) else None
+            arm = experiment.owners.owner_of(raw) if record.owners.owner_of(raw) else None
             expected[key] = arm
             for _ in range(3):
                 body = {"entities": [user], "canary_key": key}

@@ -258,7 +258,7 @@ async def test_the_dashboards_page_needs_no_token_and_is_no_part_of_the_api(
     async with serving(night, token="secret") as app:
         page, script = await app.http.get("/dashboard"), await app.http.get("/dashboard/main.js")
         head, missing_file_response = (
-            await app.http.body_head("/dashboard"),
+            await app.http.head("/dashboard"),
             await app.http.get("/dashboard/other.js"),
         )
         described = (await app.http.get("/openapi.json")).json()

@@ -30,7 +30,7 @@ def night(tmp_path: Path, redis_url: str) -> NightConfig:
 def read_worklist(night: NightConfig) -> list[WorklistRow]:
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, night.keyspace())
-        pointer = control.pointer()
+        pointer = control.read_pointer()
         assert pointer is not None
         return lines(night.store(), read(control), pointer.generation)
 
@@ -92,7 +92,7 @@ def test_the_command_shows_and_exports_the_standing_of_every_id(
     known_id = min(histories(night))
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, keys)
-        pointer = control.pointer()
+        pointer = control.read_pointer()
         assert pointer is not None
         _, root = open_generation(night.store(), pointer.generation)
         (root / FILE).write_text('{"later": ["i1"]}')

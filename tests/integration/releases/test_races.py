@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from cache.control.control_keys import Control
-from cache.control.states import State, fold
+from cache.control.states import GenerationState, fold_releases
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
@@ -34,7 +34,7 @@ MOVES_MIN = 10
 
 def make(releases: Releases, generation: str) -> None:
     """Small files and their manifest."""
-    World(releases.store, releases.control.client, releases.control.keys).make(generation)
+    World(releases.store, releases.control.client, releases.control.keyspace).make(generation)
 
 
 def dumped(client: Any) -> dict[bytes, bytes]:
@@ -119,10 +119,12 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         view = releases.view()
         view.demand_agreement()
         history, ledger = view.history, view.ledger
-        assert list(ledger.states.values()).count(State.LIVE) == 1
-        assert view.pointer is not None and view.pointer.generation == ledger.live
+        assert list(ledger.state_by_generation.values()).count(GenerationState.LIVE) == 1
+        assert view.pointer is not None and view.pointer.generation == ledger.live_generation
         assert view.pointer.previous in (None, ledger.previous)
-        assert ledger.previous is None or ledger.state(ledger.previous) is State.SUPERSEDED
+        assert (
+            ledger.previous is None or ledger.state(ledger.previous) is GenerationState.SUPERSEDED
+        )
         _check_history(history)
         _check_pages(client, keys, store, view)
         # The next night finds nothing in its way.
@@ -151,15 +153,18 @@ def _check_history(history: Any) -> None:
     ]
     assert len(attempts) == len(set(attempts)), "an attempt moved the pointer twice"
     for number, release in enumerate(history):
-        ledger_before = fold(history[:number])
+        ledger_before = fold_releases(history[:number])
         if not release.is_done or release.action not in MOVE_ACTIONS:
             continue
         state = ledger_before.state(release.generation)
-        assert state not in (State.REFUSED, State.RETIRED, State.ABANDONED, State.ROLLED_BACK), (
-            f"{release} made live what is {state}"
-        )
+        assert state not in (
+            GenerationState.REFUSED,
+            GenerationState.RETIRED,
+            GenerationState.ABANDONED,
+            GenerationState.ROLLED_BACK,
+        ), f"{release} made live what is {state}"
         if release.action == "roll_back":
-            assert state is State.SUPERSEDED, f"{release} landed on what is {state}"
+            assert state is GenerationState.SUPERSEDED, f"{release} landed on what is {state}"
 
 
 def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -> None:

@@ -24,7 +24,7 @@ def brings(item: bytes, vector: tuple[float, ...] | None = (1.0, 2.0)) -> Event:
 
 
 def list_raws_and_numbers(items: NewItemEvents, after: int = 0) -> list[tuple[bytes, int]]:
-    return [(item.raw, item.number) for item in items.list_items_after(after)]
+    return [(item.raw_id, item.position_number) for item in items.list_items_after(after)]
 
 
 @given(st.lists(IDS, max_size=30), st.integers(1, 4), st.integers(0, 31))
@@ -66,7 +66,7 @@ def test_what_is_read_again_stands_before_what_is_held(
         complete_events.add(Position(ms, 0), brings(raw))
         (later if ms > cut else aside).add(Position(ms, 0), brings(raw))
 
-    later.put_before(aside)
+    later.prepend(aside)
 
     assert (
         list_raws_and_numbers(later) == list_raws_and_numbers(complete_events)
@@ -94,7 +94,7 @@ def test_an_event_counts_once_and_only_one_that_brings_an_item() -> None:
     # Features that come later leave the vector what it was.
     new_item_events.add(Position(9, 0), brings(b"a", None))
     (item,) = new_item_events.list_items_after(0)
-    assert item.number == Position(9, 0).number and item.vector is not None
+    assert item.position_number == Position(9, 0).number and item.vector is not None
     new_item_events.forget(b"a")
     new_item_events.forget(b"a")
     assert (
@@ -179,9 +179,9 @@ def test_a_digest_names_items_positions_and_what_vectors_were_made_of() -> None:
     assert items.digest == new_items([[1, 2], [3, 4]], 7).digest and NO_NEW_ITEMS.digest == b""
     variants = [
         new_items([[1, 2]], 7), new_items([[1, 2], [3, 5]], 7), items.up_to(1),
-        NewItems(7, tuple(item._replace(number=9) for item in items.items), items.vectors, items.inputs),
+        NewItems(7, tuple(item._replace(position_number=9) for item in items.items), items.vectors, items.input_keys),
     ]  # fmt: skip
     assert items.digest not in {variant.digest for variant in variants}
     assert items.up_to(2) is items and items.up_to(1).digest == variants[0].digest
-    assert items.numbers == {b"new-0": 7, b"new-1": 8} and items.newest_number == 2
+    assert items.number_by_id == {b"new-0": 7, b"new-1": 8} and items.newest_number == 2
     assert (len(items.up_to(0)), items.up_to(0).digest) == (0, b"")

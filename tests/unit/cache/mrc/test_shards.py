@@ -107,8 +107,8 @@ def test_memory_is_bounded_whatever_comes(seed: int, keys_max: int) -> None:
 
         assert shards.keys <= keys_max
         assert len(shards._negated_spot_heap) == len(shards._stack) == shards.keys
-        assert len(shards._stack._sizes) <= max(256, 2 * keys_max + 128)
-        assert all(key_spot <= shards.last for key_spot in shards._stack)
+        assert len(shards._stack._bytes_by_slot) <= max(256, 2 * keys_max + 128)
+        assert all(key_spot <= shards.greatest_sampled_spot for key_spot in shards._stack)
         assert shards.rate <= previous_rate
         previous_rate = shards.rate
 
@@ -183,7 +183,7 @@ def test_a_store_moves_its_key_and_counts_for_nothing() -> None:
 
     read(shards, [1, 4, 3])
 
-    assert shards.sampled == 6
+    assert shards.sampled_reads == 6
     assert shards.hit_ratios() == [pytest.approx(2 / 6)]
 
 
@@ -215,12 +215,12 @@ def test_a_lower_rate_samples_fewer_keys() -> None:
     shards = MissRatioCurve([10_000], keys_max=10_000)
     read(shards, list(range(1_000)))
 
-    shards.lower(0.25)
-    shards.lower(0.5)
+    shards.lower_rate(0.25)
+    shards.lower_rate(0.5)
 
     assert shards.rate == 0.25
     assert shards.keys == pytest.approx(250, abs=60)
-    shards.lower(0.0)
+    shards.lower_rate(0.0)
     assert 0 < shards.rate < 1e-8
 
 

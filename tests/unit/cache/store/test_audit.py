@@ -12,8 +12,8 @@ from cache.store.audit import (
     TEXT_CHARS_MAX,
     audit_records,
     audited,
-    entity_digest,
     describe_blocked_ids,
+    entity_digest,
     user_and_host,
 )
 from tests.fakes import FakeClock

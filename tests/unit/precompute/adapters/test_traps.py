@@ -129,7 +129,7 @@ def test_a_fixed_length_is_what_a_frozen_tower_may_have():
         (towers.Mean().eval().half(), "call .float() on it"),
         (towers.Mean().eval().bfloat16(), "call .float() on it"),
         (towers.Mean().eval().double(), "call .float() on it"),
-        (towers.Mean().eval().connection_to("meta"), "call .cpu() on it"),
+        (towers.Mean().eval().to("meta"), "call .cpu() on it"),
         (towers.Mean().state_dict(), "give an nn.Module whose forward returns vectors"),
     ],
 )

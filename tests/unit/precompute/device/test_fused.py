@@ -331,7 +331,7 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
     numbers = np.tile(np.arange(bounds.shape[1], dtype="i4"), (4, 1))
     entries = np.stack([bounds.view("i4"), numbers, numbers + 7, numbers * 3], 2)
     kernel_inputs = [
-        torch.from_numpy(array).connection_to(WHERE)
+        torch.from_numpy(array).to(WHERE)
         for array in (entries, counts, required_counts.astype("i4"))
     ]
     guard = torch.full((6, capacity, 4), -7, dtype=torch.int32, device=WHERE)
@@ -384,7 +384,7 @@ def test_a_member_whose_product_was_rounded_down_is_scored():
 
     keys = fused.keys_of(
         device_items, device_items.all_columns, device_items.queries(users, users), hidden,
-        torch.from_numpy(entry).connection_to(WHERE),
+        torch.from_numpy(entry).to(WHERE),
         left_out, tiles_of(1, 8, WHERE),
     )  # fmt: skip
 

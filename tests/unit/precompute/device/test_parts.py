@@ -36,9 +36,9 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
     candidate_ordinals = rng.integers(0, 9, (5, 7))
 
     dot_products = exact_dots(
-        in_sum_order(torch.from_numpy(users).connection_to(WHERE)),
-        in_sum_order(torch.from_numpy(items).connection_to(WHERE))[
-            torch.from_numpy(candidate_ordinals).connection_to(WHERE)
+        in_sum_order(torch.from_numpy(users).to(WHERE)),
+        in_sum_order(torch.from_numpy(items).to(WHERE))[
+            torch.from_numpy(candidate_ordinals).to(WHERE)
         ],
     )
 
@@ -64,8 +64,8 @@ def test_keys_sort_and_read_like_those_of_the_night(values):
     ordinals = np.arange(len(scores))[::-1].copy()
 
     keys = keys_of(
-        torch.from_numpy(scores).connection_to(WHERE),
-        torch.from_numpy(ordinals).connection_to(WHERE),
+        torch.from_numpy(scores).to(WHERE),
+        torch.from_numpy(ordinals).to(WHERE),
     )
 
     unsigned = keys.cpu().numpy().view(np.uint64) ^ np.uint64(1 << 63)

@@ -178,7 +178,7 @@ def test_products_that_are_rougher_than_their_dtype_are_not_used(monkeypatch, ca
         for step in range(left_matrix.shape[1]):
             total += left_matrix[:, step, None].bfloat16() * right[None, step].bfloat16()
         return (
-            total.connection_to(left_matrix.dtype)
+            total.to(left_matrix.dtype)
             if left_matrix.dtype != torch.float64
             else original_matmul(left_matrix, right)
         )

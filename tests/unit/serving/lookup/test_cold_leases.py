@@ -9,8 +9,8 @@ import pytest
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import (
-    LEASE_DONE_PREFIX,
     GIVEN_BACK_LEASE_VALUE,
+    LEASE_DONE_PREFIX,
     LeaseSwap,
     LeaseTake,
     OverlayRead,
@@ -167,7 +167,7 @@ async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
     lease_take, back = service.lease_commands
     assert (
         isinstance(back, LeaseSwap)
-        and back.value == GIVEN_BACK_LEASE_VALUE
+        and back.new_value == GIVEN_BACK_LEASE_VALUE
         and back.expected_value == lease_take[1]
     )
 

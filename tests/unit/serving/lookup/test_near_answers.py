@@ -60,7 +60,7 @@ async def test_a_near_answer_says_so_and_is_kept_nowhere(world: NearWorld) -> No
     assert first["near"] == second["near"] == DISTANCE and first["producer"] == "live"
     assert "i1" not in first["items"]
     await world.tiers.aclose()
-    assert not world.remote.writes and len(world.tiers.local) == 0
+    assert not world.remote.writes and len(world.tiers.local_tier) == 0
 
 
 async def test_its_lease_is_returned_so_that_no_process_waits_for_an_unstored_answer(

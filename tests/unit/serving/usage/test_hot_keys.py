@@ -8,11 +8,11 @@ import pytest
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from cache.usage.hot_keys import (
-    HOT_WINDOW,
     HOT_LIFE_S,
+    HOT_WINDOW,
     MEMBERS_MAX,
-    HotKeyReport,
     EntityName,
+    HotKeyReport,
     SharedHotKeys,
     Window,
     hottest_names,
@@ -76,7 +76,9 @@ async def test_a_report_tells_each_request_once_under_its_hour(replica: Replica)
     await replica.sketch.report()
     await replica.sketch.report()
 
-    assert [(report.window_number, dict(report.counts)) for report in replica.redis.reports] == [
+    assert [
+        (report.window_number, dict(report.name_counts)) for report in replica.redis.reports
+    ] == [
         (2, {user(1): 2, user(2): 1}),
         (3, {user(2): 1}),
     ]
@@ -90,10 +92,12 @@ async def test_a_report_is_bounded_and_keeps_what_was_asked_most(replica: Replic
 
     await replica.sketch.report()
 
-    counts = [counted_name for report in replica.redis.reports for counted_name in report.counts]
+    counts = [
+        counted_name for report in replica.redis.reports for counted_name in report.name_counts
+    ]
     assert len(counts) == len(dict(counts)) == REPORTED == replica.sketch.reported
     assert counts[0] == (user(REPORTED + 99), 3)
-    assert max(len(report.counts) for report in replica.redis.reports) < REPORTED
+    assert max(len(report.name_counts) for report in replica.redis.reports) < REPORTED
 
 
 def test_batches_are_remembered_as_if_one_by_one() -> None:
@@ -124,7 +128,7 @@ async def test_tables_that_the_live_generation_lacks_are_not_told(replica: Repli
 
     await replica.sketch.report()
 
-    assert dict(replica.redis.reports[0].counts) == {user(1): 1}
+    assert dict(replica.redis.reports[0].name_counts) == {user(1): 1}
 
 
 async def test_what_is_blocked_is_not_told_and_what_was_told_before_is_taken_back(
@@ -138,7 +142,7 @@ async def test_what_is_blocked_is_not_told_and_what_was_told_before_is_taken_bac
     await replica.sketch.report()
 
     _, report = replica.redis.reports
-    assert dict(report.counts) == {user(1): 1}
+    assert dict(report.name_counts) == {user(1): 1}
     assert set(report.removed_names) == {user(2), user(3)}
     await replica.sketch.report()
     assert len(replica.redis.reports) == 2
