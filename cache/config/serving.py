@@ -281,7 +281,7 @@ class ServingConfig(SharedConfig, PeerBounds):
 
         file = ConfigFile.named(environ)
         values = file.top_level_values(SharedConfig) | dict(file.section("serving"))
-        config = read_section(cls, values, file, environ, table="serving", **overrides)
+        config = read_section(cls, values, file, environ, section_name="serving", **overrides)
         tables = file.section("tables")
         for name in config.near if tables else ():
             if name not in tables:

@@ -285,7 +285,7 @@ class DagConfig:
         from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
-        return read_section(cls, file.section("dag"), file, environ, table="dag")
+        return read_section(cls, file.section("dag"), file, environ, section_name="dag")
 
     def defaults(self) -> dict[str, Any]:
         """Airflow's `default_args` of all tasks."""

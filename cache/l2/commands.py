@@ -71,7 +71,7 @@ class PageReads(Sequence[PageRead]):
     `page_numbers` and `offsets` are int64[n].
     """
 
-    __slots__ = ("generation", "length", "offsets", "pages", "table")
+    __slots__ = ("generation", "length", "offsets", "page_numbers", "table")
 
     def __init__(
         self,
@@ -350,7 +350,13 @@ class Frames(Sequence[bytes]):
     They are `reply_count` RESP bulk strings of `payload_bytes` bytes, one behind the other in `reply_buffer`.
     """
 
-    __slots__ = ("_at", "_count", "_data", "_length", "_stride")
+    __slots__ = (
+        "_payload_bytes",
+        "_payload_offset",
+        "_reply_buffer",
+        "_reply_count",
+        "_stride_bytes",
+    )
 
     def __init__(
         self, reply_buffer: bytes, reply_count: int, payload_bytes: int, first_reply_index: int = 0

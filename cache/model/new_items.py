@@ -90,7 +90,7 @@ class NewItems:
             return item_table.ids_of(numbers)
         ids = iter(item_table.ids_of(numbers[~is_new]))
         return [
-            self.items[number - self.first_number].raw.decode()
+            self.items[number - self.first_number].raw_id.decode()
             if number >= self.first_number
             else next(ids)
             for number in numbers.tolist()

@@ -73,7 +73,7 @@ class Scorer:
 
     def top(
         self,
-        user_vectors: NDArray[np.float32],
+        users: NDArray[np.float32],
         k: int,
         excluded: Histories | None = None,
         *,
@@ -88,21 +88,17 @@ class Scorer:
         NO_ITEM and 0. `progress` is told how many users each step finished. Memory beside the result
         does not depend on the number of users. Raises ConfigError for anything of another shape.
         """
-        user_vectors, exclusions = check_arguments(
-            self.compared_items, user_vectors, k, excluded, allowed
-        )
+        users, exclusions = check_arguments(self.compared_items, users, k, excluded, allowed)
         report_progress = progress or (lambda _: None)
         thread_count = threads or usable_cores()
         if self.kernel_and_items is None:
-            return self._flat(user_vectors, k, exclusions, allowed, thread_count, report_progress)
-        fits_kernel_mask = scores_fit_mask(self.compared_items, user_vectors)
+            return self._flat(users, k, exclusions, allowed, thread_count, report_progress)
+        fits_kernel_mask = scores_fit_mask(self.compared_items, users)
         if fits_kernel_mask.all():
-            return self._by_kernel(
-                user_vectors, k, exclusions, allowed, thread_count, report_progress
-            )
+            return self._by_kernel(users, k, exclusions, allowed, thread_count, report_progress)
         ordinals, scores = (
-            np.empty((len(user_vectors), k), np.uint32),
-            np.empty((len(user_vectors), k), "f4"),
+            np.empty((len(users), k), np.uint32),
+            np.empty((len(users), k), "f4"),
         )
         for method, user_mask in (
             (self._by_kernel, fits_kernel_mask),
@@ -110,7 +106,7 @@ class Scorer:
         ):
             rows = np.flatnonzero(user_mask)
             part_lists = method(
-                user_vectors[rows],
+                users[rows],
                 k,
                 exclusions.select_rows(rows),
                 allowed,

@@ -117,7 +117,7 @@ class FastLookups:
         served, sent_answers = self._holder.served, self._sent_answers
         if served is None or self._holder.is_divided or self._concerns.text is not None:
             return None
-        if ready.state_stamp != served.live.stamp and ready.stamp != served.live.values_stamp:
+        if ready.state_stamp != served.live.stamp and ready.state_stamp != served.live.values_stamp:
             return None
         if self._events(ready.table_and_id[1]) is not ready.user_events:
             return None

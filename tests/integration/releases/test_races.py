@@ -174,7 +174,7 @@ def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -
     assert page_generations <= set(view.rows), (
         f"pages of {page_generations - set(view.rows)} belong to nobody"
     )
-    live = view.ledger.live
+    live = view.ledger.live_generation
     assert store.read(generation_path(live, "manifest.json")) is not None
     assert len(pages_of(World(store, client, keys), live)) == 10
     assert live not in sweepable(Releases(store, Control(client, keys)), keep=0, grace_s=0.0)

@@ -143,9 +143,9 @@ def test_a_lost_reply_to_a_successful_move_is_success(world):
     world.load(B)
     expected = world.live().epoch
     to = Pointer(B, expected + 1, A, "run-1", 0.0)
-    assert world.control.move(to, expected_epoch=expected, rows={}) == to
-    repeated_move = world.control.move(
-        Pointer(B, expected + 9, A, "run-1", 0.0), expected_epoch=expected, rows={}
+    assert world.control.move_pointer(to, expected_epoch=expected, row_by_generation={}) == to
+    repeated_move = world.control.move_pointer(
+        Pointer(B, expected + 9, A, "run-1", 0.0), expected_epoch=expected, row_by_generation={}
     )
     assert repeated_move == to and world.live() == to
 
@@ -153,12 +153,12 @@ def test_a_lost_reply_to_a_successful_move_is_success(world):
 def test_of_two_publishers_one_loses(world):
     world.publish(A)
     expected = world.live().epoch
-    assert world.control.move(
-        Pointer(B, expected + 1, A, "one", 0.0), expected_epoch=expected, rows={}
+    assert world.control.move_pointer(
+        Pointer(B, expected + 1, A, "one", 0.0), expected_epoch=expected, row_by_generation={}
     )
     assert (
-        world.control.move(
-            Pointer(C, expected + 2, A, "two", 0.0), expected_epoch=expected, rows={}
+        world.control.move_pointer(
+            Pointer(C, expected + 2, A, "two", 0.0), expected_epoch=expected, row_by_generation={}
         )
         is None
     )
@@ -172,7 +172,7 @@ def test_a_crash_between_move_and_done_is_settled_from_the_pointer(world):
 
     ledger = world.releases.ledger()
 
-    assert ledger.live == B and world.store.read(done_path(number)) is not None
+    assert ledger.live_generation == B and world.store.read(done_path(number)) is not None
 
 
 def test_a_crash_between_intent_and_move_leaves_the_live_one(world, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_crash_between_intent_and_move_leaves_the_live_one(world, monkeypatch)
         patched.setattr(Control, "move_pointer", crash)
         with pytest.raises(KeyboardInterrupt):
             moves.publish(world.releases, B, attempt="run-1")
-    assert world.releases.ledger().live == A
+    assert world.releases.ledger().live_generation == A
     assert moves.publish(world.releases, B, attempt="run-1").has_moved
     assert world.live().generation == B
 
@@ -341,7 +341,10 @@ def test_what_is_live_is_neither_refused_nor_marked_verified(world):
         moves.refuse(world.releases, A, reason="late gate", attempt=world.attempt())
     world.releases.mark_verified(A, attempt=world.attempt())
     assert world.control.rows()[A].state is GenerationState.LIVE
-    assert world.releases.ledger().live == A and world.releases.state(A) is GenerationState.LIVE
+    assert (
+        world.releases.ledger().live_generation == A
+        and world.releases.state(A) is GenerationState.LIVE
+    )
 
 
 def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(world):

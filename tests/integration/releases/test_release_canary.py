@@ -36,7 +36,11 @@ def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tri
     live, ledger = tried.live(), tried.releases.ledger()
     assert (live.generation, live.previous) == (B, A) and live.canary is not None
     assert (live.canary.generation, live.canary.percent) == (C, 5.0)
-    assert (ledger.live, ledger.live_epoch, ledger.canary) == (B, live.epoch, live.canary)
+    assert (ledger.live_generation, ledger.live_epoch, ledger.canary) == (
+        B,
+        live.epoch,
+        live.canary,
+    )
     assert (
         tried.releases.state(C) is GenerationState.VERIFIED
         and tried.control.rows()[C].state == "verified"
@@ -169,15 +173,15 @@ def test_an_override_is_kept_with_its_reason_until_its_generation_is_rolled_back
     world.load(B)
     moves.refuse(world.releases, B, reason="score_psi", attempt="gate")
     world.releases.override(B, rule="score_psi", reason=" retrained ", attempt="operator")
-    assert world.releases.ledger().overrides == {B: {"score_psi": "retrained"}}
+    assert world.releases.ledger().overrides_by_generation == {B: {"score_psi": "retrained"}}
     assert world.releases.state(B) is GenerationState.REFUSED, (
         "only another verification lifts a refusal"
     )
     world.releases.mark_verified(B, attempt="again")
     moves.publish(world.releases, B, attempt="publish")
-    assert world.releases.ledger().overrides == {B: {"score_psi": "retrained"}}
+    assert world.releases.ledger().overrides_by_generation == {B: {"score_psi": "retrained"}}
     moved = moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
-    assert world.releases.ledger().overrides == {}
+    assert world.releases.ledger().overrides_by_generation == {}
     (note,) = _ended_overrides(world.releases.history(), moved.pointer.epoch)
     assert note.startswith(f"the override of score_psi for {B} has ended with this roll back")
 

@@ -115,7 +115,7 @@ def test_a_roll_back_that_jumps_takes_back_all_that_came_after_its_target(world)
 def test_what_a_roll_back_jumps_over_stays_retired_if_it_is_being_retired(world, monkeypatch):
     world.publish(A, B, C, D)
     world.clock.now_s += 1_000
-    real = world.control.move
+    real = world.control.move_pointer
 
     def move(*arguments, **options):
         retire(world.releases, B, attempt="sweep")

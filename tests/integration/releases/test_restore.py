@@ -223,7 +223,9 @@ def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
 def test_a_restore_never_replaces_a_pointer_that_no_record_explains(world):
     world.publish(A)
     unknown = Pointer(B, world.live().epoch + 1, A, "elsewhere", 0.0)
-    assert world.control.move(unknown, expected_epoch=world.live().epoch, rows={})
+    assert world.control.move_pointer(
+        unknown, expected_epoch=world.live().epoch, row_by_generation={}
+    )
     with pytest.raises(Conflict, match="no release record explains"):
         restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     world.load(C)

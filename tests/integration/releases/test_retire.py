@@ -180,7 +180,7 @@ def test_a_pointer_never_names_a_retired_generation_as_previous(world):
     world.control.set_row(A, RegistryRow(GenerationState.RETIRED, 0.0))
     epoch = world.live().epoch
     to = Pointer(C, epoch + 1, A, "x", 0.0)
-    assert world.control.move(to, expected_epoch=epoch, rows={}) is None
+    assert world.control.move_pointer(to, expected_epoch=epoch, row_by_generation={}) is None
     world.publish(C)
     assert world.live().previous == B
     moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())

@@ -21,7 +21,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from cache.process.child_process import GuardedCommand
-process = GuardedCommand(["sh", "-c", sys.argv[1]], log=Path("log"), grace_s=1.0)
+process = GuardedCommand(["sh", "-c", sys.argv[1]], log_path=Path("log"), grace_s=1.0)
 print(process.pid, flush=True)
 time.sleep(600)
 """
