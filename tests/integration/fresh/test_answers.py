@@ -56,9 +56,7 @@ async def test_an_event_changes_the_answers_of_its_user_and_no_others(
         b"/v1/lookup/user_topk/" + user.encode()
     )
     assert ready is not None and ready.has_newer_events
-    assert (
-        ready.user_events is newer_events_of(served_world.app.service).packed_by_user[user.encode()]
-    )
+    assert ready.user_events is newer_events_of(served_world.app.service).packed[user.encode()]
     # The next event ends the ready answer, and nobody else noticed anything.
     await served_world.clicks(user, answers[0]["items"][0])
     later_answer = await served_world.get_answer(user)
