@@ -6,21 +6,21 @@ from typing import ClassVar
 TOKEN_PREFIX = "larder_"  # noqa: S105  no token itself
 """Beginning of every token that is made here, by which texts are searched for them."""
 
-_TOKEN = re.compile(rf"\b{TOKEN_PREFIX}[A-Za-z0-9_-]{{43}}(?![A-Za-z0-9_-])")
+_TOKEN_PATTERN = re.compile(rf"\b{TOKEN_PREFIX}[A-Za-z0-9_-]{{43}}(?![A-Za-z0-9_-])")
 SECRET_OPTIONS = ("password", "sentinel_password")
 """Options of a Redis' URL that are passwords."""
 
-_OPTION = re.compile(rf"([?&](?:{'|'.join(SECRET_OPTIONS)})=)[^&#\s'\"]+")
-_PASSWORD = re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+@")
+_SECRET_OPTION_PATTERN = re.compile(rf"([?&](?:{'|'.join(SECRET_OPTIONS)})=)[^&#\s'\"]+")
+_URL_PASSWORD_PATTERN = re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+@")
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """The text with a mask in place of the passwords of any URL in it, and of any token that was made here."""
     if TOKEN_PREFIX in text:
-        text = _TOKEN.sub(f"{TOKEN_PREFIX}***", text)
+        text = _TOKEN_PATTERN.sub(f"{TOKEN_PREFIX}***", text)
     if "password=" in text:
-        text = _OPTION.sub(r"\g<1>***", text)
-    return _PASSWORD.sub(r"\g<1>***@", text) if "://" in text else text
+        text = _SECRET_OPTION_PATTERN.sub(r"\g<1>***", text)
+    return _URL_PASSWORD_PATTERN.sub(r"\g<1>***@", text) if "://" in text else text
 
 
 class LarderError(Exception):
@@ -32,7 +32,7 @@ class LarderError(Exception):
     code: ClassVar[str] = "larder_error"
 
     def __init__(self, message: str, **details: object) -> None:
-        self.message = masked(message)
+        self.message = mask_secrets(message)
         super().__init__(self.message)
         self.details = details
 

@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 from cache.errors import UnknownFormat
 
-RELEASE: Final = "0.2.0.dev0"
+THIS_RELEASE: Final = "0.2.0.dev0"
 """Name of this release, as in pyproject.toml; heartbeats and refusals contain it."""
 
-FIELD: Final = "format"
+FORMAT_FIELD: Final = "format"
 """Field of a version. A document without it has version 1: release 0.1.0 wrote none, and refuses unknown fields."""
 
 
@@ -86,18 +86,18 @@ def served_formats() -> dict[str, tuple[int, int]]:
     }
 
 
-def stamp(name: str) -> dict[str, int]:
+def version_stamp(name: str) -> dict[str, int]:
     """The version field of a document; nothing for version 1, see FIELD."""
     written = FORMATS[name].written
-    return {} if written == 1 else {FIELD: written}
+    return {} if written == 1 else {FORMAT_FIELD: written}
 
 
 def version_of(document: Mapping[str, object]) -> object:
     """Return the version in a document, 1 if it has none."""
-    return document.get(FIELD, 1)
+    return document.get(FORMAT_FIELD, 1)
 
 
-def unread(name: str, version: object, where: str = "") -> str | None:
+def unreadable_reason(name: str, version: object, document_name: str = "") -> str | None:
     """Reason in one line why this release does not read a version, with the remedy; None if it does."""
     format_ = FORMATS[name]
     if type(version) is int and format_.oldest_readable <= version <= format_.newest_readable:
@@ -107,11 +107,14 @@ def unread(name: str, version: object, where: str = "") -> str | None:
         if type(version) is int and version < format_.oldest_readable
         else "a newer Larder wrote it: upgrade this program first"
     )
-    about = where or f"the {name}"
-    return f"{about} has {name} format {version}, this release ({RELEASE}) reads {format_.reads}; {remedy}"
+    document_words = document_name or f"the {name}"
+    return (
+        f"{document_words} has {name} format {version}, this release ({THIS_RELEASE}) reads {format_.reads}; "
+        f"{remedy}"
+    )
 
 
-def demand(name: str, version: object, where: str = "") -> None:
-    """Raises UnknownFormat for a version that this release does not read. `where`: the document, in words."""
-    if (reason := unread(name, version, where)) is not None:
+def demand_readable(name: str, version: object, document_name: str = "") -> None:
+    """Raises UnknownFormat for a version that this release does not read. `document_name`: the document, in words."""
+    if (reason := unreadable_reason(name, version, document_name)) is not None:
         raise UnknownFormat(reason, format=name, version=version)

@@ -50,14 +50,18 @@ ABSENT_FLAGS: Final = 0xF0
 NO_ITEM: Final = 0xFFFFFFFF
 """Ordinal that marks an unused slot of a top-K record; never leaves the service."""
 
-NUMBER_DTYPES: Final[dict[Precision, np.dtype[Any]]] = {
+NUMBER_DTYPE_BY_PRECISION: Final[dict[Precision, np.dtype[Any]]] = {
     name: np.dtype(name).newbyteorder("<") for name in get_args(Precision)
 }
 
 ORDINAL_DTYPE: Final = np.dtype("<u4")
 SCALE_DTYPE: Final = np.dtype("<f4")
 
-NUMBER_STEP: Final[dict[Precision, float]] = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
+NUMBER_STEP_BY_PRECISION: Final[dict[Precision, float]] = {
+    "f2": 2.0**-10,
+    "f4": 2.0**-22,
+    "i1": 1 / 127,
+}
 """Spacing of stored numbers, as a share of the largest of their record."""
 
 SAFE_EXPONENT: Final = 111
@@ -69,7 +73,7 @@ DIGEST_BYTES: Final = 16
 _TOP_EXPONENT: Final = 15
 """Exponent of the largest number: float16 holds up to 65504 < 2**16, so a record's largest is in [2**14, 2**15)."""
 
-_POWER_MAX: Final = 127
+_FLOAT32_EXPONENT_MAX: Final = 127
 """Greatest power of two (exponent) in float32."""
 
 _INT8_STEPS: Final = np.float32(127)
@@ -85,7 +89,7 @@ class HeaderField(NamedTuple):
     offset: int
 
 
-HEADER: Final = (
+HEADER_FIELDS: Final = (
     HeaderField("fingerprint", "<u8", "Q", 0),  # of the id, see `cache.format.ids`
     HeaderField("scored_at", "<u4", "I", 8),  # Unix seconds
     HeaderField("count", "<u2", "H", 12),  # numbers that are used
@@ -93,21 +97,27 @@ HEADER: Final = (
     HeaderField("exponent", "i1", "b", 15),  # power of two of float16 numbers
 )
 
-HEADER_DTYPE: Final = np.dtype([(header_field.name, header_field.dtype) for header_field in HEADER])
+HEADER_DTYPE: Final = np.dtype(
+    [(header_field.name, header_field.dtype) for header_field in HEADER_FIELDS]
+)
 
-OFFSETS: Final = {header_field.name: header_field.offset for header_field in HEADER} | {
+OFFSET_BY_FIELD: Final = {
+    header_field.name: header_field.offset for header_field in HEADER_FIELDS
+} | {
     "payload": HEADER_BYTES,
     "format_shift": FORMAT_SHIFT,
 }
 """Offsets by name, in bytes, and the shift of the format in the flags, which the C sources have to agree with."""
 
 unpack_header = struct.Struct(
-    "<" + "".join(header_field.code for header_field in HEADER)
+    "<" + "".join(header_field.code for header_field in HEADER_FIELDS)
 ).unpack_from
 """Function from a record to the header's numbers, in their order."""
 
-_FLAGS_AT: Final = OFFSETS["flags"]
-_FINGERPRINT_SLICE: Final = slice(OFFSETS["fingerprint"], OFFSETS["fingerprint"] + 8)
+_FLAGS_OFFSET: Final = OFFSET_BY_FIELD["flags"]
+_FINGERPRINT_SLICE: Final = slice(
+    OFFSET_BY_FIELD["fingerprint"], OFFSET_BY_FIELD["fingerprint"] + 8
+)
 
 
 @dataclass(frozen=True)  # no slots: what follows from the fields is kept beside them
@@ -151,7 +161,9 @@ def _layout_dtype(kind: Kind, width: int, precision: Precision) -> np.dtype[Any]
         leading_fields = [("items", ORDINAL_DTYPE, (width,))]
     elif precision == "i1":
         leading_fields = [("scale", SCALE_DTYPE)]
-    return np.dtype([*header, *leading_fields, ("numbers", NUMBER_DTYPES[precision], (width,))])
+    return np.dtype(
+        [*header, *leading_fields, ("numbers", NUMBER_DTYPE_BY_PRECISION[precision], (width,))]
+    )
 
 
 def peek_fingerprint(record: bytes | memoryview) -> int:
@@ -161,21 +173,21 @@ def peek_fingerprint(record: bytes | memoryview) -> int:
 
 def peek_format(record: bytes | memoryview) -> int:
     """The record's format number."""
-    return record[_FLAGS_AT] >> FORMAT_SHIFT
+    return record[_FLAGS_OFFSET] >> FORMAT_SHIFT
 
 
 def is_live(record: bytes | memoryview) -> bool:
     """True if live inference wrote the record."""
-    return bool(record[_FLAGS_AT] & FLAG_LIVE)
+    return bool(record[_FLAGS_OFFSET] & FLAG_LIVE)
 
 
 def are_nightly(flags: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Mask bool[n] of the records that the night wrote in this program's format, from their flags[n]."""
-    is_nightly: NDArray[np.bool_] = flags & WRITER_BITS == NIGHTLY_FLAGS
-    return is_nightly
+    nightly_mask: NDArray[np.bool_] = flags & WRITER_BITS == NIGHTLY_FLAGS
+    return nightly_mask
 
 
-def plain_bits() -> int:
+def plain_answer_bits() -> int:
     """Bits of the flags in which a record that may be rendered unread equals NIGHTLY_FLAGS."""
     return functools.reduce(operator.or_, BIT_BY_ANSWER_FLAG.values(), WRITER_BITS)
 
@@ -183,23 +195,23 @@ def plain_bits() -> int:
 def is_answer_of(record: bytes | memoryview, fingerprint: int) -> bool:
     """True if the record is of the format that this program reads, and of the entity with that fingerprint."""
     return (
-        record[_FLAGS_AT] >> FORMAT_SHIFT == RECORD_FORMAT
+        record[_FLAGS_OFFSET] >> FORMAT_SHIFT == RECORD_FORMAT
         and int.from_bytes(record[_FINGERPRINT_SLICE], "little") == fingerprint
     )
 
 
 def are_answers_of(records: NDArray[Any], fingerprints: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Mask bool[n] of `is_answer_of`, from records[n] and as many fingerprints."""
-    is_read = records["flags"] >> FORMAT_SHIFT == RECORD_FORMAT
-    sound: NDArray[np.bool_] = is_read & (records["fingerprint"] == fingerprints)
-    return sound
+    readable_mask = records["flags"] >> FORMAT_SHIFT == RECORD_FORMAT
+    sound_mask: NDArray[np.bool_] = readable_mask & (records["fingerprint"] == fingerprints)
+    return sound_mask
 
 
 def is_absent(record: bytes | memoryview, fingerprint: int) -> bool:
     """True if this is the record of that entity and marks it as without an answer."""
     return (
-        len(record) > _FLAGS_AT
-        and record[_FLAGS_AT] == ABSENT_FLAGS
+        len(record) > _FLAGS_OFFSET
+        and record[_FLAGS_OFFSET] == ABSENT_FLAGS
         and peek_fingerprint(record) == fingerprint
     )
 
@@ -214,7 +226,7 @@ def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]
     if layout.precision == "f4":
         records["numbers"] = numbers
     elif layout.precision == "f2":
-        _put_halves(layout, records, numbers)
+        _store_as_float16(layout, records, numbers)
     else:
         scale = np.abs(numbers).max(axis=1, initial=0) / _INT8_STEPS
         if np.any((scale == 0) & numbers.any(axis=1)):
@@ -225,20 +237,20 @@ def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]
 
 def unfit_rows(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Mask bool[n] of the rows that `quantize` refuses with UnfitValue for this layout."""
-    finite = np.asarray(np.isfinite(numbers).all(axis=1))
-    is_unfit: NDArray[np.bool_] = ~finite
+    finite_mask = np.asarray(np.isfinite(numbers).all(axis=1))
+    unfit_mask: NDArray[np.bool_] = ~finite_mask
     if layout.precision == "f4":
-        return is_unfit
-    finite_numbers = np.where(finite[:, None], numbers, 0)
-    largest = np.abs(finite_numbers).max(axis=1, initial=0)
+        return unfit_mask
+    finite_numbers = np.where(finite_mask[:, None], numbers, 0)
+    largest_numbers = np.abs(finite_numbers).max(axis=1, initial=0)
     if layout.precision == "i1":
-        is_unfit |= (largest / _INT8_STEPS == 0) & finite_numbers.any(axis=1)
-        return is_unfit
-    exponents = np.frexp(largest)[1] - _TOP_EXPONENT
-    beyond = (exponents < -128) | (exponents > 127)
-    halves = _halves(finite_numbers, np.where(beyond, 0, -exponents))
-    is_unfit |= beyond | _underflow_mask(layout, finite_numbers, halves).any(axis=1)
-    return is_unfit
+        unfit_mask |= (largest_numbers / _INT8_STEPS == 0) & finite_numbers.any(axis=1)
+        return unfit_mask
+    exponents = np.frexp(largest_numbers)[1] - _TOP_EXPONENT
+    beyond_mask = (exponents < -128) | (exponents > 127)
+    halves = _halves(finite_numbers, np.where(beyond_mask, 0, -exponents))
+    unfit_mask |= beyond_mask | _underflow_mask(layout, finite_numbers, halves).any(axis=1)
+    return unfit_mask
 
 
 def dequantize(
@@ -259,7 +271,7 @@ def _check_finite(numbers: NDArray[np.float32]) -> None:
         raise UnfitValue(f"row {row} holds a non-finite number", rule="non_finite", row=row)
 
 
-def _put_halves(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]) -> None:
+def _store_as_float16(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]) -> None:
     # frexp: largest = fraction * 2**e with fraction in [0.5, 1), so value * 2**(15 - e) lies in [2**14, 2**15).
     exponents = np.frexp(np.abs(numbers).max(axis=1, initial=0))[1] - _TOP_EXPONENT
     if exponents.size and (int(exponents.min()) < -128 or int(exponents.max()) > 127):
@@ -267,26 +279,28 @@ def _put_halves(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float
     halves = _halves(numbers, -exponents)
     # Of truths: numbers are counted slowly, and hold the interpreter's lock.
     if np.count_nonzero(halves.view(np.uint16) & 0x7FFF != 0) != np.count_nonzero(numbers != 0):
-        _check_kept(layout, numbers, halves)
+        _check_no_underflow(layout, numbers, halves)
     records["exponent"] = exponents
     records["numbers"] = halves
 
 
-def _halves(numbers: NDArray[np.float32], powers: NDArray[np.int32]) -> NDArray[np.float16]:
+def _halves(numbers: NDArray[np.float32], exponents: NDArray[np.int32]) -> NDArray[np.float16]:
     """`numbers * 2**powers` per row, rounded once: to float16.
 
     The product is exact in float32 where the power itself is one: all that falls below its normal numbers is zero in
     float16 as well.
     """
-    if powers.max(initial=0) <= _POWER_MAX:
-        return (numbers * np.ldexp(np.float32(1), powers)[:, None]).astype(np.float16)
-    return np.ldexp(numbers.astype(np.float64), powers[:, None]).astype(np.float16)
+    if exponents.max(initial=0) <= _FLOAT32_EXPONENT_MAX:
+        return (numbers * np.ldexp(np.float32(1), exponents)[:, None]).astype(np.float16)
+    return np.ldexp(numbers.astype(np.float64), exponents[:, None]).astype(np.float16)
 
 
-def _check_kept(layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]) -> None:
-    is_lost = _underflow_mask(layout, numbers, halves)
-    if is_lost.any():
-        row = int(np.flatnonzero(is_lost.any(axis=1))[0])
+def _check_no_underflow(
+    layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]
+) -> None:
+    lost_mask = _underflow_mask(layout, numbers, halves)
+    if lost_mask.any():
+        row = int(np.flatnonzero(lost_mask.any(axis=1))[0])
         raise UnfitValue(
             f"row {row} spans more than float16 holds: a non-zero number would become zero (store it as f4)",
             rule="underflow",
@@ -297,10 +311,10 @@ def _check_kept(layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np
 def _underflow_mask(
     layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]
 ) -> NDArray[np.bool_]:
-    is_lost: NDArray[np.bool_] = (halves == 0) & (numbers != 0)
+    lost_mask: NDArray[np.bool_] = (halves == 0) & (numbers != 0)
     if layout.kind == "vector":
-        is_lost &= (halves == 0).all(axis=1)[:, None]
-    return is_lost
+        lost_mask &= (halves == 0).all(axis=1)[:, None]
+    return lost_mask
 
 
 def encode_topk(
@@ -314,12 +328,12 @@ def encode_topk(
 ) -> NDArray[Any]:
     """Records[n] from ordinals uint32[n, m <= K] (NO_ITEM = unused, at the end) and their scores float32[n, m]."""
     records = _blank_records(layout, fingerprints, scored_at, flags)
-    used = items != NO_ITEM
+    used_mask = items != NO_ITEM
     records["items"] = NO_ITEM
     records["items"][:, : items.shape[1]] = items
-    records["count"] = used.sum(axis=1)
+    records["count"] = used_mask.sum(axis=1)
     numbers = np.zeros((len(items), layout.width), np.float32)
-    numbers[:, : items.shape[1]] = np.where(used, scores, 0)
+    numbers[:, : items.shape[1]] = np.where(used_mask, scores, 0)
     quantize(layout, records, numbers)
     return records
 
@@ -428,9 +442,9 @@ def _numbers_of(
 ) -> NDArray[np.float32]:
     """The first `count` numbers of one record, float32[count]; infinite where they exceed float32."""
     width, precision = layout.width, layout.precision
-    number_dtype = NUMBER_DTYPES[precision]
-    at = len(record) - width * number_dtype.itemsize
-    numbers = np.frombuffer(record, number_dtype, width, at)[:count].astype(np.float32)
+    number_dtype = NUMBER_DTYPE_BY_PRECISION[precision]
+    numbers_offset = len(record) - width * number_dtype.itemsize
+    numbers = np.frombuffer(record, number_dtype, width, numbers_offset)[:count].astype(np.float32)
     if precision == "f2" and exponent <= SAFE_EXPONENT:
         return np.ldexp(numbers, exponent)
     if precision == "f4":
@@ -451,8 +465,8 @@ def pack_overlay(record: bytes, digest: bytes) -> bytes:
     return record + digest
 
 
-def unpack_overlay(layout: Layout, value: bytes) -> tuple[bytes, bytes] | None:
+def unpack_overlay(layout: Layout, overlay_value: bytes) -> tuple[bytes, bytes] | None:
     """(record, input digest), or None when the value is not an overlay of this layout."""
-    if len(value) != layout.size_bytes + DIGEST_BYTES:
+    if len(overlay_value) != layout.size_bytes + DIGEST_BYTES:
         return None
-    return value[: layout.size_bytes], value[layout.size_bytes :]
+    return overlay_value[: layout.size_bytes], overlay_value[layout.size_bytes :]

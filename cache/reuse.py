@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-FACT: Final = "reuse"
+REUSE_FACT: Final = "reuse"
 """Name of the fact in manifests."""
-NIGHTS: Final = 14
+REUSE_NIGHTS_MAX: Final = 14
 """Number of nights in a manifest's history, its own the last."""
-REASONS: Final = ("copied", "inputs", "lost", "entered", "computed")
+REUSE_REASONS: Final = ("copied", "inputs", "lost", "entered", "computed")
 """Reasons in the order in which they are shown; `computed`: of a night, or a shard, that had nothing to copy from."""
 
 
@@ -46,8 +46,8 @@ class Reuse:
     def of(cls, facts: Mapping[str, Any]) -> Self | None:
         """Copies as a manifest's facts have them; None where they have none, or another version's."""
         try:
-            fact = facts[FACT]
-            nights = tuple(map(_read_users_by_reason, fact["nights"]))[-NIGHTS:]
+            fact = facts[REUSE_FACT]
+            nights = tuple(map(_read_users_by_reason, fact["nights"]))[-REUSE_NIGHTS_MAX:]
             base = None if fact["base"] is None else str(fact["base"])
             return cls(
                 _read_users_by_reason(fact),
@@ -60,29 +60,30 @@ class Reuse:
             return None
 
     @property
-    def lately(self) -> UsersByReason:
+    def recent_total(self) -> UsersByReason:
         """All of its nights as one: their users added up, and the mean of the seconds that each was spared."""
         spared_s = sum(night.spared_s for night in self.nights)
         return UsersByReason(
-            _added(night.users for night in self.nights), spared_s / max(1, len(self.nights))
+            _sum_users_by_reason(night.users for night in self.nights),
+            spared_s / max(1, len(self.nights)),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form: the night, and `lately` with the number of its nights."""
+        """JSON-able form: the night, and `recent_total` with the number of its nights."""
         return {
             **self.night.to_json(), "base": self.base, "why": self.not_copied_because,
             "read_because": self.read_because,
-            "lately": {"nights": len(self.nights), **self.lately.to_json()},
+            "lately": {"nights": len(self.nights), **self.recent_total.to_json()},
         }  # fmt: skip
 
 
 def _read_users_by_reason(night_fact: Mapping[str, Any]) -> UsersByReason:
-    return UsersByReason(_added([night_fact["users"]]), float(night_fact["spared_s"]))
+    return UsersByReason(_sum_users_by_reason([night_fact["users"]]), float(night_fact["spared_s"]))
 
 
-def _added(parts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    user_count_by_reason = dict.fromkeys(REASONS, 0)
-    for users in parts:
-        for name in REASONS:
-            user_count_by_reason[name] += int(users.get(name, 0))
+def _sum_users_by_reason(counts_by_reason: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    user_count_by_reason = dict.fromkeys(REUSE_REASONS, 0)
+    for user_counts in counts_by_reason:
+        for reason in REUSE_REASONS:
+            user_count_by_reason[reason] += int(user_counts.get(reason, 0))
     return user_count_by_reason

@@ -59,7 +59,7 @@ from airflow.sdk import (
 from airflow.sdk.exceptions import AirflowSkipException
 
 from cache.config.events import EventsConfig
-from cache.config.timetable import STAGES, DagConfig, Timetable
+from cache.config.timetable import NIGHT_STAGES, DagConfig, Timetable
 from cache.errors import BundleError, ConfigError, Refused, SourceError
 
 if TYPE_CHECKING:  # else parsing would load numpy
@@ -226,7 +226,7 @@ def nightly_precompute() -> None:
         "warm": warm(build),
         "retire": retire(),
     }
-    stages = [[tasks[name] for name in stage] for stage in STAGES]
+    stages = [[tasks[name] for name in stage] for stage in NIGHT_STAGES]
     chain(*(stage if len(stage) > 1 else stage[0] for stage in stages))
     if TRIES.publish == "canary":
         from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator

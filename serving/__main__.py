@@ -24,7 +24,7 @@ from redis.retry import Retry
 from cache.errors import ConfigError, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.resp import WrongReply
-from cache.l2.sync_clients import masters, open_client
+from cache.l2.sync_clients import open_client, primary_clients
 from cache.process.command_line import (
     SERVING_MODULES,
     interrupts_never_swallowed,
@@ -169,7 +169,7 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> bool:
         )
         return False
     try:
-        policies = [_policy(server) for server in masters(client).values()]
+        policies = [_policy(server) for server in primary_clients(client).values()]
         if policy := next(
             (
                 eviction_policy

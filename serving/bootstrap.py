@@ -65,7 +65,7 @@ async def running(
         loops=loops,
     )  # fmt: skip
     own = open_held(
-        config, name, components, metrics=metrics, flipped=answering.local.eviction_history.flipped
+        config, name, components, metrics=metrics, flipped=answering.local.eviction_history.note_flip
     )
     holder, follower, refresher = own.holder, own.follower, own.refresher
     releases, room = ReleaseWatch(own.store, reading), RedisMemory(remote.control)
@@ -76,7 +76,7 @@ async def running(
     metrics.registry.register(LoopFailures(loops))
 
     def note_failing() -> None:
-        failing = ", ".join(f"{name}: {error}" for name, error in loops.failing.items())
+        failing = ", ".join(f"{name}: {error}" for name, error in loops.error_by_failing_loop.items())
         follower.note_concern(
             "background", StaleReason.BACKGROUND_FAILING if failing else None, failing
         )
@@ -181,7 +181,7 @@ class MetricSources:
 
     def register(self) -> None:
         """Register gauges and collectors with `/metrics`."""
-        metrics, local, nights = self.metrics, self.tiers.local, self.nights
+        metrics, local, nights = self.metrics, self.tiers.local_tier, self.nights
         refresher, follower = self.refresher, self.refresher.follower
 
         def age() -> float:
@@ -209,12 +209,12 @@ class MetricSources:
             "l2_batches": l2.batches,
             "l2_shed": l2.shed,
             "breaker_opened": l2.breaker_opened,
-            "flights_shared": tiers.flights.shared,
-            "inferences_shared": self.inferences.flights.shared,
+            "flights_shared": tiers.flights.shared_count,
+            "inferences_shared": self.inferences.flights.shared_count,
             "inferences_hopeless": self.batcher.hopeless_count,
             "overlays_spared": self.inferences.repeat_rate.unread_count,
-            "overlays_stored": tiers.writes.stored_count,
-            "overlays_failed": tiers.writes.failed_count,
-            "overlays_dropped": tiers.writes.dropped_count,
+            "overlays_stored": tiers.write_behind.stored_count,
+            "overlays_failed": tiers.write_behind.failed_count,
+            "overlays_dropped": tiers.write_behind.dropped_count,
             **self.leases.counts.internal_counters(),
         }

@@ -12,9 +12,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.l2.slots import SLOTS
+from cache.l2.slots import SLOT_COUNT
 from cache.process.child_process import GuardedCommand
-from cache.process.redis_server import SETTINGS
+from cache.process.redis_server import SERVER_SETTINGS
 from tests.conftest import redis_binary
 from tests.polling import poll_until
 
@@ -38,7 +38,7 @@ class Node:
         self._command += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS)]
         self._command += ["--cluster-require-full-coverage", "no"]
         tls_settings = {"tls-port": str(tls_port), "tls-cluster": "yes", **tls} if tls else {}
-        for name, value in {**SETTINGS, **tls_settings}.items():
+        for name, value in {**SERVER_SETTINGS, **tls_settings}.items():
             self._command += [f"--{name}", value]
         self._log = folder / "log"
         self._process: GuardedCommand | None = None
@@ -55,12 +55,12 @@ class Node:
 
     def start(self) -> None:
         """Returns once it answers; skips the test where the server knows no cluster."""
-        self._process = GuardedCommand(self._command, log=self._log)
+        self._process = GuardedCommand(self._command, log_path=self._log)
         process = self._process
-        poll_until(lambda: self._answers() or not process.running)
-        if not self._answers() and ("cluster" in process.tail() or "tls" in process.tail()):
-            pytest.skip(f"this server has no cluster mode, or no TLS: {process.tail(3)}")
-        assert self._answers(), process.tail()
+        poll_until(lambda: self._answers() or not process.is_running)
+        if not self._answers() and ("cluster" in process.log_tail() or "tls" in process.log_tail()):
+            pytest.skip(f"this server has no cluster mode, or no TLS: {process.log_tail(3)}")
+        assert self._answers(), process.log_tail()
 
     def kill(self) -> None:
         """As `kill -9` does."""
@@ -169,9 +169,9 @@ def cluster(folder: Path, tls: Mapping[str, str] | None = None) -> Iterator[Test
     try:
         for node in nodes:
             node.start()
-        slots_per_master = SLOTS // MASTERS
+        slots_per_master = SLOT_COUNT // MASTERS
         for number, node in enumerate(nodes):
-            last = SLOTS - 1 if number == MASTERS - 1 else (number + 1) * slots_per_master - 1
+            last = SLOT_COUNT - 1 if number == MASTERS - 1 else (number + 1) * slots_per_master - 1
             node.client.execute_command("CLUSTER ADDSLOTSRANGE", number * slots_per_master, last)
             node.client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
         test_cluster = TestCluster(nodes, tls.get("tls-ca-cert-file", ""))

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cache.format.redis_keys import Keyspace
-from cache.process.redis_server import RedisServer, find_server, server
+from cache.process.redis_server import RedisServer, find_server, join_or_start_server
 
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -61,7 +61,7 @@ def without_fsync() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for the session, on a free loopback port; gone when the session is."""
-    with server(tmp_path_factory.mktemp("redis"), binary=redis_binary()) as running:
+    with join_or_start_server(tmp_path_factory.mktemp("redis"), binary=redis_binary()) as running:
         yield running
 
 
@@ -74,7 +74,7 @@ def redis_url(redis_server: RedisServer) -> str:
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A server of the test's own, which it may stop, empty or kill."""
-    with server(tmp_path / "redis", binary=redis_binary()) as running:
+    with join_or_start_server(tmp_path / "redis", binary=redis_binary()) as running:
         yield running
 
 

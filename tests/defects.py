@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cache.control import states
-from cache.control.states import Ledger, State
+from cache.control.states import GenerationState, Ledger
 from cache.store.releases import Pointer
 from precompute.releases import moves, recovery, release_log, sweep
 from precompute.releases.release_log import Releases
@@ -22,7 +22,7 @@ def _previous_may_be_bad(patch: pytest.MonkeyPatch) -> None:
     real = states.newest_superseded
 
     def find_newest_with_rolled_back(state_by_generation: Any, left_in: Any) -> str | None:
-        state_substitutes = {State.ROLLED_BACK: State.SUPERSEDED}
+        state_substitutes = {GenerationState.ROLLED_BACK: GenerationState.SUPERSEDED}
         return real(
             {
                 generation_id: state_substitutes.get(state, state)
@@ -65,13 +65,13 @@ def _pointer_is_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _intents_count_as_done(patch: pytest.MonkeyPatch) -> None:
-    real = states.fold
+    real = states.fold_releases
 
     def fold(releases: Any) -> Ledger:
         return real([replace(release_record, is_done=True) for release_record in releases])
 
     for owner in (release_log, sweep):
-        patch.setattr(owner, "fold", fold)
+        patch.setattr(owner, "fold_releases", fold)
 
 
 def _pins_are_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,10 @@ def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
 
 def _retries_publish_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(moves, "pointer_of_attempt", lambda *_arguments: None)
-    patch.setitem(states.TRANSITIONS, "publish", dict.fromkeys([*State], State.LIVE))
-    patch.setitem(states.ALLOWED, "publish", frozenset(State))
+    patch.setitem(
+        states.TRANSITIONS, "publish", dict.fromkeys([*GenerationState], GenerationState.LIVE)
+    )
+    patch.setitem(states.STATES_BY_ACTION, "publish", frozenset(GenerationState))
 
 
 def _moves_are_not_settled(patch: pytest.MonkeyPatch) -> None:
@@ -112,7 +114,7 @@ def _moves_are_not_settled(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rolled_back_is_superseded(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(states.LEAVES, "roll_back", State.SUPERSEDED)
+    patch.setitem(states.STATE_OF_REPLACED, "roll_back", GenerationState.SUPERSEDED)
 
 
 def _a_roll_back_may_be_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -133,9 +135,9 @@ def _older_data_is_published(patch: pytest.MonkeyPatch) -> None:
 
 
 def _refused_is_published(patch: pytest.MonkeyPatch) -> None:
-    allowed = frozenset({State.VERIFIED, State.REFUSED})
-    patch.setitem(states.TRANSITIONS, "publish", dict.fromkeys(allowed, State.LIVE))
-    patch.setitem(states.ALLOWED, "publish", allowed)
+    allowed = frozenset({GenerationState.VERIFIED, GenerationState.REFUSED})
+    patch.setitem(states.TRANSITIONS, "publish", dict.fromkeys(allowed, GenerationState.LIVE))
+    patch.setitem(states.STATES_BY_ACTION, "publish", allowed)
 
 
 def _canaries_are_not_protected(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from cache.format.ids import canonical_id, fingerprint, hash_id, hash_ids
 from cache.format.manifest import Artefact, Producer, Table, TablePart
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import (
-    LEASE_DONE_MS,
+    LEASE_DONE_LIFE_MS,
     LEASE_DONE_PREFIX,
     Command,
     L2Result,
@@ -29,7 +29,7 @@ from cache.l2.control_plane import CommandArgument, ControlPlane
 from cache.l2.data_plane import DataPlaneStats
 from cache.records import FLAG_LIVE, Layout, encode_numbers
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
-from cache.tiers.reads import RecordKey, View
+from cache.tiers.reads import RecordKey, SnapshotView
 from serving.process.resources import StoreThreads
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class FakeRemote:
             )
             left_s = expires_at - self.timer()
             return Overlay(payload, min(left_s, self.left_at_most_s)) if left_s > 0 else None
-        page = self.pages.get((read.generation, read.table, read.page), b"")
+        page = self.pages.get((read.generation, read.table, read.page_number), b"")
         page_slice = page[read.offset : read.offset + read.length]
         return page_slice if len(page_slice) == read.length else None
 
@@ -141,7 +141,7 @@ class FakeRemote:
                     done_value = LEASE_DONE_PREFIX + write.lease_mark.token
                     self.leases[write.lease_mark.key] = (
                         done_value,
-                        self.timer() + LEASE_DONE_MS / 1000,
+                        self.timer() + LEASE_DONE_LIFE_MS / 1000,
                     )
         return [self.fails_with] * len(writes)
 
@@ -169,8 +169,8 @@ class FakeRemote:
             return unexpired_value
         if unexpired_value != command.expected_value:
             return None
-        self.leases[command.key] = command.value, ends_at
-        return command.value
+        self.leases[command.key] = command.new_value, ends_at
+        return command.new_value
 
     async def page(self, read: PageRead) -> bytes | None:
         """A page or a part of it."""
@@ -227,9 +227,9 @@ class Night:
         )
         self.directory = Directory(self.seed, [0], [hashes[order]])
 
-    def view(self, generation: str = GENERATION) -> View:
+    def view(self, generation: str = GENERATION) -> SnapshotView:
         """A snapshot's view of it."""
-        return View(generation, {"user": self.directory})
+        return SnapshotView(generation, {"user": self.directory})
 
     def record_key(self, id_: str, digest: bytes | None = None) -> RecordKey:
         """What a request for `id_` asks for."""

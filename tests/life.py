@@ -17,7 +17,7 @@ import orjson
 import redis
 
 from cache.control.control_keys import REPLICA_DEAD_S, Control
-from cache.control.states import State, demand, fold
+from cache.control.states import GenerationState, demand_allowed, fold_releases
 from cache.errors import Conflict, LarderError, UnknownGeneration
 from cache.format.manifest import (
     Artefact,
@@ -335,14 +335,14 @@ class Life:
     def _do_begin(self, generation: str) -> None:
         releases = self.releases()
         state = releases.state(generation)
-        if state is State.LIVE:
+        if state is GenerationState.LIVE:
             return
-        demand("begin", generation, state)
+        demand_allowed("begin", generation, state)
         assert self.current is not None
         is_calm = self.current.age == self.disasters
         assert generation not in self.retired or not is_calm, "a retired generation was begun again"
         if state is None:
-            releases.note(generation, State.BEGUN)
+            releases.note(generation, GenerationState.BEGUN)
         path = generation_path(generation, "manifest.json")
         if self.store.read(path) is None:
             self.store.write(path, manifest_of(generation, 0))
@@ -351,24 +351,24 @@ class Life:
         releases = self.releases()
         read_manifest(self.store, generation)
         state = releases.state(generation)
-        if state not in (State.LIVE, State.SUPERSEDED):
-            demand("load", generation, state)
+        if state not in (GenerationState.LIVE, GenerationState.SUPERSEDED):
+            demand_allowed("load", generation, state)
             if state is None:
-                releases.note(generation, State.BEGUN)
+                releases.note(generation, GenerationState.BEGUN)
         load_missing(releases.control, self.store, generation)
-        if state in (None, State.BEGUN):
+        if state in (None, GenerationState.BEGUN):
             sweep_module.note_loaded(releases, generation)
 
     def _do_verify(self, generation: str, attempt: str, good: bool) -> None:
         releases = self.releases()
         read_manifest(self.store, generation)
         state = releases.state(generation)
-        if state in (State.LIVE, State.SUPERSEDED):
+        if state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             return
-        demand("verify", generation, state)
-        live = releases.ledger().live
+        demand_allowed("verify", generation, state)
+        live = releases.ledger().live_generation
         are_there = all(self.redis.strlen(name) for name in page_names(generation))
-        demand("verify", generation, releases.state(generation))
+        demand_allowed("verify", generation, releases.state(generation))
         self.verdicts += 1
         path, number = generation_path(generation, "manifest.json"), self.verdicts
         if good and are_there:
@@ -387,7 +387,7 @@ class Life:
     def _do_publish(self, generation: str, attempt: str) -> None:
         releases, report = self.releases(), self.reports.get(generation, VerifyReport())
         if self.rng.random() < 0.5:  # the usual answer to "verified against another one"
-            live = releases.ledger().live
+            live = releases.ledger().live_generation
             if report.get("baseline") != live:
                 self._do_verify(generation, attempt, True)
                 report = self.reports.get(generation, VerifyReport())
@@ -497,9 +497,14 @@ class Life:
         self.redis.data = _copied(data)
         self.disasters += 1
         # What only the registry knew is as it was then; what was written down stays.
-        ledger = fold(all_releases_unwatched(self))
+        ledger = fold_releases(all_releases_unwatched(self))
         for generation in passed - self.passed:
-            if ledger.state(generation) in (None, State.VERIFIED, State.LIVE, State.SUPERSEDED):
+            if ledger.state(generation) in (
+                None,
+                GenerationState.VERIFIED,
+                GenerationState.LIVE,
+                GenerationState.SUPERSEDED,
+            ):
                 self.passed.add(generation)
                 self.bad_generations.discard(generation)
 
@@ -624,8 +629,14 @@ class Life:
                     self.passed.discard(jumped_generation)
                     self.bad_generations.add(jumped_generation)
             case "restore":
-                for recorded_generation, state in fold(all_releases_unwatched(self)).states.items():
-                    if state in (State.ROLLED_BACK, State.REFUSED, State.ABANDONED):
+                for recorded_generation, state in fold_releases(
+                    all_releases_unwatched(self)
+                ).state_by_generation.items():
+                    if state in (
+                        GenerationState.ROLLED_BACK,
+                        GenerationState.REFUSED,
+                        GenerationState.ABANDONED,
+                    ):
                         self.passed.discard(recorded_generation)
                         self.bad_generations.add(recorded_generation)
                 assert generation not in self.bad_generations, "restored a bad generation"
@@ -645,10 +656,15 @@ class Life:
     def _was_judged_bad(self, generation: str, *, intent: Release) -> bool:
         """By a record that was in the store before this intent."""
         history = all_releases_unwatched(self)
-        judged = fold([record for record in history if record.number < intent.number]).state(
-            generation
+        judged = fold_releases(
+            [record for record in history if record.number < intent.number]
+        ).state(generation)
+        return judged in (
+            GenerationState.REFUSED,
+            GenerationState.ROLLED_BACK,
+            GenerationState.ABANDONED,
+            GenerationState.RETIRED,
         )
-        return judged in (State.REFUSED, State.ROLLED_BACK, State.ABANDONED, State.RETIRED)
 
     def _check_named(self, pointer: Pointer) -> None:
         previous, canary = pointer.previous, pointer.canary
@@ -662,19 +678,25 @@ class Life:
 
     def _rowed(self, generation: str, row: dict[str, Any]) -> None:
         """Told of each row that is written."""
-        state, is_by_operation = State(row["state"]), row["reason"] != "restored"
-        if is_by_operation and state is State.VERIFIED:
+        state, is_by_operation = GenerationState(row["state"]), row["reason"] != "restored"
+        if is_by_operation and state is GenerationState.VERIFIED:
             self.passed.add(generation)
             self.bad_generations.discard(generation)
-        elif is_by_operation and state in (State.REFUSED, State.ABANDONED):
+        elif is_by_operation and state in (GenerationState.REFUSED, GenerationState.ABANDONED):
             # Who looked before a Redis was lost may mark what has gone live since; the records say that it is.
-            if not self.disasters or fold(all_releases_unwatched(self)).live != generation:
+            if (
+                not self.disasters
+                or fold_releases(all_releases_unwatched(self)).live_generation != generation
+            ):
                 self.passed.discard(generation)
                 self.bad_generations.add(generation)
-        elif is_by_operation and state is State.RETIRED and self.current is not None:
-            if fold(all_releases_unwatched(self)).state(generation) is not State.RETIRED:
+        elif is_by_operation and state is GenerationState.RETIRED and self.current is not None:
+            if (
+                fold_releases(all_releases_unwatched(self)).state(generation)
+                is not GenerationState.RETIRED
+            ):
                 self.decided[generation] = self.current.step
-        elif is_by_operation and state in (State.SUPERSEDED, State.ROLLED_BACK):
+        elif is_by_operation and state in (GenerationState.SUPERSEDED, GenerationState.ROLLED_BACK):
             self.left_at[generation] = row["at"], self.disasters + self.jumps
 
     def _check_removal(self, command: str, name: str) -> None:
@@ -748,7 +770,7 @@ class Life:
         releases, self.step = self.releases(), self.step + 1
         self.current = Actor("end", 0.0, self.disasters, self.step, self.days)
         ledger = releases.ledger()
-        if ledger.live is not None:
+        if ledger.live_generation is not None:
             restore_module.restore_redis(
                 releases, attempt="shell", chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
             )
@@ -756,13 +778,13 @@ class Life:
         self._check()
         self._do_night(LAST, "the last night", True)
         moves.publish(releases, LAST, attempt="the last night", verified=self.reports[LAST])
-        pointer = releases.control.pointer()
+        pointer = releases.control.read_pointer()
         assert pointer is not None and pointer.generation == LAST
         self._check()
         self._check_order()
         ledger = releases.ledger()
-        assert (ledger.live, ledger.live_epoch) == (LAST, pointer.epoch)
-        assert set(states_of(ledger.states, State.LIVE)) == {LAST}
+        assert (ledger.live_generation, ledger.live_epoch) == (LAST, pointer.epoch)
+        assert set(states_of(ledger.state_by_generation, GenerationState.LIVE)) == {LAST}
         self.current = None
         for reader in self.readers:
             reader.is_cut_off = False
@@ -791,7 +813,7 @@ def _copied(data: dict[str, Any]) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
 
 
-def states_of(states: Any, state: State) -> list[str]:
+def states_of(states: Any, state: GenerationState) -> list[str]:
     """Generations in a state."""
     return [
         generation for generation, generation_state in states.items() if generation_state is state

@@ -52,7 +52,7 @@ class EventsConfig:
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "EventsConfig":
         """The section [events] of the file that LARDER_CONFIG names."""
-        from cache.config.reading import ConfigFile, read
+        from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
-        return read(cls, file.section("events"), file, environ, table="events")
+        return read_section(cls, file.section("events"), file, environ, section_name="events")

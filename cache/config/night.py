@@ -15,7 +15,7 @@ from pydantic import (
     PositiveFloat,
 )
 
-from cache.config.section import Count, Filled, fields_of, section
+from cache.config.section import Count, NonEmptyText, fields_of, section
 from cache.config.shared import SharedConfig, check_name
 from cache.config.timetable import DagConfig
 from cache.errors import ConfigError
@@ -61,9 +61,9 @@ class Sources:
     """Sign around values of a CSV file that hold separators or line breaks; empty, or false: no value has one."""
     escape: Annotated[str, BeforeValidator(_sign), Field(max_length=1)] = ""
     """Sign before a quote that is part of a value of a CSV file, such as a backslash; empty: the quote is doubled."""
-    user_column: Filled = "user"
+    user_column: NonEmptyText = "user"
     """Column of user ids, in every file that has them."""
-    item_column: Filled = "item"
+    item_column: NonEmptyText = "item"
     """Column of item ids, in every file that has them."""
     timestamp_column: str = "timestamp"
     """Column of times."""
@@ -81,7 +81,7 @@ class Sources:
     """Vectors of users, of the bundle's dimensions: they are scored from these instead of by its user tower."""
     item_vectors: str | None = None
     """Vectors of items, of which a night makes its bundle; `bundle` is not set then."""
-    vector_column: Filled = "vector"
+    vector_column: NonEmptyText = "vector"
     """Column of vectors, lists of numbers."""
     vector_metric: Literal["inner_product", "cosine"] = "inner_product"
     """Measure by which `item_vectors` are compared."""
@@ -148,7 +148,7 @@ class FilterConfig:
 class FacetConfig:
     """Table of the best items with each value of an attribute, in `[facets.NAME]`, by the score of the defaults."""
 
-    attribute: Filled
+    attribute: NonEmptyText
     """Attribute of items, a text or a list of texts; its values are the ids of the table."""
     k: Annotated[int, Field(ge=1, le=1000)] = 100
     """Number of items of a list."""
@@ -326,7 +326,7 @@ class NightConfig(SharedConfig):
         "device_tasks",
     )
 
-    bundle: Filled = DEFAULT_BUNDLE
+    bundle: NonEmptyText = DEFAULT_BUNDLE
     """Bundle of models to score with: a folder or an fsspec URL."""
     data_until: str | None = None
     """Cut of the data (ISO 8601; UTC without a zone): what happened from then on is left out."""
@@ -489,11 +489,11 @@ class NightConfig(SharedConfig):
 
         Unknown names in the file are errors, so that a typo cannot pass.
         """
-        from cache.config.reading import ConfigFile, read
+        from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ, path)
         values = {name: setting for name, setting in file.document.items() if name != "serving"}
-        return read(cls, values, file, environ, **overrides)
+        return read_section(cls, values, file, environ, **overrides)
 
 
 def parse_time(text: str) -> datetime:

@@ -17,14 +17,14 @@ from pydantic_settings import (
 )
 
 from cache.config.section import fields_of, is_section, refusal, variable, variables
-from cache.errors import ConfigError, masked
+from cache.errors import ConfigError, mask_secrets
 
 Kind = TypeVar("Kind")
 PATH_SETTINGS = frozenset(
     {"artifacts", "state", "tokens_file", "tls_certificate", "tls_key", "tls_client_ca"}
 )
 """Settings that are paths: those of a file are relative to its folder, those of the environment to the current one."""
-SECRETS = frozenset({"token", "redis_url", "events_url", "artifacts"})
+SECRET_SETTINGS = frozenset({"token", "redis_url", "events_url", "artifacts"})
 """Settings that hold a secret: a URL does if a password is in it."""
 
 
@@ -41,7 +41,7 @@ class ConfigFile:
         if not (config_path := path or environ.get("LARDER_CONFIG")):
             return cls()
         try:
-            document = tomllib.loads(_text_of(Path(config_path).read_bytes()))
+            document = tomllib.loads(_decode_text(Path(config_path).read_bytes()))
         except FileNotFoundError as error:
             raise ConfigError(
                 f"cannot read configuration file {config_path}: it does not exist"
@@ -64,9 +64,11 @@ class ConfigFile:
             )
         return section_values
 
-    def above(self, kind: type[Any]) -> dict[str, Any]:
+    def top_level_values(self, section_class: type[Any]) -> dict[str, Any]:
         """Return the top-level values that are settings of this class."""
-        return {name: self.document[name] for name in fields_of(kind) if name in self.document}
+        return {
+            name: self.document[name] for name in fields_of(section_class) if name in self.document
+        }
 
     def resolve_path(self, path: str) -> str:
         """Return a relative path as absolute, from the file's folder; unchanged for a URL or without a file."""
@@ -75,11 +77,11 @@ class ConfigFile:
         )
 
 
-def _text_of(raw: bytes) -> str:
+def _decode_text(file_bytes: bytes) -> str:
     """Decode a file's text and drop byte order marks, which editors write in UTF-8 and PowerShell in UTF-16."""
-    encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
+    encoding = "utf-16" if file_bytes.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
     # TOML knows pairs of CR and LF for line breaks, and no others than these and LF.
-    return raw.decode(encoding).lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    return file_bytes.decode(encoding).lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 class _Settings(BaseSettings):
@@ -96,127 +98,131 @@ class _Environment(EnvSettingsSource):
         self.env_vars = named
 
 
-def read(
-    kind: type[Kind],
-    values: Mapping[str, Any],
+def read_section(
+    section_class: type[Kind],
+    file_values: Mapping[str, Any],
     file: ConfigFile,
     environ: Mapping[str, str],
     *,
-    table: str = "",
+    section_name: str = "",
     **overrides: Any,
 ) -> Kind:
     """Build a section from its values in the file, then its environment variables, then overrides that are not None.
 
-    `table` is the section's name in the file. Raises ConfigError that names the file and table, or the variable, of
-    the wrong value.
+    `section_name` is the section's name in the file. Raises ConfigError that names the file and table, or the variable,
+    of the wrong value.
     """
-    field_by_name: Mapping[str, FieldInfo] = kind.__pydantic_fields__  # type: ignore[attr-defined]
-    names = variables(kind)
+    field_by_name: Mapping[str, FieldInfo] = section_class.__pydantic_fields__  # type: ignore[attr-defined]
+    variable_by_setting = variables(section_class)
     environment_values = {
         name: environ[variable_name]
-        for name, variable_name in names.items()
+        for name, variable_name in variable_by_setting.items()
         if environ.get(variable_name)
     }
     effective_overrides = {
         name: override for name, override in overrides.items() if override is not None
     }
 
-    def place_of(name: str) -> str:
+    def origin_of(name: str) -> str:
         if name in effective_overrides or file.path is None:
-            return "" if name in effective_overrides else names.get(name, "")
+            return "" if name in effective_overrides else variable_by_setting.get(name, "")
         if name in environment_values:
-            return names[name]
-        is_above = name in file.document and name not in file.document.get(table, {})
-        return str(file.path) if is_above or not table else f"{file.path} [{table}]"
+            return variable_by_setting[name]
+        is_above = name in file.document and name not in file.document.get(section_name, {})
+        return str(file.path) if is_above or not section_name else f"{file.path} [{section_name}]"
 
-    _refuse_secrets(values, place_of)
-    written = _written(field_by_name, values, file, place_of)
+    _refuse_secrets(file_values, origin_of)
+    file_arguments = _file_arguments(field_by_name, file_values, file, origin_of)
     for name in PATH_SETTINGS & environment_values.keys():
         if "://" not in environment_values[name]:
             environment_values[name] = str(Path(environment_values[name]).absolute())
-    fields: dict[str, Any] = {
+    field_definitions: dict[str, Any] = {
         name: (field_info.annotation, field_info) for name, field_info in field_by_name.items()
     }
-    settings: type[_Settings] = create_model(kind.__name__, __base__=_Settings, **fields)
+    settings_class: type[_Settings] = create_model(
+        section_class.__name__, __base__=_Settings, **field_definitions
+    )
     sources = (
-        InitSettingsSource(settings, effective_overrides),
-        _Environment(settings, environment_values),
-        InitSettingsSource(settings, written),
+        InitSettingsSource(settings_class, effective_overrides),
+        _Environment(settings_class, environment_values),
+        InitSettingsSource(settings_class, file_arguments),
     )
     try:
-        merged = settings(_build_sources=(sources, {}))  # type: ignore[call-arg]  # sources of its own
-        return kind(**{name: getattr(merged, name) for name in field_by_name})
+        merged_settings = settings_class(_build_sources=(sources, {}))  # type: ignore[call-arg]  # sources of its own
+        return section_class(**{name: getattr(merged_settings, name) for name in field_by_name})
     except ValidationError as error:
-        raise _placed(refusal(error, kind), place_of) from None
+        raise _with_origin(refusal(error, section_class), origin_of) from None
     except ConfigError as error:
-        raise _placed(error, place_of) from error
+        raise _with_origin(error, origin_of) from error
 
 
-def _written(
+def _file_arguments(
     field_by_name: Mapping[str, FieldInfo],
-    values: Mapping[str, Any],
+    file_values: Mapping[str, Any],
     file: ConfigFile,
-    place_of: Callable[[str], str],
+    origin_of: Callable[[str], str],
 ) -> dict[str, Any]:
     """Convert the file's values to constructor arguments; relative paths and default paths start at its folder."""
-    if "base" in values:
-        raise ConfigError(f"{place_of('base')}: unknown setting 'base'", field="base")
-    written = {
-        name: _sections(field_by_name[name].annotation, setting, f"{place_of(name)} [{name}]")
+    if "base" in file_values:
+        raise ConfigError(f"{origin_of('base')}: unknown setting 'base'", field="base")
+    file_arguments = {
+        name: _build_sections(
+            field_by_name[name].annotation, setting, f"{origin_of(name)} [{name}]"
+        )
         if name in field_by_name
         else setting
-        for name, setting in values.items()
+        for name, setting in file_values.items()
     }
     if "base" in field_by_name and file.path:
-        written["base"] = str(file.path.parent)
+        file_arguments["base"] = str(file.path.parent)
     for name in PATH_SETTINGS & field_by_name.keys():
-        if isinstance(path := written.get(name, field_by_name[name].default), str) and path:
-            written[name] = file.resolve_path(path)
-    return written
+        if isinstance(path := file_arguments.get(name, field_by_name[name].default), str) and path:
+            file_arguments[name] = file.resolve_path(path)
+    return file_arguments
 
 
-def _placed(error: ConfigError, place_of: Callable[[str], str]) -> ConfigError:
-    origin = place_of(str(error.details.get("field", "")))
+def _with_origin(error: ConfigError, origin_of: Callable[[str], str]) -> ConfigError:
+    origin = origin_of(str(error.details.get("field", "")))
     return ConfigError(f"{origin}: {error.message}" if origin else error.message, **error.details)
 
 
-def _refuse_secrets(values: Mapping[str, Any], place_of: Callable[[str], str]) -> None:
-    for name in values.keys() & SECRETS:
-        if name == "token" or masked(str(values[name])) != str(values[name]):
+def _refuse_secrets(file_values: Mapping[str, Any], origin_of: Callable[[str], str]) -> None:
+    for name in file_values.keys() & SECRET_SETTINGS:
+        if name == "token" or mask_secrets(str(file_values[name])) != str(file_values[name]):
             raise ConfigError(
-                f"{place_of(name)}: {name} with a password or token is read from the environment alone: set "
+                f"{origin_of(name)}: {name} with a password or token is read from the environment alone: set "
                 f"{variable(name)}",
                 field=name,
             )
 
 
-def _sections(annotation: Any, value: Any, where: str) -> Any:
+def _build_sections(annotation: Any, file_value: Any, origin: str) -> Any:
     """Build the nested sections of a file's value; lists and times stay plain values."""
     if is_section(annotation):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} must be a section of settings, not {value!r}")
+        if not isinstance(file_value, Mapping):
+            raise ConfigError(f"{origin} must be a section of settings, not {file_value!r}")
         try:
             return annotation(
-                **{name: _normalise_value(setting) for name, setting in value.items()}
+                **{name: _normalise_value(setting) for name, setting in file_value.items()}
             )
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error.message}", **error.details) from error
+            raise ConfigError(f"{origin}: {error.message}", **error.details) from error
     if get_origin(annotation) is dict:
-        if not isinstance(value, Mapping):
-            name = where.rpartition("[")[2][:-1]
+        if not isinstance(file_value, Mapping):
+            name = origin.rpartition("[")[2][:-1]
             raise ConfigError(
-                f"{where.partition(' [')[0]}: {name} must hold one section per table, e.g. [{name}.user_topk], "
-                f"not {value!r}"
+                f"{origin.partition(' [')[0]}: {name} must hold one section per table, e.g. [{name}.user_topk], "
+                f"not {file_value!r}"
             )
-        kind = get_args(annotation)[1]
+        section_class = get_args(annotation)[1]
         return {
-            name: _sections(kind, raw_section, f"{where[:-1]}.{name}]")
-            for name, raw_section in value.items()
+            name: _build_sections(section_class, raw_section, f"{origin[:-1]}.{name}]")
+            for name, raw_section in file_value.items()
         }
-    return _normalise_value(value)
+    return _normalise_value(file_value)
 
 
-def _normalise_value(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    return value.isoformat() if isinstance(value, date) else value
+def _normalise_value(file_value: Any) -> Any:
+    if isinstance(file_value, list):
+        return tuple(file_value)
+    return file_value.isoformat() if isinstance(file_value, date) else file_value

@@ -19,7 +19,7 @@ from cache.config.section import (
 from cache.config.serving import ServingConfig
 from cache.config.shared import SharedConfig
 
-_START = """\
+_PAGE_START = """\
 # Configuration
 
 Every setting of `larder.toml`, the file that `LARDER_CONFIG` names; made by `python -m cache.config.reference`. The
@@ -30,17 +30,17 @@ Paths in the file are relative to it, those in the environment to the current fo
 """
 
 
-def page() -> str:
+def reference_page() -> str:
     """The page as Markdown."""
-    shared, night_sections = sections_of(SharedConfig), sections_of(NightConfig)
-    inherited = fields_of(SharedConfig).keys() - shared.keys()
-    parts = [
-        _START,
-        *_part("Above the sections: night and service", SharedConfig, inherited),
-        *_part(
+    shared_sections, night_sections = sections_of(SharedConfig), sections_of(NightConfig)
+    inherited_settings = fields_of(SharedConfig).keys() - shared_sections.keys()
+    page_lines = [
+        _PAGE_START,
+        *_section_lines("Above the sections: night and service", SharedConfig, inherited_settings),
+        *_section_lines(
             "Above the sections: the night",
             NightConfig,
-            fields_of(NightConfig).keys() - inherited - night_sections.keys(),
+            fields_of(NightConfig).keys() - inherited_settings - night_sections.keys(),
         ),
     ]
     repeated_sections = {
@@ -49,26 +49,26 @@ def page() -> str:
         if get_origin(field.annotation) is dict
     }
     for name, kind in night_sections.items():
-        parts += _part(
+        page_lines += _section_lines(
             f"`[{name}.NAME]`" if name in repeated_sections else f"`[{name}]`",
             kind,
             fields_of(kind),
         )
-    within = sections_of(ServingConfig)
-    setting_names = fields_of(ServingConfig).keys() - inherited - within.keys()
-    parts += _part("`[serving]`", ServingConfig, setting_names)
-    for name, kind in within.items():
-        if name not in shared:
-            parts += _part(f"`[serving.{name}.TABLE]`", kind, fields_of(kind))
-    return "\n".join(parts)
+    serving_sections = sections_of(ServingConfig)
+    setting_names = fields_of(ServingConfig).keys() - inherited_settings - serving_sections.keys()
+    page_lines += _section_lines("`[serving]`", ServingConfig, setting_names)
+    for name, kind in serving_sections.items():
+        if name not in shared_sections:
+            page_lines += _section_lines(f"`[serving.{name}.TABLE]`", kind, fields_of(kind))
+    return "\n".join(page_lines)
 
 
-def _part(title: str, kind: type[Any], setting_names: Collection[str]) -> Iterator[str]:
-    meaning_by_setting, names = meanings(kind), variables(kind)
-    about = "" if title.startswith("Above") else str(kind.__doc__)
+def _section_lines(title: str, kind: type[Any], setting_names: Collection[str]) -> Iterator[str]:
+    meaning_by_setting, variable_by_setting = meanings(kind), variables(kind)
+    section_text = "" if title.startswith("Above") else str(kind.__doc__)
     yield f"## {title}\n"
-    if about:
-        yield "\n".join(line.strip() for line in about.strip().splitlines()) + "\n"
+    if section_text:
+        yield "\n".join(line.strip() for line in section_text.strip().splitlines()) + "\n"
     yield "| key | type | default | bounds | environment | meaning |\n|---|---|---|---|---|---|"
     for name, field in fields_of(kind).items():
         if name not in setting_names:
@@ -76,16 +76,16 @@ def _part(title: str, kind: type[Any], setting_names: Collection[str]) -> Iterat
         cells = (
             f"`{name}`",
             type_in_words(field.annotation),
-            _default(field),
+            _default_text(field),
             bounds_in_words(field),
-            f"`{names[name]}`" if name in names else "",
+            f"`{variable_by_setting[name]}`" if name in variable_by_setting else "",
             meaning_by_setting[name],
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
 
 
-def _default(field: FieldInfo) -> str:
+def _default_text(field: FieldInfo) -> str:
     value: Any = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "must be given"
@@ -97,4 +97,4 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(reference_page())

@@ -19,7 +19,7 @@ from cache.errors import ConfigError
 Kind = TypeVar("Kind")
 UnitInterval = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
-Filled = Annotated[str, Field(min_length=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
 
 _TYPE_DESCRIPTIONS = {
     bool: "true or false",
@@ -27,7 +27,7 @@ _TYPE_DESCRIPTIONS = {
     float: "a finite number",
     str: "a string",
 }
-_CONFIG = ConfigDict(
+_SECTION_CONFIG = ConfigDict(
     extra="forbid",
     strict=True,
     allow_inf_nan=False,
@@ -35,15 +35,15 @@ _CONFIG = ConfigDict(
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
-def section(kind: type[Kind]) -> type[Kind]:
+def section(plain_class: type[Kind]) -> type[Kind]:
     """Frozen dataclass of one section; its constructor raises ConfigError for a value that it may not hold."""
-    section_class = dataclass(frozen=True, config=_CONFIG)(kind)
-    checked = cast(Callable[..., None], section_class.__init__)
+    section_class = dataclass(frozen=True, config=_SECTION_CONFIG)(plain_class)
+    checked_init = cast(Callable[..., None], section_class.__init__)
 
-    @functools.wraps(checked)
+    @functools.wraps(checked_init)
     def init(self: Any, /, *args: Any, **values: Any) -> None:
         try:
-            checked(self, *args, **values)
+            checked_init(self, *args, **values)
         except ValidationError as error:
             raise refusal(error, section_class) from None
 
@@ -51,9 +51,9 @@ def section(kind: type[Kind]) -> type[Kind]:
     return cast(type[Kind], section_class)
 
 
-def fields_of(kind: type[Any]) -> dict[str, FieldInfo]:
+def fields_of(section_class: type[Any]) -> dict[str, FieldInfo]:
     """The fields of a section by name, those that no file may set left out."""
-    field_by_name: dict[str, FieldInfo] = kind.__pydantic_fields__
+    field_by_name: dict[str, FieldInfo] = section_class.__pydantic_fields__
     return {name: field for name, field in field_by_name.items() if name != "base"}
 
 
@@ -62,21 +62,27 @@ def variable(name: str) -> str:
     return "REDIS_URL" if name == "redis_url" else f"LARDER_{name.upper()}"
 
 
-def variables(kind: type[Any]) -> dict[str, str]:
+def variables(section_class: type[Any]) -> dict[str, str]:
     """Environment variables of a section, by setting; sections within it have none."""
-    read = getattr(kind, "FROM_ENVIRONMENT", ())
-    named = fields_of(kind).keys() - sections_of(kind).keys() if read is None else read
-    return {name: variable(name) for name in fields_of(kind) if name in named}
+    environment_settings = getattr(section_class, "FROM_ENVIRONMENT", ())
+    named_settings = (
+        fields_of(section_class).keys() - sections_of(section_class).keys()
+        if environment_settings is None
+        else environment_settings
+    )
+    return {name: variable(name) for name in fields_of(section_class) if name in named_settings}
 
 
 def sections_of(kind: type[Any]) -> dict[str, type[Any]]:
     """Sections within a section, by name: their class, or for a table of sections the class of each."""
-    kinds = {
+    class_by_name = {
         name: (get_args(field.annotation) or (field.annotation,))[-1]
         for name, field in fields_of(kind).items()
     }
     return {
-        name: section_class for name, section_class in kinds.items() if is_section(section_class)
+        name: section_class
+        for name, section_class in class_by_name.items()
+        if is_section(section_class)
     }
 
 
@@ -100,16 +106,18 @@ def is_section(annotation: Any) -> bool:
 
 def type_in_words(annotation: Any) -> str:
     """Values that a setting of this annotated type may have, bounds left out."""
-    origin, inner = get_origin(annotation), get_args(annotation)
+    origin, type_arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_in_words(inner[0])
+        return type_in_words(type_arguments[0])
     if origin is tuple:
         return "a string or a list of strings"
-    if inner and all(isinstance(argument, str) for argument in inner):
-        return " or ".join(inner)
+    if type_arguments and all(isinstance(argument, str) for argument in type_arguments):
+        return " or ".join(type_arguments)
     if origin in (Union, UnionType):
         return " or ".join(
-            type_in_words(member_type) for member_type in inner if member_type is not type(None)
+            type_in_words(member_type)
+            for member_type in type_arguments
+            if member_type is not type(None)
         )
     return _TYPE_DESCRIPTIONS.get(annotation, "a section of settings")
 
@@ -146,28 +154,28 @@ def _iter_metadata(field: FieldInfo) -> Iterator[Any]:
         yield from getattr(constraint, "metadata", ())
 
 
-def refusal(error: ValidationError, kind: type[Any]) -> ConfigError:
+def refusal(error: ValidationError, section_class: type[Any]) -> ConfigError:
     """Line about the first thing that is wrong; its `field` is the setting."""
-    first = error.errors(include_url=False)[0]
-    location = first["loc"][0]
-    name = location if isinstance(location, str) else list(fields_of(kind))[location]
-    return ConfigError(_sentence(first, name, kind), field=name)
+    first_error = error.errors(include_url=False)[0]
+    location = first_error["loc"][0]
+    name = location if isinstance(location, str) else list(fields_of(section_class))[location]
+    return ConfigError(_sentence(first_error, name, section_class), field=name)
 
 
-def _sentence(first: ErrorDetails, name: str, kind: type[Any]) -> str:
-    field_by_name = fields_of(kind)
+def _sentence(first_error: ErrorDetails, name: str, section_class: type[Any]) -> str:
+    field_by_name = fields_of(section_class)
     if name not in field_by_name:
-        near = difflib.get_close_matches(name, field_by_name, n=1)
-        question = f" did you mean {near[0]}?" if near else ""
+        close_names = difflib.get_close_matches(name, field_by_name, n=1)
+        question = f" did you mean {close_names[0]}?" if close_names else ""
         return f"unknown setting {name!r};{question} known are {', '.join(sorted(field_by_name))}"
-    field, value = field_by_name[name], first["input"]
-    match first["type"]:
+    field, wrong_value = field_by_name[name], first_error["input"]
+    match first_error["type"]:
         case "missing":
             return f"{name} is missing; it must be {type_in_words(field.annotation)}"
         case "string_too_short":
             return f"{name} must not be empty"
         case "too_long" | "string_too_long":
-            return f"{name} must be one character, not {value!r}: {meanings(kind)[name]}"
+            return f"{name} must be one character, not {wrong_value!r}: {meanings(section_class)[name]}"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
-            return f"{name} must be {bounds_in_words(field)}, not {value:,}: {meanings(kind)[name]}"
-    return f"{name} must be {type_in_words(field.annotation)}, not {value!r}"
+            return f"{name} must be {bounds_in_words(field)}, not {wrong_value:,}: {meanings(section_class)[name]}"
+    return f"{name} must be {type_in_words(field.annotation)}, not {wrong_value!r}"

@@ -277,11 +277,11 @@ class ServingConfig(SharedConfig, PeerBounds):
         namespace, artifacts, redis_url, state and schedule stand above the file's sections, where the night reads them.
         Raises ConfigError for an unreadable file, an unknown setting or a value of the wrong type.
         """
-        from cache.config.reading import ConfigFile, read
+        from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
-        values = file.above(SharedConfig) | dict(file.section("serving"))
-        config = read(cls, values, file, environ, table="serving", **overrides)
+        values = file.top_level_values(SharedConfig) | dict(file.section("serving"))
+        config = read_section(cls, values, file, environ, section_name="serving", **overrides)
         tables = file.section("tables")
         for name in config.near if tables else ():
             if name not in tables:

@@ -7,18 +7,24 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field
 
 from cache.config.events import EventsConfig
-from cache.config.section import Filled, section
+from cache.config.section import NonEmptyText, section
 from cache.config.timetable import Timetable
 from cache.errors import ConfigError
-from cache.format.redis_keys import NAME, Keyspace
+from cache.format.redis_keys import NAME_PATTERN, Keyspace
 from cache.l2 import slots
-from cache.l2.sentinel import SENTINEL_SCHEMES, is_sentinel, read_sentinel_url
+from cache.l2.sentinel import SENTINEL_URL_SCHEMES, is_sentinel, read_sentinel_url
 from cache.store.artefacts import ArtefactStore
 
-_SCHEMES = ("redis://", "rediss://", "unix://", *slots.SCHEMES, *SENTINEL_SCHEMES)
+_REDIS_URL_SCHEMES = (
+    "redis://",
+    "rediss://",
+    "unix://",
+    *slots.CLUSTER_URL_SCHEMES,
+    *SENTINEL_URL_SCHEMES,
+)
 
 
-def _text(value: Any) -> Any:
+def _path_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
@@ -34,12 +40,12 @@ class SharedConfig(Timetable):
     namespace: str = "default"
     """Part of every Redis key: several installations can share one Redis. 1 to 64 letters, digits, dots, hyphens or
     underscores, the first one no dot."""
-    artifacts: Filled = ".larder/artifacts"
+    artifacts: NonEmptyText = ".larder/artifacts"
     """Artefact store: a folder with hard links (a local disk, NFS) or any fsspec URL (install its driver) of a store
     that creates objects exclusively (S3, GCS, Azure, what honours `If-None-Match`), which is tried at first use; the
     truth that Redis is rebuilt from. Each namespace has a folder of its own in it. A URL with a password stands in the
     environment alone."""
-    state: Annotated[Filled, BeforeValidator(_text)] = ".larder"
+    state: Annotated[NonEmptyText, BeforeValidator(_path_as_text)] = ".larder"
     """The one folder that local runs write to: logs, sockets, copies of remote artefacts."""
     ephemeral_state: bool = False
     """True if that folder ends with the program (a pod without a volume): its copies are not recorded in the store,
@@ -64,15 +70,17 @@ class SharedConfig(Timetable):
         check_name("namespace", self.namespace)
         if self.events.namespace:
             check_name("events.namespace", self.events.namespace)
-        if self.redis_url and not self.redis_url.startswith(_SCHEMES):
+        if self.redis_url and not self.redis_url.startswith(_REDIS_URL_SCHEMES):
             # Not the value itself: it may hold a password.
-            raise ConfigError(f"redis_url starts with {', '.join(_SCHEMES)}", field="redis_url")
-        if self.events_url and not self.events_url.startswith(_SCHEMES[:3]):
             raise ConfigError(
-                f"events_url is one server: it starts with {', '.join(_SCHEMES[:3])}",
+                f"redis_url starts with {', '.join(_REDIS_URL_SCHEMES)}", field="redis_url"
+            )
+        if self.events_url and not self.events_url.startswith(_REDIS_URL_SCHEMES[:3]):
+            raise ConfigError(
+                f"events_url is one server: it starts with {', '.join(_REDIS_URL_SCHEMES[:3])}",
                 field="events_url",
             )
-        if self.events.enabled and self.events_redis.startswith(_SCHEMES[3:]):
+        if self.events.enabled and self.events_redis.startswith(_REDIS_URL_SCHEMES[3:]):
             raise ConfigError(
                 "events lie in one server, and redis_url names a Redis Cluster, or sentinels, whose failover may lose "
                 "what was accepted: set LARDER_EVENTS_URL to one beside it",
@@ -94,28 +102,28 @@ class SharedConfig(Timetable):
     def store(self) -> ArtefactStore:
         """Open this namespace's part of the artefact store; copies of a remote store are kept in the state folder."""
         url = self.artifacts if "://" in self.artifacts else str(self.path(self.artifacts))
-        cached = self.path(self.state) / "host-cache" / self.namespace
+        copies_folder = self.path(self.state) / "host-cache" / self.namespace
         return ArtefactStore(
-            f"{url.rstrip('/')}/{self.namespace}", cached, is_ephemeral=self.ephemeral_state
+            f"{url.rstrip('/')}/{self.namespace}", copies_folder, is_ephemeral=self.ephemeral_state
         )
 
     def of_events(self) -> Self:
         """Return these settings for the namespace that holds the stream and files of events."""
-        named = self.events.namespace or self.namespace
-        if named == self.namespace:
+        events_namespace = self.events.namespace or self.namespace
+        if events_namespace == self.namespace:
             return self
-        return replace(self, namespace=named, events=replace(self.events, namespace=""))
+        return replace(self, namespace=events_namespace, events=replace(self.events, namespace=""))
 
     def keyspace(self) -> Keyspace:
         """Redis keys of this namespace."""
         return Keyspace(self.namespace)
 
 
-def check_name(subject: str, value: str) -> None:
-    """Raises ConfigError unless `value` is fit for Redis keys and folder names alike."""
-    if not NAME.fullmatch(value):
+def check_name(subject: str, name: str) -> None:
+    """Raises ConfigError unless `name` is fit for Redis keys and folder names alike."""
+    if not NAME_PATTERN.fullmatch(name):
         raise ConfigError(
             f"{subject} has 1 to 64 letters, digits, dots, hyphens or underscores and does not start with a dot: "
-            f"{value!r}",
+            f"{name!r}",
             field=subject,
         )

@@ -21,7 +21,7 @@ from pydantic import NonNegativeInt, PositiveFloat
 from cache.config.section import section
 from cache.errors import ConfigError
 
-STAGES = (
+NIGHT_STAGES = (
     ("begin",),
     ("embed_items",),
     ("score",),
@@ -38,7 +38,7 @@ STAGES = (
 PRELIMINARY_STEPS = ("take_events",)
 """Steps before the night's own, where events are taken in: no generation has a name yet."""
 
-NIGHT_STEPS = tuple(chain.from_iterable(STAGES))
+NIGHT_STEPS = tuple(chain.from_iterable(NIGHT_STAGES))
 """Names of all steps: of their modules in `precompute.steps`, their reports, and their times."""
 
 SEALING_STEP = "load"
@@ -47,7 +47,7 @@ SEALING_STEP = "load"
 STEPS_TIMED_APART = ("assemble", "load", "publish", "warm")
 """Steps whose times are in a file of their own, not in the manifest (`verify` adds its own there)."""
 
-CRON, TIMEZONE, GRACE_S = "0 3 * * *", "UTC", 10_800.0
+DEFAULT_CRON, DEFAULT_TIMEZONE, DEFAULT_GRACE_S = "0 3 * * *", "UTC", 10_800.0
 """Schedule where no other is set."""
 
 GRACE_MAX_S = 366 * 86_400.0
@@ -55,17 +55,17 @@ GRACE_MAX_S = 366 * 86_400.0
 CLOCKS_APART_S = 300.0
 """Seconds by which builder's, publisher's and reader's clocks may differ; beyond, a generation is another tick's."""
 
-MISSED_MAX = 9
+MISSED_TICKS_MAX = 9
 """Greatest number of missed ticks that is counted exactly."""
 
 RETRY_BACK_OFF = 2.0
 """Factor by which Airflow's pause grows from one retry of a task to the next."""
 
-_AHEAD_MAX_S = 40 * 366 * 86_400.0
+_SEARCHED_AHEAD_MAX_S = 40 * 366 * 86_400.0
 """Seconds searched ahead: a 29th of February on a given weekday comes within 28 years, 40 around a year like 2100."""
 
 _DAY = timedelta(days=1)
-_RANDOM = re.compile(r"(?:^|[\s,])[rR]")
+_RANDOM_FIELD_PATTERN = re.compile(r"(?:^|[\s,])[rR]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class Schedule:
     a cron of every hour is due in both. Raises ConfigError for what no tick can be computed from.
     """
 
-    cron: str = CRON
-    timezone: str = TIMEZONE
-    grace_s: float = GRACE_S
+    cron: str = DEFAULT_CRON
+    timezone: str = DEFAULT_TIMEZONE
+    grace_s: float = DEFAULT_GRACE_S
     _zone: ZoneInfo = field(init=False, repr=False, compare=False)
     _parsed: croniter = field(init=False, repr=False, compare=False)
     _is_hourly: bool = field(init=False, repr=False, compare=False)
@@ -89,8 +89,8 @@ class Schedule:
                 f"schedule_grace_s is a number of seconds from 0 to {GRACE_MAX_S:.0f} (366 days), not {self.grace_s}",
                 field="schedule_grace_s",
             )
-        object.__setattr__(self, "_zone", _zone(self.timezone))
-        object.__setattr__(self, "_parsed", _parsed(self.cron))
+        object.__setattr__(self, "_zone", _load_zone(self.timezone))
+        object.__setattr__(self, "_parsed", _parse_cron(self.cron))
         object.__setattr__(self, "_is_hourly", self._parsed.expanded[1] == ["*"])
 
     def tick_before(self, at: float) -> float:
@@ -98,17 +98,17 @@ class Schedule:
         # Ticks are whole seconds, and probes, which anybody may send, ask about the same few again and again.
         return _tick_before(self, math.floor(at))
 
-    def _tick_before(self, at: int) -> float:
-        moment = datetime.fromtimestamp(at, UTC)
-        local = moment.astimezone(self._zone).replace(tzinfo=None)
+    def _tick_before(self, unix_seconds: int) -> float:
+        moment = datetime.fromtimestamp(unix_seconds, UTC)
+        local_time = moment.astimezone(self._zone).replace(tzinfo=None)
         # Where clocks go back near `at`, later wall times may have come earlier: those are looked at as well.
-        slack = self._slack(moment)
+        clock_change_slack = self._clock_change_slack(moment)
         latest_tick: datetime | None = None
-        for wall in self._walls_before(local + slack):
-            if latest_tick is not None and wall < local - slack:
+        for wall_time in self._wall_times_before(local_time + clock_change_slack):
+            if latest_tick is not None and wall_time < local_time - clock_change_slack:
                 break
-            due = [tick for tick in self._moments(wall) if tick <= moment]
-            latest_tick = max([*due, *([latest_tick] if latest_tick else [])], default=None)
+            due_ticks = [tick for tick in self._utc_moments(wall_time) if tick <= moment]
+            latest_tick = max([*due_ticks, *([latest_tick] if latest_tick else [])], default=None)
         if latest_tick is None:
             raise ConfigError(f"schedule {self.cron!r} has no tick before {moment.isoformat()}")
         return latest_tick.timestamp()
@@ -118,7 +118,7 @@ class Schedule:
         previous_tick, step_s = self.tick_before(at), 60.0
         while self.tick_before(at + step_s) <= previous_tick:
             step_s *= 2
-            if step_s > _AHEAD_MAX_S:
+            if step_s > _SEARCHED_AHEAD_MAX_S:
                 raise ConfigError(f"schedule {self.cron!r} has no tick in the next years")
         low, high = at, at + step_s
         while high - low > 0.5:
@@ -128,7 +128,7 @@ class Schedule:
             )
         return self.tick_before(high)
 
-    def due(self, now_s: float) -> float:
+    def due_tick(self, now_s: float) -> float:
         """The newest tick whose generation should exist by `now_s`: its grace has passed."""
         return self.tick_before(now_s - self.grace_s)
 
@@ -137,30 +137,32 @@ class Schedule:
 
         A generation that claims to be from the future proves nothing either.
         """
-        return self.missed(now_s, created_at, at_most=1) > 0
+        return self.count_missed(now_s, created_at, missed_max=1) > 0
 
-    def missed(self, now_s: float, created_at: float | None, *, at_most: int = MISSED_MAX) -> int:
-        """Number of due ticks that no live generation has followed, at most `at_most`."""
+    def count_missed(
+        self, now_s: float, created_at: float | None, *, missed_max: int = MISSED_TICKS_MAX
+    ) -> int:
+        """Number of due ticks that no live generation has followed, at most `missed_max`."""
         if created_at is None or created_at > now_s + CLOCKS_APART_S:
-            return at_most
-        tick, count = self.due(now_s), 0
-        while count < at_most:
-            previous_tick = self.tick_before(tick - 1)
-            if created_at >= tick - min(CLOCKS_APART_S, (tick - previous_tick) / 2):
+            return missed_max
+        due_tick, missed_count = self.due_tick(now_s), 0
+        while missed_count < missed_max:
+            previous_tick = self.tick_before(due_tick - 1)
+            if created_at >= due_tick - min(CLOCKS_APART_S, (due_tick - previous_tick) / 2):
                 break
-            tick, count = previous_tick, count + 1
-        return count
+            due_tick, missed_count = previous_tick, missed_count + 1
+        return missed_count
 
-    def _slack(self, moment: datetime) -> timedelta:
-        around = [
+    def _clock_change_slack(self, moment: datetime) -> timedelta:
+        utc_offsets = [
             (moment + day_offset).astimezone(self._zone).utcoffset() or timedelta()
             for day_offset in (-_DAY, timedelta(), _DAY)
         ]
-        return max(around) - min(around)
+        return max(utc_offsets) - min(utc_offsets)
 
-    def _walls_before(self, wall: datetime) -> Iterator[datetime]:
-        """Matching wall times at or before `wall`, newest first."""
-        start = wall.replace(microsecond=0) + timedelta(seconds=1)
+    def _wall_times_before(self, latest_wall_time: datetime) -> Iterator[datetime]:
+        """Matching wall times at or before `latest_wall_time`, newest first."""
+        start = latest_wall_time.replace(microsecond=0) + timedelta(seconds=1)
         cron = copy.copy(self._parsed)  # parsing it again takes as long as all the rest
         cron.set_current(start, force=True)
         while True:
@@ -170,10 +172,10 @@ class Schedule:
                 return
             yield wall_time
 
-    def _moments(self, wall: datetime) -> list[datetime]:
+    def _utc_moments(self, wall_time: datetime) -> list[datetime]:
         """UTC moments at which the wall clock shows this time."""
         first, second = (
-            wall.replace(tzinfo=self._zone, fold=fold).astimezone(UTC) for fold in (0, 1)
+            wall_time.replace(tzinfo=self._zone, fold=fold).astimezone(UTC) for fold in (0, 1)
         )
         if first > second:  # skipped; the later reading of it is the moment after the gap
             return [] if self._is_hourly else [first]
@@ -185,7 +187,7 @@ def _tick_before(schedule: Schedule, at: int) -> float:
     return schedule._tick_before(at)
 
 
-def _zone(name: str) -> ZoneInfo:
+def _load_zone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name)
     except (KeyError, ValueError, OSError, TypeError) as error:
@@ -196,13 +198,13 @@ def _zone(name: str) -> ZoneInfo:
         ) from error
 
 
-def _parsed(cron: str) -> croniter:
+def _parse_cron(cron: str) -> croniter:
     """The cron as croniter reads it, once it has proved to have ticks."""
     try:
         parsed = croniter(cron, start_time=datetime(2026, 1, 1))  # noqa: DTZ001  wall times have no zone
         if len(parsed.expanded) != 5:
             raise ValueError("it has not five fields")
-        if _RANDOM.search(cron):
+        if _RANDOM_FIELD_PATTERN.search(cron):
             raise ValueError("R is another time for each program that reads it")
         parsed.get_prev(datetime)
     except (CroniterError, AttributeError, TypeError, ValueError) as error:
@@ -224,11 +226,11 @@ class Timetable:
         "schedule_grace_s",
     )
 
-    schedule: str = CRON
+    schedule: str = DEFAULT_CRON
     """Cron (five fields) of the DAG `nightly_precompute`; the service expects a generation after each of its ticks."""
-    timezone: str = TIMEZONE
+    timezone: str = DEFAULT_TIMEZONE
     """IANA name of the zone that the cron is in. Skipped and repeated local times are due as Airflow has them."""
-    schedule_grace_s: float = GRACE_S
+    schedule_grace_s: float = DEFAULT_GRACE_S
     """Seconds that a generation may take after its tick before it counts as missing; 0 to 31,622,400 (366 days)."""
 
     def __post_init__(self) -> None:
@@ -241,10 +243,10 @@ class Timetable:
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "Timetable":
         """The timetable of the file that LARDER_CONFIG names, below the environment."""
-        from cache.config.reading import ConfigFile, read
+        from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
-        return read(cls, file.above(cls), file, environ)
+        return read_section(cls, file.top_level_values(cls), file, environ)
 
 
 @section
@@ -280,10 +282,10 @@ class DagConfig:
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "DagConfig":
         """The section [dag] of the file that LARDER_CONFIG names; LARDER_RETRY_DELAY_S wins over it."""
-        from cache.config.reading import ConfigFile, read
+        from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
-        return read(cls, file.section("dag"), file, environ, table="dag")
+        return read_section(cls, file.section("dag"), file, environ, section_name="dag")
 
     def defaults(self) -> dict[str, Any]:
         """Airflow's `default_args` of all tasks."""

@@ -8,26 +8,26 @@ from typing import Any, Literal, Self
 import orjson
 import redis
 
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Conflict, CorruptArtefact, Refused, UnknownFormat
 from cache.format.redis_keys import Keyspace
 from cache.formats import (
-    FIELD,
     FIRST_RELEASE,
+    FORMAT_FIELD,
     FORMATS,
     HEARTBEAT,
     KEYS,
     POINTER,
     REGISTRY_ROW,
-    RELEASE,
     RELEASE_RECORD,
     STAGING_NOTE,
-    demand,
-    stamp,
+    THIS_RELEASE,
+    demand_readable,
     version_of,
+    version_stamp,
 )
-from cache.l2.resp import COUNT_SHAPE, MOVED_SHAPE, checked_reply
-from cache.l2.sync_clients import home, masters
+from cache.l2.resp import COUNT_SHAPE, POINTER_MOVE_SHAPE, checked_reply
+from cache.l2.sync_clients import client_for_key, primary_clients
 from cache.store.releases import Pointer
 
 REPLICA_DEAD_S = 3.0
@@ -36,7 +36,7 @@ REPLICA_DEAD_S = 3.0
 REPLICA_FORGOTTEN_S = 86_400.0
 """Seconds of silence after which a heartbeat is dropped."""
 
-FIRST_VERSIONS = (1, 1)
+FIRST_VERSION_RANGE = (1, 1)
 """Oldest and newest version that a replica reads of a format if its heartbeat does not list the format."""
 
 MOVE_FORMATS = (POINTER, RELEASE_RECORD, STAGING_NOTE)
@@ -55,15 +55,15 @@ class Staging:
 
     def to_bytes(self) -> bytes:
         """JSON as stored in Redis."""
-        return orjson.dumps({**asdict(self), **stamp(STAGING_NOTE)})
+        return orjson.dumps({**asdict(self), **version_stamp(STAGING_NOTE)})
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
             data = orjson.loads(raw)
-            demand(STAGING_NOTE, version_of(data))
-            data.pop(FIELD, None)
+            demand_readable(STAGING_NOTE, version_of(data))
+            data.pop(FORMAT_FIELD, None)
             note = cls(**data)
             if not (isinstance(note.generation, str) and isinstance(note.until, int | float)):
                 raise TypeError("generation is a string, until a number")
@@ -76,43 +76,47 @@ class Staging:
 class RegistryRow:
     """A generation's row in the registry; `at` is Unix seconds."""
 
-    state: State
+    state: GenerationState
     at: float
     reason: str = ""
 
     def to_bytes(self) -> bytes:
         """JSON as stored."""
         fields = {"state": self.state, "at": self.at, "reason": self.reason}
-        return orjson.dumps(fields | stamp(REGISTRY_ROW))
+        return orjson.dumps(fields | version_stamp(REGISTRY_ROW))
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> "RegistryRow":
+    def from_bytes(cls, row_bytes: bytes) -> "RegistryRow":
         """Reads `to_bytes`; raises ValueError, TypeError, KeyError or AttributeError for anything else.
 
         UnknownFormat for one of another release.
         """
-        data = orjson.loads(raw)
-        demand(REGISTRY_ROW, version_of(data))
-        return cls(State(data["state"]), float(data["at"]), str(data.get("reason", "")))
+        row_fields = orjson.loads(row_bytes)
+        demand_readable(REGISTRY_ROW, version_of(row_fields))
+        return cls(
+            GenerationState(row_fields["state"]),
+            float(row_fields["at"]),
+            str(row_fields.get("reason", "")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
     """A serving replica's last heartbeat; times are Redis' own, Unix seconds.
 
-    `ready`: loaded and warmed, `failed`: generation -> why it cannot be loaded there, `l2_p99_ms`: over the last
-    few seconds, `canary`: what it counted while one runs, `overlay_ttl_s`: how long its overlays live at most,
-    `memory_available_bytes` and `disk_free_bytes`: what its host, or its container, has left, `release`: of its
-    program, `reads`: oldest and newest version that it reads, by format.
+    `ready_generations`: loaded and warmed, `failure_by_generation`: generation -> why it cannot be loaded there,
+    `l2_p99_ms`: over the last few seconds, `canary`: what it counted while one runs, `overlay_ttl_s`: how long its
+    overlays live at most, `memory_available_bytes` and `disk_free_bytes`: what its host, or its container, has left,
+    `release`: of its program, `readable_versions`: oldest and newest version that it reads, by format.
     """
 
     name: str
     beat_at: float
-    serving: str | None
+    served_generation: str | None
     held_generations: tuple[str, ...]
     epoch: int | None = None
-    ready: tuple[str, ...] = ()
-    failed: Mapping[str, str] = field(default_factory=dict)
+    ready_generations: tuple[str, ...] = ()
+    failure_by_generation: Mapping[str, str] = field(default_factory=dict)
     swapped_at: float | None = None
     warm_s: float | None = None
     l2_p99_ms: float | None = None
@@ -121,25 +125,31 @@ class Replica:
     memory_available_bytes: int | None = None
     disk_free_bytes: int | None = None
     release: str = FIRST_RELEASE
-    reads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    readable_versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def from_beat(cls, raw: bytes, beat_at: float) -> "Replica":
+    def from_beat(cls, heartbeat_bytes: bytes, beat_at: float) -> "Replica":
         """Reads a heartbeat's payload; raises ValueError, TypeError, KeyError or AttributeError for anything else.
 
         UnknownFormat for one of another release.
         """
-        data = orjson.loads(raw)
-        demand(HEARTBEAT, version_of(data), f"replica {data['replica']}")
+        heartbeat_fields = orjson.loads(heartbeat_bytes)
+        demand_readable(
+            HEARTBEAT, version_of(heartbeat_fields), f"replica {heartbeat_fields['replica']}"
+        )
         return cls(
-            str(data["replica"]), beat_at, data.get("serving"), tuple(data.get("holds", ())),
-            data.get("epoch"), tuple(data.get("ready", ())), data.get("failed") or {},
-            data.get("swapped_at"), data.get("warm_s"), data.get("l2_p99_ms"), data.get("canary"),
-            data.get("overlay_ttl_s"), data.get("memory_available_bytes"), data.get("disk_free_bytes"),
-            str(data.get("release", FIRST_RELEASE)),
+            str(heartbeat_fields["replica"]), beat_at, heartbeat_fields.get("serving"),
+            tuple(heartbeat_fields.get("holds", ())),
+            heartbeat_fields.get("epoch"), tuple(heartbeat_fields.get("ready", ())),
+            heartbeat_fields.get("failed") or {},
+            heartbeat_fields.get("swapped_at"), heartbeat_fields.get("warm_s"), heartbeat_fields.get("l2_p99_ms"),
+            heartbeat_fields.get("canary"),
+            heartbeat_fields.get("overlay_ttl_s"), heartbeat_fields.get("memory_available_bytes"),
+            heartbeat_fields.get("disk_free_bytes"),
+            str(heartbeat_fields.get("release", FIRST_RELEASE)),
             {
                 name: (int(oldest), int(newest_version))
-                for name, (oldest, newest_version) in data.get("reads", {}).items()
+                for name, (oldest, newest_version) in heartbeat_fields.get("reads", {}).items()
             },
         )  # fmt: skip
 
@@ -216,166 +226,172 @@ return 1
 class Control:
     """Reads and writes one namespace's control keys."""
 
-    def __init__(self, client: "redis.Redis", keys: Keyspace) -> None:
+    def __init__(self, client: "redis.Redis", keyspace: Keyspace) -> None:
         self.client = client
-        self.keys = keys
+        self.keyspace = keyspace
         self._logged_payloads: set[bytes] = set()
 
-    def pointer(self) -> Pointer | None:
+    def read_pointer(self) -> Pointer | None:
         """Read the pointer to the live generation, None if Redis lost it; raise CorruptArtefact if it is malformed."""
-        raw: Any = self.client.get(self.keys.live)
+        pointer_bytes: Any = self.client.get(self.keyspace.live)
         try:
-            return None if raw is None else Pointer.from_bytes(raw)
+            return None if pointer_bytes is None else Pointer.from_bytes(pointer_bytes)
         except UnknownFormat as error:
-            raise UnknownFormat(f"the key {self.keys.live}: {error.message}") from error
+            raise UnknownFormat(f"the key {self.keyspace.live}: {error.message}") from error
         except CorruptArtefact as error:
             raise CorruptArtefact(
-                f"the key {self.keys.live} holds no pointer of Larder ({error.message}): run "
+                f"the key {self.keyspace.live} holds no pointer of Larder ({error.message}): run "
                 '`larder restore --adopt --reason "..."`, which replaces it',
-                key=self.keys.live,
+                key=self.keyspace.live,
             ) from error
 
-    def move(
+    def move_pointer(
         self,
-        to: Pointer,
+        target_pointer: Pointer,
         *,
         expected_epoch: int,
-        rows: Mapping[str, RegistryRow],
-        allowed: Collection[State] = (),
+        row_by_generation: Mapping[str, RegistryRow],
+        allowed_states: Collection[GenerationState] = (),
     ) -> Pointer | None:
         """Compare-and-set: the pointer now in place if the move took effect (now or by an earlier try), else None.
 
-        Raises Conflict when the target's row is retired or in none of the `allowed` states, and when a canary's is
-        not verified.
+        Raises Conflict when the target's row is retired or in none of the `allowed_states` states, and when a canary's
+        is not verified.
         """
-        states = f" {' '.join(sorted(allowed))} " if allowed else ""
-        arguments: list[Any] = [str(expected_epoch), to.to_bytes(), states]
-        for generation, row in rows.items():
+        states = f" {' '.join(sorted(allowed_states))} " if allowed_states else ""
+        arguments: list[Any] = [str(expected_epoch), target_pointer.to_bytes(), states]
+        for generation, row in row_by_generation.items():
             arguments += [generation, row.to_bytes()]
-        names = (self.keys.live, self.keys.generations, self.keys.channel)
-        reply: Any = self.client.eval(_MOVE_SCRIPT, len(names), *names, *arguments)
-        checked_reply("EVAL", reply, MOVED_SHAPE)
-        moved, raw = reply[:2]
-        if moved == 2:
-            state, generation = (each.decode(errors="replace") for each in reply[1:3])
-            attempted_move = "made live" if generation == to.generation else "tried out"
+        keys = (self.keyspace.live, self.keyspace.generations, self.keyspace.channel)
+        reply: Any = self.client.eval(_MOVE_SCRIPT, len(keys), *keys, *arguments)
+        checked_reply("EVAL", reply, POINTER_MOVE_SHAPE)
+        outcome_code, pointer_bytes = reply[:2]
+        if outcome_code == 2:
+            state, generation = (reply_text.decode(errors="replace") for reply_text in reply[1:3])
+            attempted_move = "made live" if generation == target_pointer.generation else "tried out"
             raise Conflict(
                 f"{generation} cannot be {attempted_move}: it is {state} by now",
                 generation=generation,
                 state=state,
             )
-        return Pointer.from_bytes(raw) if moved else None
+        return Pointer.from_bytes(pointer_bytes) if outcome_code else None
 
     def write_rows(
         self,
-        rows: Mapping[str, RegistryRow],
+        row_by_generation: Mapping[str, RegistryRow],
         *,
         expected_epoch: int,
-        unless: Literal["", "live", "previous"] = "",
+        unless_named_as: Literal["", "live", "previous"] = "",
     ) -> bool:
         """Write rows if the pointer is still of this epoch (0: there is none), else False; retired ones stay so.
 
         Raises Conflict when the pointer names one of them as live or canary (or, with "previous", as that).
         """
-        arguments: list[Any] = [str(expected_epoch), unless]
-        for generation, row in rows.items():
+        arguments: list[Any] = [str(expected_epoch), unless_named_as]
+        for generation, row in row_by_generation.items():
             arguments += [generation, row.to_bytes()]
-        names = (self.keys.live, self.keys.generations)
-        marked = checked_reply(
+        keys = (self.keyspace.live, self.keyspace.generations)
+        outcome_code = checked_reply(
             "EVAL",
-            self.client.eval(_WRITE_ROWS_SCRIPT, len(names), *names, *arguments),
+            self.client.eval(_WRITE_ROWS_SCRIPT, len(keys), *keys, *arguments),
             COUNT_SHAPE,
         )
-        if marked == 2:
-            raise Conflict(f"the pointer names one of {', '.join(rows)}: readers depend on it")
-        return bool(marked)
+        if outcome_code == 2:
+            raise Conflict(
+                f"the pointer names one of {', '.join(row_by_generation)}: readers depend on it"
+            )
+        return bool(outcome_code)
 
     def rows(self) -> dict[str, RegistryRow]:
         """The whole registry; raises CorruptArtefact for a row that cannot be read."""
-        raw: Any = self.client.hgetall(self.keys.generations)
+        row_by_field: Any = self.client.hgetall(self.keyspace.generations)
         rows_by_generation = {}
-        for name, value in raw.items():
-            generation = name.decode(errors="replace")
+        for raw_generation, row_bytes in row_by_field.items():
+            generation = raw_generation.decode(errors="replace")
             try:
-                rows_by_generation[generation] = RegistryRow.from_bytes(value)
+                rows_by_generation[generation] = RegistryRow.from_bytes(row_bytes)
             except UnknownFormat as error:
                 raise UnknownFormat(f"{generation}: {error.message}") from error
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CorruptArtefact(
-                    f"the registry row of {generation} in namespace {self.keys.namespace} cannot be read "
-                    f"({type(error).__name__}: {error}): remove it with `redis-cli HDEL {self.keys.generations} "
+                    f"the registry row of {generation} in namespace {self.keyspace.namespace} cannot be read "
+                    f"({type(error).__name__}: {error}): remove it with `redis-cli HDEL {self.keyspace.generations} "
                     f"{generation}`, then run `larder restore`",
-                    key=self.keys.generations,
+                    key=self.keyspace.generations,
                     generation=generation,
                 ) from error
         return rows_by_generation
 
     def set_row(self, generation: str, row: RegistryRow) -> None:
         """Write one row."""
-        self.client.hset(self.keys.generations, generation, row.to_bytes())
+        self.client.hset(self.keyspace.generations, generation, row.to_bytes())
 
     def drop_row(self, generation: str) -> None:
         """Forget a generation; only when no overlay of it can still live."""
-        self.client.hdel(self.keys.generations, generation)
+        self.client.hdel(self.keyspace.generations, generation)
 
     def announce(self, topic: Literal["pointer", "blocklist", "experiments"]) -> None:
         """Publish a topic, so that listening replicas poll now instead of at their next interval."""
-        self.client.publish(self.keys.channel, topic)
+        self.client.publish(self.keyspace.channel, topic)
 
     def time(self) -> float:
         """Redis' own clock, Unix seconds: what heartbeats and staging notes are compared with."""
-        seconds, microseconds = home(self.client, self.keys.live).time()
+        seconds, microseconds = client_for_key(self.client, self.keyspace.live).time()
         return float(seconds) + float(microseconds) / 1e6
 
-    def replicas(self, now: float | None = None) -> list[Replica]:
+    def replicas(self, now_s: float | None = None) -> list[Replica]:
         """Return the replicas that have not missed three beats; skip, and log once, a value that is no heartbeat."""
-        return self.replicas_under(self.keys.replicas, self.time() if now is None else now)
+        return self.replicas_under(self.keyspace.replicas, self.time() if now_s is None else now_s)
 
-    def replicas_under(self, key: str, now: float) -> list[Replica]:
+    def replicas_under(self, key: str, now_s: float) -> list[Replica]:
         """Return the replicas whose heartbeats are under `key`, such as the key of an older version."""
-        raw: Any = self.client.zrangebyscore(
-            key, now - REPLICA_DEAD_S, now + REPLICA_DEAD_S, withscores=True
+        scored_payloads: Any = self.client.zrangebyscore(
+            key, now_s - REPLICA_DEAD_S, now_s + REPLICA_DEAD_S, withscores=True
         )
-        found: dict[str, Replica] = {}
-        for value, beat_at in raw:
+        replica_by_name: dict[str, Replica] = {}
+        for payload, beat_at in scored_payloads:
             try:
-                replica = Replica.from_beat(value, float(beat_at))
+                replica = Replica.from_beat(payload, float(beat_at))
             except (ValueError, TypeError, KeyError, AttributeError):
-                if value not in self._logged_payloads:
-                    self._logged_payloads.add(value)
-                    log.warning("%s holds what is no heartbeat: %.80r", key, value)
+                if payload not in self._logged_payloads:
+                    self._logged_payloads.add(payload)
+                    log.warning("%s holds what is no heartbeat: %.80r", key, payload)
                 continue
-            found[replica.name] = replica
-        return list(found.values())
+            replica_by_name[replica.name] = replica
+        return list(replica_by_name.values())
 
     def silent_replicas(self, now_s: float | None = None) -> int:
         """Number of heartbeats of the last day whose replicas have missed three beats since."""
         now_s = self.time() if now_s is None else now_s
         # ZCOUNT is not among the rights that infra/redis.conf gives the loader.
-        silent: Any = self.client.zrangebyscore(
-            self.keys.replicas, now_s - REPLICA_FORGOTTEN_S, f"({now_s - REPLICA_DEAD_S!r}"
+        silent_payloads: Any = self.client.zrangebyscore(
+            self.keyspace.replicas, now_s - REPLICA_FORGOTTEN_S, f"({now_s - REPLICA_DEAD_S!r}"
         )
-        return len(silent)
+        return len(silent_payloads)
 
     def forget_dead_replicas(
         self, now_s: float | None = None, after_s: float = REPLICA_FORGOTTEN_S
     ) -> int:
         """Drop heartbeats older than a day or ahead of Redis' clock; a living replica returns with its next beat."""
         now_s = self.time() if now_s is None else now_s
-        remove: Any = self.client.zremrangebyscore
-        ahead = f"({now_s + REPLICA_DEAD_S!r}"
-        return int(remove(self.keys.replicas, "-inf", now_s - after_s)) + int(
-            remove(self.keys.replicas, ahead, "+inf")
+        remove_by_score: Any = self.client.zremrangebyscore
+        score_after_now = f"({now_s + REPLICA_DEAD_S!r}"
+        return int(remove_by_score(self.keyspace.replicas, "-inf", now_s - after_s)) + int(
+            remove_by_score(self.keyspace.replicas, score_after_now, "+inf")
         )
 
     def check_policy(self) -> str:
         """The eviction policy (of a cluster, the first node's); refuses one that could evict published pages."""
-        policies = {name: _policy(server) for name, server in masters(self.client).items()}
+        policies = {
+            name: _read_eviction_policy(server)
+            for name, server in primary_clients(self.client).items()
+        }
         for name, policy in policies.items():
             if not policy.startswith(("volatile-", "noeviction")):
-                where = "" if name == "primary" else f" ({name})"
+                server_words = "" if name == "primary" else f" ({name})"
                 raise Refused(
-                    f"Redis{where} has maxmemory-policy {policy or 'unknown'}, which may evict published pages; set "
+                    f"Redis{server_words} has maxmemory-policy {policy or 'unknown'}, which may evict published "
+                    "pages; set "
                     "volatile-lru",
                     rule="maxmemory_policy",
                     value=policy,
@@ -384,13 +400,13 @@ class Control:
         return next(iter(policies.values()))
 
 
-def _policy(server: "redis.Redis") -> str:
+def _read_eviction_policy(server: "redis.Redis") -> str:
     try:
-        raw: Any = server.config_get("maxmemory-policy")
-        return str(raw.get("maxmemory-policy", ""))
+        policy_settings: Any = server.config_get("maxmemory-policy")
+        return str(policy_settings.get("maxmemory-policy", ""))
     except redis.exceptions.RedisError:  # managed services forbid CONFIG; INFO says it as well
-        info: Any = server.info("memory")
-        return str(info.get("maxmemory_policy", ""))
+        memory_info: Any = server.info("memory")
+        return str(memory_info.get("maxmemory_policy", ""))
 
 
 def written_versions() -> dict[str, int]:
@@ -408,9 +424,9 @@ def demand_readers(
     """Raises Refused, naming a live replica that cannot read one of the versions; `writer_clause` lists them."""
     for replica in (*control.replicas(), *_under_older_keys(control)):
         for name, version in version_by_format.items():
-            oldest, newest_version = replica.reads.get(name, FIRST_VERSIONS)
+            oldest, newest_version = replica.readable_versions.get(name, FIRST_VERSION_RANGE)
             if not oldest <= version <= newest_version:
-                reads = (
+                readable_range = (
                     str(newest_version)
                     if oldest == newest_version
                     else f"{oldest} to {newest_version}"
@@ -421,22 +437,23 @@ def demand_readers(
                     else f"run a night with Larder {replica.release}, or stop this one"
                 )
                 raise Refused(
-                    f"replica {replica.name} (Larder {replica.release}) reads {name} format {reads}, {writer_clause} "
+                    f"replica {replica.name} (Larder {replica.release}) reads {name} format {readable_range}, "
+                    f"{writer_clause} "
                     f"{version}: "
                     f"nothing was moved; {remedy}",
-                    rule="formats", value=reads, threshold=version, replica=replica.name, format=name,
+                    rule="formats", value=readable_range, threshold=version, replica=replica.name, format=name,
                 )  # fmt: skip
 
 
 def demand_readers_of_night(control: Control) -> None:
     """Raise Refused unless every live replica reads all formats that a night of this release writes."""
-    demand_readers(control, written_versions(), f"a night of this release ({RELEASE}) writes")
+    demand_readers(control, written_versions(), f"a night of this release ({THIS_RELEASE}) writes")
 
 
 def _under_older_keys(control: Control) -> list[Replica]:
     """Return live replicas that beat under keys of an older version; they cannot read this release's pointer."""
-    found: list[Replica] = []
+    older_replicas: list[Replica] = []
     now_s = control.time()
     for version in range(FORMATS[KEYS].oldest_readable, FORMATS[KEYS].written):
-        found += control.replicas_under(control.keys.replicas_of(version), now_s)
-    return found
+        older_replicas += control.replicas_under(control.keyspace.replicas_of(version), now_s)
+    return older_replicas

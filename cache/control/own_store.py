@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cache.config.shared import SharedConfig
 
 
-def unexplained(epoch: int) -> str:
+def unexplained_pointer_message(epoch: int) -> str:
     """Describe a pointer of this epoch that no release record explains."""
     return (
         f"Redis holds a pointer of epoch {epoch} that no release record explains; is this its "
@@ -19,7 +19,7 @@ def unexplained(epoch: int) -> str:
     )
 
 
-def foreign_store(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
+def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
     """Describe a pointer in Redis that the configured store does not explain, with the remedy; None if it does.
 
     None also without a Redis or a pointer, or if Redis cannot be asked: nothing can be compared. Raises ConfigError if
@@ -30,7 +30,7 @@ def foreign_store(config: "SharedConfig", redis_url: str | None, timeout_s: floa
     try:
         # The pointer first: its record was written before it.
         with connect(redis_url, timeout_s, namespace=config.namespace) as client:
-            pointer = Control(client, config.keyspace()).pointer()
+            pointer = Control(client, config.keyspace()).read_pointer()
     except (TierUnavailable, CorruptArtefact):
         return None
     except ConfigError as error:
@@ -43,16 +43,17 @@ def foreign_store(config: "SharedConfig", redis_url: str | None, timeout_s: floa
     epochs = [release.epoch for release in all_releases(store)]
     if pointer.epoch in epochs:
         return None
-    restore = (
+    restore_command = (
         'restore --adopt --reason "..."' if pointer.epoch > max(epochs, default=0) else "restore"
     )
     return (
-        f"{unexplained(pointer.epoch)} (key {config.keyspace().live}, artefact store {store.url}). If not, correct "
-        f"artifacts (LARDER_ARTIFACTS) or namespace (LARDER_NAMESPACE); if it is, run `larder {restore}`"
+        f"{unexplained_pointer_message(pointer.epoch)} (key {config.keyspace().live}, artefact store {store.url}). "
+        "If not, correct "
+        f"artifacts (LARDER_ARTIFACTS) or namespace (LARDER_NAMESPACE); if it is, run `larder {restore_command}`"
     )
 
 
 def demand_own_store(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> None:
-    """Raise Conflict before a command writes into the store of another Redis; see `foreign_store`."""
-    if (mismatch := foreign_store(config, redis_url, timeout_s)) is not None:
+    """Raise Conflict before a command writes into the store of another Redis; see `store_mismatch`."""
+    if (mismatch := store_mismatch(config, redis_url, timeout_s)) is not None:
         raise Conflict(mismatch)

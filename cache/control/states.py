@@ -6,10 +6,10 @@ from enum import StrEnum
 from typing import Final
 
 from cache.errors import Conflict
-from cache.store.releases import MOVES, POINTED, Canary, Release
+from cache.store.releases import MOVE_ACTIONS, POINTER_ACTIONS, Canary, Release
 
 
-class State(StrEnum):
+class GenerationState(StrEnum):
     """State of a generation, from `begun` to a final one."""
 
     BEGUN = "begun"
@@ -23,50 +23,72 @@ class State(StrEnum):
     ABANDONED = "abandoned"
 
 
-UNFINISHED: Final = frozenset({State.BEGUN, State.LOADED, State.VERIFIED})
+UNFINISHED_STATES: Final = frozenset(
+    {GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED}
+)
 """States of a generation that may still become live."""
 
 
-def _stays(*states: State) -> dict[State | None, State]:
+def _same_states(*states: GenerationState) -> dict[GenerationState | None, GenerationState]:
     return {state: state for state in states}
 
 
-def _all_to(target: State, *states: State | None) -> dict[State | None, State]:
+def _all_to(
+    target: GenerationState, *states: GenerationState | None
+) -> dict[GenerationState | None, GenerationState]:
     return dict.fromkeys(states, target)
 
 
-_REJECTED = (State.REFUSED, State.ROLLED_BACK, State.ABANDONED)
+_REJECTED_STATES = (GenerationState.REFUSED, GenerationState.ROLLED_BACK, GenerationState.ABANDONED)
 
-TRANSITIONS: Final[Mapping[str, Mapping[State | None, State]]] = {
+TRANSITIONS: Final[Mapping[str, Mapping[GenerationState | None, GenerationState]]] = {
     # Retries find their own work; what was rejected stays so, however often it is made, until it is verified again.
-    "begin": _all_to(State.BEGUN, None) | _stays(*UNFINISHED, State.REFUSED, State.ABANDONED),
-    "load": _all_to(State.LOADED, None, State.BEGUN)
-    | _stays(State.LOADED, State.VERIFIED, *_REJECTED),
-    "verify": _all_to(State.VERIFIED, State.LOADED, State.VERIFIED, *_REJECTED),
-    "refuse": _all_to(State.REFUSED, *UNFINISHED, *_REJECTED),
-    "override": _stays(*UNFINISHED, *_REJECTED),
-    "publish": {State.VERIFIED: State.LIVE},
-    "roll_back": {State.SUPERSEDED: State.LIVE},
-    "restore": _stays(State.LIVE),
-    "canary": _stays(State.VERIFIED),
-    "end_canary": _stays(State.VERIFIED),
-    "abandon": _all_to(State.ABANDONED, None, *UNFINISHED, State.REFUSED, State.ABANDONED),
-    "retire": _all_to(State.RETIRED, State.SUPERSEDED, State.RETIRED, *_REJECTED),
+    "begin": _all_to(GenerationState.BEGUN, None)
+    | _same_states(*UNFINISHED_STATES, GenerationState.REFUSED, GenerationState.ABANDONED),
+    "load": _all_to(GenerationState.LOADED, None, GenerationState.BEGUN)
+    | _same_states(GenerationState.LOADED, GenerationState.VERIFIED, *_REJECTED_STATES),
+    "verify": _all_to(
+        GenerationState.VERIFIED,
+        GenerationState.LOADED,
+        GenerationState.VERIFIED,
+        *_REJECTED_STATES,
+    ),
+    "refuse": _all_to(GenerationState.REFUSED, *UNFINISHED_STATES, *_REJECTED_STATES),
+    "override": _same_states(*UNFINISHED_STATES, *_REJECTED_STATES),
+    "publish": {GenerationState.VERIFIED: GenerationState.LIVE},
+    "roll_back": {GenerationState.SUPERSEDED: GenerationState.LIVE},
+    "restore": _same_states(GenerationState.LIVE),
+    "canary": _same_states(GenerationState.VERIFIED),
+    "end_canary": _same_states(GenerationState.VERIFIED),
+    "abandon": _all_to(
+        GenerationState.ABANDONED,
+        None,
+        *UNFINISHED_STATES,
+        GenerationState.REFUSED,
+        GenerationState.ABANDONED,
+    ),
+    "retire": _all_to(
+        GenerationState.RETIRED,
+        GenerationState.SUPERSEDED,
+        GenerationState.RETIRED,
+        *_REJECTED_STATES,
+    ),
 }
 """Action -> state of the generation -> its next state; a missing entry means that the action is not allowed.
 
 The state None is a generation that was never begun.
 """
 
-LEAVES: Final[Mapping[str, State]] = {
-    "publish": State.SUPERSEDED, "restore": State.SUPERSEDED, "roll_back": State.ROLLED_BACK,
+STATE_OF_REPLACED: Final[Mapping[str, GenerationState]] = {
+    "publish": GenerationState.SUPERSEDED, "restore": GenerationState.SUPERSEDED,
+    "roll_back": GenerationState.ROLLED_BACK,
 }  # fmt: skip
 """Action -> state of the formerly live generation when another one takes its place.
 
 A roll back also jumps over all generations that were live after its target: they all become rolled back.
 """
 
-ALLOWED: Final[Mapping[str, frozenset[State]]] = {
+STATES_BY_ACTION: Final[Mapping[str, frozenset[GenerationState]]] = {
     action: frozenset(state for state in rows if state is not None)
     for action, rows in TRANSITIONS.items()
 }
@@ -77,51 +99,56 @@ VERB_BY_ACTION: Final = {"canary": "start a canary of"}
 """Action -> verb phrase for messages, for actions whose name is no verb."""
 
 
-def remedy_of(action: str, generation: str, state: State | None) -> str:
+def remedy_of(action: str, generation: str, state: GenerationState | None) -> str:
     """Return the remedy for an action that the state does not allow; empty if there is none."""
-    run = "larder"
-    go_back = f"; go back to it with `{run} roll-back --to {generation}`"
-    verify = f"; run `{run} verify {generation}` first"
+    program = "larder"
+    go_back_remedy = f"; go back to it with `{program} roll-back --to {generation}`"
+    verify_remedy = f"; run `{program} verify {generation}` first"
     match action, state:
-        case (("publish" | "canary" | "verify"), State.SUPERSEDED):
-            return go_back
-        case (("roll_back" | "canary" | "publish"), State.LIVE):
+        case (("publish" | "canary" | "verify"), GenerationState.SUPERSEDED):
+            return go_back_remedy
+        case (("roll_back" | "canary" | "publish"), GenerationState.LIVE):
             return "; readers have it already"
-        case "roll_back", State.VERIFIED:
-            return f"; it was never live: `{run} publish {generation}`"
-        case (("publish" | "canary"), State.BEGUN):
-            return f"; run `{run} load {generation}`, then `verify`"
+        case "roll_back", GenerationState.VERIFIED:
+            return f"; it was never live: `{program} publish {generation}`"
+        case (("publish" | "canary"), GenerationState.BEGUN):
+            return f"; run `{program} load {generation}`, then `verify`"
         case (
             ("publish" | "canary"),
-            (State.LOADED | State.REFUSED | State.ROLLED_BACK | State.ABANDONED),
+            (
+                GenerationState.LOADED
+                | GenerationState.REFUSED
+                | GenerationState.ROLLED_BACK
+                | GenerationState.ABANDONED
+            ),
         ):
-            return verify
-        case "verify", State.BEGUN:
-            return f"; run `{run} load {generation}` first"
-        case _, State.RETIRED:
+            return verify_remedy
+        case "verify", GenerationState.BEGUN:
+            return f"; run `{program} load {generation}` first"
+        case _, GenerationState.RETIRED:
             return "; its pages and files are being removed: run a night with another cut"
         case _, None:
-            return f"; `{run} status` lists those there are"
-        case "begin", State.SUPERSEDED:
-            return go_back
-        case "begin", State.ROLLED_BACK:
+            return f"; `{program} status` lists those there are"
+        case "begin", GenerationState.SUPERSEDED:
+            return go_back_remedy
+        case "begin", GenerationState.ROLLED_BACK:
             return (
                 "; a night of the same inputs makes the same lists: change these, or let it go live all the same by "
-                f"`{run} verify {generation}` and `{run} publish {generation}`"
+                f"`{program} verify {generation}` and `{program} publish {generation}`"
             )
-        case (("override" | "refuse" | "retire"), State.LIVE):
-            return f"; roll it back first: `{run} roll-back --reason ...`"
+        case (("override" | "refuse" | "retire"), GenerationState.LIVE):
+            return f"; roll it back first: `{program} roll-back --reason ...`"
     return ""
 
 
-def demand(action: str, generation: str, state: State | None) -> None:
+def demand_allowed(action: str, generation: str, state: GenerationState | None) -> None:
     """Raise Conflict unless the state machine allows the action in this state; None: the generation was never begun."""
     if state not in TRANSITIONS[action]:
-        allowed = ", ".join(sorted(ALLOWED[action]))
-        verb = VERB_BY_ACTION.get(action, action.replace("_", " "))
+        allowed_states = ", ".join(sorted(STATES_BY_ACTION[action]))
+        verb_phrase = VERB_BY_ACTION.get(action, action.replace("_", " "))
         remedy = remedy_of(action, generation, state)
         raise Conflict(
-            f"cannot {verb} {generation}: it is {state or 'unknown'}, not one of {allowed}{remedy}",
+            f"cannot {verb_phrase} {generation}: it is {state or 'unknown'}, not one of {allowed_states}{remedy}",
             generation=generation,
             state=str(state),
             action=action,
@@ -133,115 +160,141 @@ class Ledger:
     """Summary of the completed releases: the live generation, the superseded ones, and those never to be used again.
 
     `live_epoch` is the epoch of the newest pointer written, a canary's included; `epoch` the newest of any record.
-    `left_in`: the epoch of the move that took readers away; it orders what clocks (`superseded_at`) may not.
-    `pinned`: generation -> expiry in Unix seconds, None = never. `overrides`: generation -> rule -> reason.
+    `left_epoch_by_generation`: the epoch of the move that took readers away; it orders what clocks (`superseded_at`)
+    may not. `pin_expiry_by_generation`: generation -> expiry in Unix seconds, None = never. `overrides_by_generation`:
+    generation -> rule -> reason.
     """
 
-    live: str | None = None
+    live_generation: str | None = None
     live_epoch: int = 0
     epoch: int = 0
-    states: Mapping[str, State] = field(default_factory=dict)
+    state_by_generation: Mapping[str, GenerationState] = field(default_factory=dict)
     superseded_at: Mapping[str, float] = field(default_factory=dict)
-    left_in: Mapping[str, int] = field(default_factory=dict)
-    pinned: Mapping[str, float | None] = field(default_factory=dict)
-    overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    left_epoch_by_generation: Mapping[str, int] = field(default_factory=dict)
+    pin_expiry_by_generation: Mapping[str, float | None] = field(default_factory=dict)
+    overrides_by_generation: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     canary: Canary | None = None
 
-    def state(self, generation: str) -> State | None:
+    def state(self, generation: str) -> GenerationState | None:
         """The state that release records prove; None when they do not mention the generation."""
-        return self.states.get(generation)
+        return self.state_by_generation.get(generation)
 
     @property
     def previous(self) -> str | None:
         """The newest superseded generation; never a refused, rolled-back or retired one."""
-        return newest_superseded(self.states, self.left_in)
+        return newest_superseded(self.state_by_generation, self.left_epoch_by_generation)
 
     def is_pinned(self, generation: str, now_s: float) -> bool:
         """True if a pin holds the generation at `now_s` (Unix seconds)."""
-        if generation not in self.pinned:
+        if generation not in self.pin_expiry_by_generation:
             return False
-        expires_at = self.pinned[generation]
+        expires_at = self.pin_expiry_by_generation[generation]
         return expires_at is None or now_s < expires_at
 
 
-def newest_superseded(states: Mapping[str, State], left_in: Mapping[str, int]) -> str | None:
+def newest_superseded(
+    state_by_generation: Mapping[str, GenerationState], left_epoch_by_generation: Mapping[str, int]
+) -> str | None:
     """The generation that a rollback would land on."""
     superseded_generations = [
-        generation for generation, state in states.items() if state is State.SUPERSEDED
+        generation
+        for generation, state in state_by_generation.items()
+        if state is GenerationState.SUPERSEDED
     ]
     return max(
-        superseded_generations, key=lambda generation: left_in.get(generation, 0), default=None
+        superseded_generations,
+        key=lambda generation: left_epoch_by_generation.get(generation, 0),
+        default=None,
     )
 
 
-def fold(releases: Sequence[Release]) -> Ledger:
+def fold_releases(releases: Sequence[Release]) -> Ledger:
     """The ledger of a history; an intent that was never completed changes nothing but the epoch."""
-    states: dict[str, State] = {}
-    superseded_at: dict[str, float] = {}
-    left_in: dict[str, int] = {}
-    pinned: dict[str, float | None] = {}
-    overrides: dict[str, dict[str, str]] = {}
+    state_by_generation: dict[str, GenerationState] = {}
+    superseded_at_by_generation: dict[str, float] = {}
+    left_epoch_by_generation: dict[str, int] = {}
+    pin_expiry_by_generation: dict[str, float | None] = {}
+    overrides_by_generation: dict[str, dict[str, str]] = {}
     canary: Canary | None = None
-    live: str | None = None
+    live_generation: str | None = None
     live_epoch = epoch = 0
     for release in sorted(releases, key=lambda record: record.epoch):
         generation, action = release.generation, release.action
         epoch = max(epoch, release.epoch)
-        if action in POINTED and not release.is_done:
+        if action in POINTER_ACTIONS and not release.is_done:
             continue
-        if action in MOVES:
-            replaced_generations = [] if live in (None, generation) else [live]
-            if action == "roll_back" and generation != live:
-                replaced_generations += _jumped_over(generation, states, left_in)
+        if action in MOVE_ACTIONS:
+            replaced_generations = (
+                [] if live_generation in (None, generation) else [live_generation]
+            )
+            if action == "roll_back" and generation != live_generation:
+                replaced_generations += _jumped_over(
+                    generation, state_by_generation, left_epoch_by_generation
+                )
             for replaced_generation in replaced_generations:
-                states[replaced_generation] = LEAVES[action]
-                superseded_at[replaced_generation], left_in[replaced_generation] = (
+                state_by_generation[replaced_generation] = STATE_OF_REPLACED[action]
+                (
+                    superseded_at_by_generation[replaced_generation],
+                    left_epoch_by_generation[replaced_generation],
+                ) = (
                     release.at,
                     release.epoch,
                 )
                 if action == "roll_back":  # what let it pass then does not let it pass again
-                    overrides.pop(replaced_generation, None)
-            states[generation] = State.LIVE
-            superseded_at.pop(generation, None)
-            left_in.pop(generation, None)
-            live, live_epoch, canary = generation, release.epoch, None
+                    overrides_by_generation.pop(replaced_generation, None)
+            state_by_generation[generation] = GenerationState.LIVE
+            superseded_at_by_generation.pop(generation, None)
+            left_epoch_by_generation.pop(generation, None)
+            live_generation, live_epoch, canary = generation, release.epoch, None
         elif action == "canary":
             canary = Canary(generation, release.percent or 0.0, release.at, release.rule)
             live_epoch = release.epoch
         elif action == "end_canary":
             canary, live_epoch = None, release.epoch
             if release.abandoned:
-                states[generation] = State.ABANDONED
+                state_by_generation[generation] = GenerationState.ABANDONED
         elif action == "pin":
-            pinned[generation] = release.expires_at
+            pin_expiry_by_generation[generation] = release.expires_at
         elif action == "unpin":
-            pinned.pop(generation, None)
+            pin_expiry_by_generation.pop(generation, None)
         elif action == "override":
-            overrides.setdefault(generation, {})[release.rule] = release.reason
+            overrides_by_generation.setdefault(generation, {})[release.rule] = release.reason
         elif action == "retire":
             # A fact by now, whatever the records say: its files are going. What is live was made so before that.
-            if generation != live:
-                states[generation] = State.RETIRED
-                superseded_at.pop(generation, None)
-                left_in.pop(generation, None)
+            if generation != live_generation:
+                state_by_generation[generation] = GenerationState.RETIRED
+                superseded_at_by_generation.pop(generation, None)
+                left_epoch_by_generation.pop(generation, None)
         else:
             # A judgement that comes late changes nothing: what readers follow is decided by the pointer alone, what
             # is removed stays removed. Of what no record mentions yet, only the registry knew how far it was.
-            prior_state = states.get(generation, State.LOADED)
+            prior_state = state_by_generation.get(generation, GenerationState.LOADED)
             if (state := TRANSITIONS[action].get(prior_state)) is not None:
-                states[generation] = state
+                state_by_generation[generation] = state
     return Ledger(
-        live, live_epoch, epoch, states, superseded_at, left_in, pinned, overrides, canary
+        live_generation,
+        live_epoch,
+        epoch,
+        state_by_generation,
+        superseded_at_by_generation,
+        left_epoch_by_generation,
+        pin_expiry_by_generation,
+        overrides_by_generation,
+        canary,
     )
 
 
-def _jumped_over(target: str, states: Mapping[str, State], left_in: Mapping[str, int]) -> list[str]:
+def _jumped_over(
+    target: str,
+    state_by_generation: Mapping[str, GenerationState],
+    left_epoch_by_generation: Mapping[str, int],
+) -> list[str]:
     """Generations that were live after the target last was: landing there again would go forward."""
-    target_epoch = left_in.get(target, 0)
+    target_epoch = left_epoch_by_generation.get(target, 0)
     return [
         generation
-        for generation, state in states.items()
-        if state is State.SUPERSEDED
+        for generation, state in state_by_generation.items()
+        if state is GenerationState.SUPERSEDED
         and generation != target
-        and left_in.get(generation, 0) > target_epoch
+        and left_epoch_by_generation.get(generation, 0) > target_epoch
     ]

@@ -14,16 +14,16 @@ EventKind = Literal["interaction", "user", "item"]
 EVENT_FIELD: Final = b"e"
 """Field of a stream entry that holds the event."""
 
-_TIME_MAX: Final = 1 << 63
+_TIME_US_END: Final = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """Event: an interaction of a user with an item, or attributes of a user alone, or of an item alone.
 
-    `id` makes it idempotent: of two with the same `source` and id the second is ignored. `at_us` is when it happened,
-    microseconds since 1970. `attributes` are values set for the user or the item. An item alone may bring `features` or
-    a `vector` along, which make it answerable before a night knows it.
+    `id` makes it idempotent: of two with the same `source_id` and id the second is ignored. `at_us` is when it
+    happened, microseconds since 1970. `attributes` are values set for the user or the item. An item alone may bring
+    `features` or a `vector` along, which make it answerable before a night knows it.
     """
 
     id: str
@@ -44,18 +44,18 @@ class Event:
         return "item" if self.user is None else "user"
 
     @property
-    def source(self) -> bytes:
+    def source_id(self) -> bytes:
         """Id of the event's user, else of its item, by which events are bounded and deduplicated."""
-        raw = self.item if self.user is None else self.user
-        return b"" if raw is None else raw
+        raw_id = self.item if self.user is None else self.user
+        return b"" if raw_id is None else raw_id
 
     @property
-    def counts(self) -> bool:
+    def is_in_history(self) -> bool:
         """True if it is part of its user's history: nights leave interactions of weight 0 or less out, too."""
         return self.kind == "interaction" and self.weight > 0
 
     @property
-    def values(self) -> Mapping[str, Any]:
+    def set_values(self) -> Mapping[str, Any]:
         """Values by name that it sets for the user or the item; features of an item are some, attributes go before."""
         if not self.features:
             return self.attributes or {}
@@ -64,33 +64,33 @@ class Event:
     def to_bytes(self) -> bytes:
         """Return JSON without unset fields."""
         json_fields: dict[str, Any] = {"id": self.id, "at_us": self.at_us}
-        for name, raw in (("user", self.user), ("item", self.item)):
-            if raw is not None:
-                json_fields[name] = raw.decode()
+        for name, raw_id in (("user", self.user), ("item", self.item)):
+            if raw_id is not None:
+                json_fields[name] = raw_id.decode()
         if self.type is not None:
             json_fields["type"] = self.type
         if self.weight != 1.0:
             json_fields["weight"] = self.weight
         for name in ("attributes", "features", "vector"):
-            if (value := getattr(self, name)) is not None:
-                json_fields[name] = value
+            if (field_value := getattr(self, name)) is not None:
+                json_fields[name] = field_value
         return orjson.dumps(json_fields)
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Self:
+    def from_bytes(cls, event_bytes: bytes) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            data = orjson.loads(raw)
-            user, item, vector = data.get("user"), data.get("item"), data.get("vector")
+            document = orjson.loads(event_bytes)
+            user, item, vector = document.get("user"), document.get("item"), document.get("vector")
             event = cls(
-                data["id"],
-                data["at_us"],
+                document["id"],
+                document["at_us"],
                 None if user is None else canonical_id(user),
                 None if item is None else canonical_id(item),
-                data.get("type"),
-                data.get("weight", 1.0),
-                data.get("attributes"),
-                data.get("features"),
+                document.get("type"),
+                document.get("weight", 1.0),
+                document.get("attributes"),
+                document.get("features"),
                 None if vector is None else tuple(vector),
             )
             if event.user is None and event.item is None:
@@ -98,7 +98,7 @@ class Event:
             if not (
                 isinstance(event.id, str)
                 and isinstance(event.at_us, int)
-                and -_TIME_MAX <= event.at_us < _TIME_MAX
+                and -_TIME_US_END <= event.at_us < _TIME_US_END
                 and isinstance(event.weight, int | float)
                 and isinstance(event.type, str | None)
             ):

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.events.new_items import NewItemInputs, NewItemTower
-from cache.events.newer_events import UserEvent, features_with
+from cache.events.newer_events import UserEvent, merge_features
 from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import FEATURED_USERS, Manifest, Table
+from cache.format.manifest import FEATURE_ONLY_USERS_FACT, Manifest, Table
 from cache.format.seen_items import SeenItems, UserInput
 from cache.format.stream_position import Position
 from cache.model.input_preparation import (
@@ -27,7 +27,7 @@ from cache.model.input_preparation import (
     check_features,
     keep_last_occurrences,
 )
-from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItems, merged_lists
+from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItems, merge_new_items
 from cache.model.predictor import Predictor
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
@@ -42,8 +42,8 @@ _NO_ORDINALS = np.empty(0, np.int64)
 class TimedItems(NamedTuple):
     """Rows of a user: ordinals int64, -1 for an item that the generation does not know, and when each happened, µs."""
 
-    items: NDArray[np.int64]
-    times: NDArray[np.int64]
+    item_ordinals: NDArray[np.int64]
+    times_us: NDArray[np.int64]
 
 
 class MergedHistory(NamedTuple):
@@ -54,48 +54,50 @@ class MergedHistory(NamedTuple):
 
 
 def merge_histories(
-    published_histories: Sequence[TimedItems], events: Sequence[TimedItems], limit: int
+    published_histories: Sequence[TimedItems],
+    newer_events: Sequence[TimedItems],
+    history_limit: int,
 ) -> list[MergedHistory]:
     """Merge the published history of each user with the events after its position, as a night groups rows.
 
-    Of each user `published_histories` has the items oldest first, each once, with when it happened last; `events` are
-    in the order of their positions. Rows are ordered by time, those of one time as they came; of an item that comes
-    again the last row counts; models are given the newest `limit` items. Many users at once pay the fixed cost of
-    numpy's calls once.
+    Of each user `published_histories` has the items oldest first, each once, with when it happened last; `newer_events`
+    are in the order of their positions. Rows are ordered by time, those of one time as they came; of an item that comes
+    again the last row counts; models are given the newest `history_limit` items. Many users at once pay the fixed cost
+    of numpy's calls once.
     """
-    parts = [
+    histories_and_events = [
         timed_items
-        for pair in zip(published_histories, events, strict=True)
+        for pair in zip(published_histories, newer_events, strict=True)
         for timed_items in pair
     ]
-    if not parts:
+    if not histories_and_events:
         return []
-    items = np.concatenate([timed_items.items for timed_items in parts])
-    times = np.concatenate([timed_items.times for timed_items in parts])
-    lengths = [
-        len(history.items) + len(after.items)
-        for history, after in zip(published_histories, events, strict=True)
+    ordinals = np.concatenate([timed_items.item_ordinals for timed_items in histories_and_events])
+    times_us = np.concatenate([timed_items.times_us for timed_items in histories_and_events])
+    row_counts = [
+        len(history.item_ordinals) + len(newer_items.item_ordinals)
+        for history, newer_items in zip(published_histories, newer_events, strict=True)
     ]
-    users = np.repeat(np.arange(len(lengths)), lengths)
-    order = np.lexsort((times, users))
-    items, users = items[order], users[order]
+    user_rows = np.repeat(np.arange(len(row_counts)), row_counts)
+    time_order = np.lexsort((times_us, user_rows))
+    ordinals, user_rows = ordinals[time_order], user_rows[time_order]
     # So wide that -1 is nobody else's item either.
-    pairs = users * (int(items.max(initial=0)) + 2) + items
+    user_item_pairs = user_rows * (int(ordinals.max(initial=0)) + 2) + ordinals
     # Not by `np.unique`: for one user its fixed cost is that of everything else here.
-    alike = pairs.argsort(kind="stable")
-    placed = pairs[alike]
-    is_last = np.ones(len(placed), np.bool_)
-    np.not_equal(placed[1:], placed[:-1], out=is_last[:-1])
-    latest_rows = alike[is_last]
+    rows_by_pair = user_item_pairs.argsort(kind="stable")
+    sorted_pairs = user_item_pairs[rows_by_pair]
+    last_mask = np.ones(len(sorted_pairs), np.bool_)
+    np.not_equal(sorted_pairs[1:], sorted_pairs[:-1], out=last_mask[:-1])
+    latest_rows = rows_by_pair[last_mask]
     latest_rows.sort()
-    latest_rows = latest_rows[items[latest_rows] >= 0]
-    items, ends = (
-        items[latest_rows],
-        users[latest_rows].searchsorted(np.arange(len(lengths) + 1)).tolist(),
+    latest_rows = latest_rows[ordinals[latest_rows] >= 0]
+    ordinals, history_ends = (
+        ordinals[latest_rows],
+        user_rows[latest_rows].searchsorted(np.arange(len(row_counts) + 1)).tolist(),
     )
     return [
-        MergedHistory(items[max(start, end - limit) : end], items[start:end])
-        for start, end in pairwise(ends)
+        MergedHistory(ordinals[max(start, end - history_limit) : end], ordinals[start:end])
+        for start, end in pairwise(history_ends)
     ]
 
 
@@ -103,14 +105,14 @@ class EventInput(NamedTuple):
     """Newer events of a user, and the position of the user's nightly input in its directory; -1: no nightly input.
 
     `caller_input` replaces the nightly input, before the events, for a user without a record and without an input that
-    the model takes. `values` are attributes that events set for the user. Items of events that are among the
+    the model takes. `user_values` are attributes that events set for the user. Items of events that are among the
     `new_items` count as in the next night.
     """
 
     position: int
     events: tuple[UserEvent, ...]
     caller_input: LiveInput | None = None
-    values: Mapping[str, Any] = MappingProxyType({})
+    user_values: Mapping[str, Any] = MappingProxyType({})
     new_items: NewItems = NO_NEW_ITEMS
 
 
@@ -122,7 +124,7 @@ class EventPredictor:
     items: ItemTable
     seen_items: SeenItems
     history_limit: int
-    specs: Mapping[str, TowerSpec]
+    spec_by_table: Mapping[str, TowerSpec]
     tables: Mapping[str, Table]
     scorers: Mapping[Metric, Scorer]
     """Exact search over the items, by metric; empty if the vectors take too much memory."""
@@ -133,37 +135,44 @@ class EventPredictor:
     def open(
         cls,
         manifest: Manifest,
-        root: Path,
+        generation_folder: Path,
         items: ItemTable,
         seen_items: SeenItems,
         predictor: Predictor,
         *,
-        exact_bytes: int,
+        exact_search_bytes_max: int,
         threads: int = 1,
         cores: Sequence[int] = (),
     ) -> Self | None:
         """Open the user models in fp32, besides those of `predictor`; None if newer events change no answers."""
-        tables = {name: manifest.tables[name] for name in tables_changed(manifest)}
+        tables = {name: manifest.tables[name] for name in features_by_changed_table(manifest)}
         tables = {name: table for name, table in tables.items() if predictor.supports(name)}
         if not tables or manifest.events is None:
             return None
-        names = {name: str(table.producer.model) for name, table in tables.items()}
-        models = {model_name: manifest.models[model_name] for model_name in set(names.values())}
-        exact = predictor.in_full(models, root, threads=threads, cores=cores)
+        model_by_table = {name: str(table.producer.model) for name, table in tables.items()}
+        models = {
+            model_name: manifest.models[model_name] for model_name in set(model_by_table.values())
+        }
+        fp32_predictor = predictor.with_fp32_models(
+            models, generation_folder, threads=threads, cores=cores
+        )
         metrics = {
             manifest.indexes[str(table.producer.index)].metric
             for table in tables.values()
             if table.kind == "topk"
         }
         scorers: dict[Metric, Scorer] = {}
-        if items.count and len(metrics) * items.vectors.nbytes <= exact_bytes:
+        if items.count and len(metrics) * items.vectors.nbytes <= exact_search_bytes_max:
             scorers = {metric: Scorer.of(items.vectors, metric) for metric in metrics}
         specs = {
-            name: TowerSpec.from_json(manifest.models[model].spec) for name, model in names.items()
+            name: TowerSpec.from_json(manifest.models[model].spec)
+            for name, model in model_by_table.items()
         }
         history_limit = manifest.events.history_limit
-        without = bool(manifest.facts.get(FEATURED_USERS, False))
-        return cls(exact, items, seen_items, history_limit, specs, tables, scorers, without)
+        without = bool(manifest.facts.get(FEATURE_ONLY_USERS_FACT, False))
+        return cls(
+            fp32_predictor, items, seen_items, history_limit, specs, tables, scorers, without
+        )
 
     def supports(self, table: str) -> bool:
         """True if newer events change the table's answers and this predictor can compute them."""
@@ -174,40 +183,51 @@ class EventPredictor:
     ) -> list[PreparedInput | InvalidInput | None]:
         """Prepares many inputs at once; None for one that is not enough for the table's model."""
         events = [event for event_input in inputs for event in event_input.events]
-        raws = [event.item for event in events]
-        ordinals, count = self.items.ordinals_of(raws), self.items.count
-        times = np.array([event.at_us for event in events], np.int64)
-        ends = list(accumulate((len(event_input.events) for event_input in inputs), initial=0))
+        item_ids = [event.item for event in events]
+        ordinals, item_count = self.items.ordinals_of(item_ids), self.items.count
+        times_us = np.array([event.at_us for event in events], np.int64)
+        event_ends = list(
+            accumulate((len(event_input.events) for event_input in inputs), initial=0)
+        )
         newer_items = [
             TimedItems(
-                event_input.new_items.numbers_of(raws[start:end], ordinals[start:end]),
-                times[start:end],
+                event_input.new_items.numbers_of(item_ids[start:end], ordinals[start:end]),
+                times_us[start:end],
             )
-            for event_input, (start, end) in zip(inputs, pairwise(ends), strict=True)
+            for event_input, (start, end) in zip(inputs, pairwise(event_ends), strict=True)
         ]
-        bases = [self._base(event_input) for event_input in inputs]
-        merged = merge_histories(
-            [TimedItems(base.items, base.times) for base in bases], newer_items, self.history_limit
+        user_inputs = [self._input_without_events(event_input) for event_input in inputs]
+        merged_histories = merge_histories(
+            [
+                TimedItems(user_input.item_ordinals, user_input.times_us)
+                for user_input in user_inputs
+            ],
+            newer_items,
+            self.history_limit,
         )
         history_ordinals = np.concatenate(
-            [_NO_ORDINALS, *(history.model_history for history in merged)]
+            [_NO_ORDINALS, *(history.model_history for history in merged_histories)]
         )
         # A new item takes its place among the newest, and the model knows none: as where the next night has it.
-        indices = self.items.to_model(
-            Ordinals(np.where(history_ordinals < count, history_ordinals, -1))
+        indices = self.items.model_indices_of(
+            Ordinals(np.where(history_ordinals < item_count, history_ordinals, -1))
         )
         prepared_inputs: list[PreparedInput | InvalidInput | None] = []
         end = 0
-        for event_input, base, history in zip(inputs, bases, merged, strict=True):
+        for event_input, user_input, history in zip(
+            inputs, user_inputs, merged_histories, strict=True
+        ):
             start, end = end, end + len(history.model_history)
             try:
-                interacted_items = history.seen_items[history.seen_items < count]
+                interacted_items = history.seen_items[history.seen_items < item_count]
                 if event_input.caller_input is not None and event_input.position >= 0:
                     interacted_items = np.union1d(
-                        interacted_items, self.seen_items.of(event_input.position)
+                        interacted_items, self.seen_items.ordinals_of(event_input.position)
                     )
                 prepared_inputs.append(
-                    self._prepared(table, event_input, base, indices[start:end], interacted_items)
+                    self._prepare_one(
+                        table, event_input, user_input, indices[start:end], interacted_items
+                    )
                 )
             except InvalidInput as error:
                 prepared_inputs.append(
@@ -215,9 +235,9 @@ class EventPredictor:
                 )  # which holds this list, and so itself
         return prepared_inputs
 
-    def has_input(self, table: str, of_user: EventInput) -> bool:
+    def has_input(self, table: str, event_input: EventInput) -> bool:
         """True if the table's model takes the input of this user."""
-        return isinstance(self.prepare_all(table, [of_user])[0], PreparedInput)
+        return isinstance(self.prepare_all(table, [event_input])[0], PreparedInput)
 
     def predict(
         self,
@@ -225,77 +245,83 @@ class EventPredictor:
         batch: Sequence[PreparedInput],
         fingerprints: Sequence[int],
         scored_at: int,
-        new: Sequence[EligibleNewItems] = (),
+        eligible_by_row: Sequence[EligibleNewItems] = (),
     ) -> list[bytes]:
         """Predicts one record per input, marked live, and approximate where the index found the list.
 
-        Lists have the `new` items of each input among them. What is blocked stays in it, as in a night's list: whoever
-        answers leaves it out. Raises UnfitValue.
+        Lists have the `eligible_by_row` items of each input among them. What is blocked stays in it, as in a night's
+        list: whoever answers leaves it out. Raises UnfitValue.
         """
-        outputs, manifest_table = self.predictor.vectors(batch), self.tables[table]
+        user_vectors, manifest_table = self.predictor.vectors(batch), self.tables[table]
         if manifest_table.kind != "topk":
-            return self.predictor.numbers(table, outputs, fingerprints, scored_at)
+            return self.predictor.numbers(table, user_vectors, fingerprints, scored_at)
         search = self.predictor.search(table)
         metric = search.searcher.metric
         scorer = self.scorers.get(metric)
         if scorer is None:
-            ranked = search.lists(batch, outputs, _NO_ORDINALS)
-            ranked = merged_lists(ranked, outputs, new, metric, manifest_table.layout)
+            ranked = search.lists(batch, user_vectors, _NO_ORDINALS)
+            ranked = merge_new_items(
+                ranked, user_vectors, eligible_by_row, metric, manifest_table.layout
+            )
             return self.predictor.lists(
                 table, ranked, fingerprints, scored_at, flags=FLAG_APPROXIMATE
             )
         exclusions = Histories.of([prepared.excluded for prepared in batch])
-        ranked = scorer.top(outputs, manifest_table.layout.width, exclusions, threads=1)
-        ranked = merged_lists(ranked, outputs, new, metric, manifest_table.layout)
+        ranked = scorer.top(user_vectors, manifest_table.layout.width, exclusions, threads=1)
+        ranked = merge_new_items(
+            ranked, user_vectors, eligible_by_row, metric, manifest_table.layout
+        )
         return self.predictor.lists(table, ranked, fingerprints, scored_at)
 
     def warm(self) -> None:
         """Run every table once, so that no request pays for the first time."""
-        for name, spec in self.specs.items():
+        for name, spec in self.spec_by_table.items():
             if not self.items.count:
                 continue
-            blank = PreparedInput(
+            blank_input = PreparedInput(
                 name, np.zeros(1, np.int64), spec.blank_features(), -1, _NO_ORDINALS, 0
             )
-            self.predict(name, [blank], [0], 0)
+            self.predict(name, [blank_input], [0], 0)
 
-    def _prepared(
+    def _prepare_one(
         self,
         table: str,
         event_input: EventInput,
-        base: UserInput,
-        indices: NDArray[np.int64],
+        user_input: UserInput,
+        model_indices: NDArray[np.int64],
         interacted_items: NDArray[np.int64],
     ) -> PreparedInput | None:
-        spec, history = self.specs[table], indices[indices >= 0]
+        spec, history = self.spec_by_table[table], model_indices[model_indices >= 0]
         is_answered = bool(len(history)) or (self.answers_without_history and spec.features)
         if spec.history is not None and not is_answered:
             return None
         features: Mapping[str, FeatureValue] = {}
         if spec.features:
-            unchecked_features = features_with(base.features, event_input.values, spec.features)
+            unchecked_features = merge_features(
+                user_input.features, event_input.user_values, spec.features
+            )
             if unchecked_features is None:
                 return None
             features = check_features(spec.features, unchecked_features)
         return PreparedInput(table, history, features, -1, interacted_items, 0)
 
-    def _base(self, event_input: EventInput) -> UserInput:
+    def _input_without_events(self, event_input: EventInput) -> UserInput:
         """Return the user's input without the events."""
         if event_input.position >= 0 and event_input.caller_input is None:
             return self.seen_items.input_of(event_input.position)
         live_input = event_input.caller_input or LiveInput()
-        items = self.items.ordinals_of(keep_last_occurrences(live_input.history or ()))
-        known_items = items[items >= 0]
+        item_ordinals = self.items.ordinals_of(keep_last_occurrences(live_input.history or ()))
+        known_items = item_ordinals[item_ordinals >= 0]
         return UserInput(
             known_items, np.full(len(known_items), _LONG_AGO_US), dict(live_input.features or {})
         )
 
 
-def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
+def features_by_changed_table(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
     """Return the user tables whose answers newer events change, with the features that their models take.
 
     These are lists, and tables computed from a history or from features. A vector that a user brought along does not
-    change: `GenerationEvents.changes` tells these users apart.
+    change: `GenerationEvents.changes_answer` tells these users apart.
     """
     features_by_table = {}
     for name, table in manifest.tables.items():
@@ -335,52 +361,53 @@ class GenerationEvents:
         if (manifest.events.namespace or own_namespace) != (namespace or own_namespace):
             return None
         until_number = Position.parse(manifest.events.until).number
-        return cls(until_number, tables_changed(manifest))
+        return cls(until_number, features_by_changed_table(manifest))
 
-    def opened(
+    def with_models(
         self,
         manifest: Manifest,
-        root: Path,
+        generation_folder: Path,
         items: ItemTable,
         seen_items: SeenItems,
         predictor: Predictor,
         *,
-        exact_bytes: int,
+        exact_search_bytes_max: int,
         threads: int = 1,
         cores: Sequence[int] = (),
     ) -> Self:
         """Return a copy with warmed-up models in fp32, besides those of `predictor`."""
-        exact = EventPredictor.open(
-            manifest, root, items, seen_items, predictor, exact_bytes=exact_bytes, threads=threads, cores=cores
+        event_predictor = EventPredictor.open(
+            manifest, generation_folder, items, seen_items, predictor,
+            exact_search_bytes_max=exact_search_bytes_max, threads=threads, cores=cores,
         )  # fmt: skip
-        if exact is not None:
-            exact.warm()
-        tower = NewItemTower.open(manifest, root, items, threads=threads, cores=cores)
-        return replace(self, predictor=exact, item_tower=tower)
+        if event_predictor is not None:
+            event_predictor.warm()
+        tower = NewItemTower.open(manifest, generation_folder, items, threads=threads, cores=cores)
+        return replace(self, predictor=event_predictor, item_tower=tower)
 
     @property
     def new_item_inputs(self) -> NewItemInputs | None:
         """Input that makes an unknown item answerable; None without working models."""
         return None if self.item_tower is None else self.item_tower.inputs
 
-    def computes(self, table: Table, position: int) -> bool:
+    def can_compute(self, table: Table, position: int) -> bool:
         """True if the table's answer for the user at this position (-1: none) can be computed from newer events."""
         if self.predictor is None or not self.predictor.supports(table.name):
             return False
         is_list_of_known = table.kind == "topk" and position >= 0
-        return not (is_list_of_known and self.predictor.seen_items.brought_vector(position))
+        return not (is_list_of_known and self.predictor.seen_items.has_brought_vector(position))
 
-    def has_input(self, table: Table, of_user: EventInput) -> bool:
+    def has_input(self, table: Table, event_input: EventInput) -> bool:
         """True if the night's input of a user and the newer events suffice for the table's model."""
-        if of_user.position < 0:
+        if event_input.position < 0:
             return False
         return (
             self.predictor is None
             or not self.predictor.supports(table.name)
-            or (self.predictor.has_input(table.name, of_user))
+            or (self.predictor.has_input(table.name, event_input))
         )
 
-    def changes(self, table: Table, position: int, seen_items: SeenItems | None) -> bool:
+    def changes_answer(self, table: Table, position: int, seen_items: SeenItems | None) -> bool:
         """True if newer events change the table's answer for the user at this position (-1: none).
 
         A night takes a vector that the user brought along as it is, whatever the user did.
@@ -389,5 +416,7 @@ class GenerationEvents:
             return False
         is_vector_of_known = table.kind == "vector" and position >= 0 and seen_items is not None
         return not (
-            is_vector_of_known and seen_items is not None and seen_items.brought_vector(position)
+            is_vector_of_known
+            and seen_items is not None
+            and seen_items.has_brought_vector(position)
         )

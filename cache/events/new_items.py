@@ -12,38 +12,38 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.events.event import Event
-from cache.events.newer_events import VALUES_MAX, features_with
+from cache.events.newer_events import VALUES_PER_ENTITY_MAX, merge_features
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from cache.format.stream_position import Position
 from cache.model.input_preparation import check_features, stack_features
 from cache.model.new_items import NO_NEW_ITEMS, NewItem, NewItems, NextTry
-from cache.model.tower import AnyTower, Tower, run_apart
+from cache.model.tower import AnyTower, Tower, run_isolating_failures
 from cache.model.tower_spec import InputSpec, TowerSpec
 
-ITEM_TOWER: Final = "item_tower"
+ITEM_TOWER_MODEL: Final = "item_tower"
 """Name of the item tower among a manifest's models."""
 
-ITEM_VECTORS: Final = "item_vectors"
+ITEM_VECTORS_FACT: Final = "item_vectors"
 """Fact of a manifest: its items are a table of vectors besides the bundle, which takes a row for each new item."""
 
-ITEM_COLUMN: Final = "item_column"
+ITEM_COLUMN_FACT: Final = "item_column"
 """Fact of a manifest: the column of ids in its feature table of items, if a model of items takes it as a feature."""
 
 NEW_VECTOR_ABS_MAX: Final = 65_504.0
 """Largest number of an item's vector that an event brought or made: scores far beyond all others would leave no list
 any precision."""
 
-TOWER_RETRIES_S: Final = (1.0, 8.0, 60.0)
+TOWER_RETRY_PAUSES_S: Final = (1.0, 8.0, 60.0)
 """Seconds until a retry of an input on which the tower raised: errors of memory and time pass, others never do. After
 the last retry it is refused."""
 
-_ENTITY_BYTES: Final = 180
+_ITEM_OVERHEAD_BYTES: Final = 180
 """Memory of an item besides its id and vector, about."""
 
 _NEW_ITEMS_AT_ONCE: Final = 256
 
-_OWN_ITEMS_LOOKED_AT: Final = 64
+_SAMPLED_OWN_ITEMS: Final = 64
 """Own items whose vectors show whether there is a bound: reading all would take long."""
 
 _FIXED_ITEMS_MESSAGE: Final = (
@@ -60,101 +60,105 @@ class NewItemEvents:
 
     def __init__(self, items_max: int = sys.maxsize) -> None:
         self.size_bytes = 0
-        self.last = 0
+        self.last_number = 0
         """Number of the newest position that was added."""
         self.version = 0
         """Number of changes made to the items so far; a copy with the same number is up to date."""
-        self.evicted = 0
+        self.evicted_count = 0
         """Number of items that were dropped to make room for newer ones."""
         self._items_max = items_max
         self._evicted_until = 0
         # In the order of the newest positions, newest last.
-        self._item_by_raw: dict[bytes, NewItem] = {}
+        self._item_by_id: dict[bytes, NewItem] = {}
 
     def __len__(self) -> int:
-        return len(self._item_by_raw)
+        return len(self._item_by_id)
 
-    def __contains__(self, raw: bytes) -> bool:
-        return raw in self._item_by_raw
+    def __contains__(self, raw_id: bytes) -> bool:
+        return raw_id in self._item_by_id
 
     def add(self, position: Position, event: Event) -> bool:
         """Takes the next event in; False for one that was there, True also where it brings no item."""
         number = position.number
-        if number <= self.last:
+        if number <= self.last_number:
             return False
-        self.last = number
-        raw = event.item
-        if raw is None or event.kind != "item" or not brings_item(event):
+        self.last_number = number
+        raw_id = event.item
+        if raw_id is None or event.kind != "item" or not brings_item(event):
             return True
         vector = None if event.vector is None else np.array(event.vector, np.float32)
-        previous_item = self._forgotten(raw)
+        previous_item = self._pop_item(raw_id)
         if vector is None and previous_item is not None:
             vector = previous_item.vector
-        self._put(NewItem(raw, number, vector))
+        self._put(NewItem(raw_id, number, vector))
         self._evict()
         self.version += 1
         return True
 
     def list_items_after(self, number: int) -> list[NewItem]:
         """Items behind this position's number, in the order of their positions."""
-        return [item for item in self._item_by_raw.values() if item.number > number]
+        return [item for item in self._item_by_id.values() if item.position_number > number]
 
     def drop_until(self, number: int) -> int:
         """Forgets items up to this position's number; how many they were."""
-        dropped_ids = [raw for raw, item in self._item_by_raw.items() if item.number <= number]
-        for raw in dropped_ids:
-            self.forget(raw)
+        dropped_ids = [
+            raw_id for raw_id, item in self._item_by_id.items() if item.position_number <= number
+        ]
+        for raw_id in dropped_ids:
+            self.forget(raw_id)
         return len(dropped_ids)
 
-    def become(self, replacement: "NewItemEvents") -> None:
+    def replace_contents(self, replacement: "NewItemEvents") -> None:
         """Take over the contents of `replacement`, which must not be used afterwards."""
-        self._item_by_raw, self.size_bytes, self.last = (
-            replacement._item_by_raw,
+        self._item_by_id, self.size_bytes, self.last_number = (
+            replacement._item_by_id,
             replacement.size_bytes,
-            replacement.last,
+            replacement.last_number,
         )
         self._evict()
         self.version += 1
 
-    def put_before(self, earlier_events: "NewItemEvents") -> None:
+    def prepend(self, earlier_events: "NewItemEvents") -> None:
         """Add the items of `earlier_events`, of earlier positions, that are not among these."""
-        newer_by_id = self._item_by_raw
-        earlier = {
-            raw: item for raw, item in earlier_events._item_by_raw.items() if raw not in newer_by_id
+        newer_by_id = self._item_by_id
+        earlier_by_id = {
+            raw_id: item
+            for raw_id, item in earlier_events._item_by_id.items()
+            if raw_id not in newer_by_id
         }
-        if not earlier:
+        if not earlier_by_id:
             return
-        self._item_by_raw = {}
+        self._item_by_id = {}
         for item in sorted(
-            [*earlier.values(), *newer_by_id.values()], key=lambda item: item.number
+            [*earlier_by_id.values(), *newer_by_id.values()], key=lambda item: item.position_number
         ):
-            self._item_by_raw[item.raw] = item
-        self.size_bytes = sum(map(_size_bytes, self._item_by_raw.values()))
+            self._item_by_id[item.raw_id] = item
+        self.size_bytes = sum(map(_item_bytes, self._item_by_id.values()))
         self._evict()
         self.version += 1
 
-    def forget(self, raw: bytes) -> None:
+    def forget(self, raw_id: bytes) -> None:
         """Forgets an item, for one that was erased."""
-        if self._forgotten(raw) is not None:
+        if self._pop_item(raw_id) is not None:
             self.version += 1
 
     def _put(self, item: NewItem) -> None:
-        self._item_by_raw[item.raw] = item
-        self.size_bytes += _size_bytes(item)
+        self._item_by_id[item.raw_id] = item
+        self.size_bytes += _item_bytes(item)
 
-    def _forgotten(self, raw: bytes) -> NewItem | None:
-        item = self._item_by_raw.pop(raw, None)
+    def _pop_item(self, raw_id: bytes) -> NewItem | None:
+        item = self._item_by_id.pop(raw_id, None)
         if item is not None:
-            self.size_bytes -= _size_bytes(item)
+            self.size_bytes -= _item_bytes(item)
         return item
 
     def _evict(self) -> None:
-        while len(self._item_by_raw) > self._items_max:
-            number = next(iter(self._item_by_raw.values())).number
-            self._forgotten(next(iter(self._item_by_raw)))
+        while len(self._item_by_id) > self._items_max:
+            number = next(iter(self._item_by_id.values())).position_number
+            self._pop_item(next(iter(self._item_by_id)))
             if number > self._evicted_until:  # not once more where the stream is read again
                 self._evicted_until = number
-                self.evicted += 1
+                self.evicted_count += 1
 
 
 def brings_item(event: Event) -> bool:
@@ -162,9 +166,9 @@ def brings_item(event: Event) -> bool:
     return bool(event.features) or event.vector is not None
 
 
-def _size_bytes(item: NewItem) -> int:
-    vector = 0 if item.vector is None else item.vector.nbytes
-    return _ENTITY_BYTES + len(item.raw) + vector
+def _item_bytes(item: NewItem) -> int:
+    vector_bytes = 0 if item.vector is None else item.vector.nbytes
+    return _ITEM_OVERHEAD_BYTES + len(item.raw_id) + vector_bytes
 
 
 class UnfitNewItem(InvalidInput):
@@ -195,19 +199,19 @@ class NewItemInputs:
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
         """Input by a manifest's item tower."""
-        if manifest.facts.get(ITEM_VECTORS):
+        if manifest.facts.get(ITEM_VECTORS_FACT):
             return cls(dims=manifest.items.dims)
-        model = manifest.models.get(ITEM_TOWER)
+        model = manifest.models.get(ITEM_TOWER_MODEL)
         spec = None if model is None else TowerSpec.from_json(model.spec)
         if spec is None or len(spec.features) < len(spec.inputs):
             return cls()
-        return cls(spec.features, id_column=manifest.facts.get(ITEM_COLUMN, ""))
+        return cls(spec.features, id_column=manifest.facts.get(ITEM_COLUMN_FACT, ""))
 
     def check(self, event: Event) -> None:
         """Raises UnfitNewItem (`field`) for an event that brings an item which cannot be answered with."""
-        if len(event.values) > VALUES_MAX:
+        if len(event.set_values) > VALUES_PER_ENTITY_MAX:
             raise UnfitNewItem(
-                f"it has {len(event.values)} features and attributes, {VALUES_MAX} of one item are kept",
+                f"it has {len(event.set_values)} features and attributes, {VALUES_PER_ENTITY_MAX} of one item are kept",
                 field="features",
             )
         if self.features:
@@ -237,8 +241,8 @@ class NewItemInputs:
             )
 
     def _check_features(self, event: Event) -> None:
-        named = {str(input_spec.column) for input_spec in self.features}
-        columns = sorted(named - {self.id_column})
+        feature_columns = {str(input_spec.column) for input_spec in self.features}
+        columns = sorted(feature_columns - {self.id_column})
         requirement = f"the item tower of the live generation takes {', '.join(columns)}"
         if event.vector is not None:
             raise UnfitNewItem(
@@ -248,16 +252,17 @@ class NewItemInputs:
         features, item_id = event.features or {}, (event.item or b"").decode()
         if (repeated_id := features.get(self.id_column, item_id)) not in (
             item_id,
-            _as_number(item_id),
+            _as_whole_number(item_id),
         ):
             raise UnfitNewItem(
                 f"features.{self.id_column} is {repeated_id!r}, and the event is of item {item_id!r}: leave that "
                 "feature out, the item tower takes the item's id",
                 field=f"features.{self.id_column}",
             )
-        if missing := [column for column in columns if column not in features]:
+        if missing_columns := [column for column in columns if column not in features]:
             raise UnfitNewItem(
-                f"{requirement}: {', '.join(missing)} is missing; send all of them with a new item, and what changes "
+                f"{requirement}: {', '.join(missing_columns)} is missing; send all of them with a new item, and what "
+                "changes "
                 "of one "
                 "that is known as attributes",
                 field="features",
@@ -282,10 +287,10 @@ def with_item_id(
     dtypes = {input_spec.dtype for input_spec in inputs if input_spec.column == id_column}
     if not dtypes:
         return values
-    return {**values, id_column: item_id if dtypes == {"string"} else _as_number(item_id)}
+    return {**values, id_column: item_id if dtypes == {"string"} else _as_whole_number(item_id)}
 
 
-def _as_number(item_id: str) -> int | str:
+def _as_whole_number(item_id: str) -> int | str:
     """A whole number for the decimal form of one, else the id itself."""
     return int(item_id) if item_id.isdecimal() and item_id.isascii() else item_id
 
@@ -299,7 +304,13 @@ class NewItemTower:
 
     @classmethod
     def open(
-        cls, manifest: Manifest, root: Path, items: ItemTable, *, threads: int, cores: Sequence[int]
+        cls,
+        manifest: Manifest,
+        generation_folder: Path,
+        items: ItemTable,
+        *,
+        threads: int,
+        cores: Sequence[int],
     ) -> Self:
         """Opens the item tower in fp32 where items are made of features; `items` are the generation's own.
 
@@ -307,92 +318,110 @@ class NewItemTower:
         night.
         """
         inputs = NewItemInputs.of(manifest)
-        largest = float(np.abs(items.vectors[:_OWN_ITEMS_LOOKED_AT]).max(initial=0))
-        if largest > NEW_VECTOR_ABS_MAX:
-            inputs = replace(inputs, vector_abs_max=np.inf if inputs.features else largest)
+        largest_number = float(np.abs(items.vectors[:_SAMPLED_OWN_ITEMS]).max(initial=0))
+        if largest_number > NEW_VECTOR_ABS_MAX:
+            inputs = replace(inputs, vector_abs_max=np.inf if inputs.features else largest_number)
         if not inputs.features:
             return cls(inputs)
-        model = manifest.models[ITEM_TOWER]
+        model = manifest.models[ITEM_TOWER_MODEL]
         spec = TowerSpec.from_json(model.spec)
-        tower = Tower.open(root / model.fp32.path, spec, threads=threads, cores=cores)
+        tower = Tower.open(generation_folder / model.fp32.path, spec, threads=threads, cores=cores)
         return cls(inputs, tower)
 
-    def items(
+    def compute_new_items(
         self,
-        table: ItemTable,
+        item_table: ItemTable,
         candidate_items: Sequence[NewItem],
-        values: Mapping[bytes, Mapping[str, Any]],
-        previous: NewItems = NO_NEW_ITEMS,
+        values_by_item: Mapping[bytes, Mapping[str, Any]],
+        previous_items: NewItems = NO_NEW_ITEMS,
         now_s: float = 0.0,
     ) -> NewItems:
         """New `candidate_items` that the generation's models can take; `now_s` is monotonic.
 
-        `values` are what events set for each, by column. Vectors of `previous` whose inputs are the same stay. Anybody
-        sends events: an item that the tower raises on costs the others nothing, and is tried again after
-        TOWER_RETRIES_S.
+        `values_by_item` are what events set for each, by column. Vectors of `previous_items` whose inputs are the same
+        stay. Anybody sends events: an item that the tower raises on costs the others nothing, and is tried again after
+        TOWER_RETRY_PAUSES_S.
         """
-        known_mask = table.ordinals_of([item.raw for item in candidate_items]) >= 0
-        new = [
+        known_mask = item_table.ordinals_of([item.raw_id for item in candidate_items]) >= 0
+        unknown_items = [
             item
             for item, is_known in zip(candidate_items, known_mask.tolist(), strict=True)
             if not is_known
         ]
-        keyed_inputs = [(item, *self._input(item, values.get(item.raw, {}))) for item in new]
-        usable = [(item, input_key, row) for item, input_key, row in keyed_inputs if input_key]
-        vector_by_input = dict(zip(previous.inputs, previous.vectors, strict=True))
-        failed = dict(previous.failed)
+        keyed_inputs = [
+            (item, *self._item_input(item, values_by_item.get(item.raw_id, {})))
+            for item in unknown_items
+        ]
+        usable_inputs = [
+            (item, input_key, row) for item, input_key, row in keyed_inputs if input_key
+        ]
+        vector_by_input = dict(zip(previous_items.input_keys, previous_items.vectors, strict=True))
+        next_try_by_input = dict(previous_items.next_try_by_input)
         settled_inputs = (
             vector_by_input.keys()
-            | previous.refused
-            | {raw for raw, next_try in failed.items() if next_try.at > now_s}
+            | previous_items.refused_inputs
+            | {raw for raw, next_try in next_try_by_input.items() if next_try.retry_at_s > now_s}
         )
-        fresh = list(
+        pending_inputs = list(
             {
-                input_key: row for _, input_key, row in usable if input_key not in settled_inputs
+                input_key: row
+                for _, input_key, row in usable_inputs
+                if input_key not in settled_inputs
             }.items()
         )
-        for start in range(0, len(fresh), _NEW_ITEMS_AT_ONCE):
-            chunk = fresh[start : start + _NEW_ITEMS_AT_ONCE]
+        for start in range(0, len(pending_inputs), _NEW_ITEMS_AT_ONCE):
+            chunk = pending_inputs[start : start + _NEW_ITEMS_AT_ONCE]
             for (input_key, _), vector, has_raised in zip(
-                chunk, *self._vectors([row for _, row in chunk]), strict=True
+                chunk, *self._run_tower([row for _, row in chunk]), strict=True
             ):
-                last = failed.pop(input_key, NextTry(0, now_s))
+                last_try = next_try_by_input.pop(input_key, NextTry(0, now_s))
                 if not has_raised:
                     vector_by_input[input_key] = vector
-                elif last.tries < len(TOWER_RETRIES_S):
-                    failed[input_key] = NextTry(last.tries + 1, now_s + TOWER_RETRIES_S[last.tries])
-        usable_keys = {input_key for _, input_key, _ in usable}
-        failed = {
+                elif last_try.try_count < len(TOWER_RETRY_PAUSES_S):
+                    next_try_by_input[input_key] = NextTry(
+                        last_try.try_count + 1, now_s + TOWER_RETRY_PAUSES_S[last_try.try_count]
+                    )
+        usable_keys = {input_key for _, input_key, _ in usable_inputs}
+        next_try_by_input = {
             input_key: next_try
-            for input_key, next_try in failed.items()
+            for input_key, next_try in next_try_by_input.items()
             if input_key in usable_keys
         }
-        refused = frozenset(
+        refused_inputs = frozenset(
             input_key
-            for input_key in usable_keys - failed.keys()
+            for input_key in usable_keys - next_try_by_input.keys()
             if input_key not in vector_by_input or not self._fits(vector_by_input[input_key])
         )
-        left_out = frozenset(item.raw for item, key, _ in usable if key in refused or key in failed)
-        usable = [
+        left_out_ids = frozenset(
+            item.raw_id
+            for item, key, _ in usable_inputs
+            if key in refused_inputs or key in next_try_by_input
+        )
+        usable_inputs = [
             keyed_input
-            for keyed_input in usable
-            if keyed_input[1] not in refused and keyed_input[1] not in failed
+            for keyed_input in usable_inputs
+            if keyed_input[1] not in refused_inputs and keyed_input[1] not in next_try_by_input
         ]
-        if not usable:
-            return NewItems(table.count, refused=refused, failed=failed, left_out=left_out)
+        if not usable_inputs:
+            return NewItems(
+                item_table.count,
+                refused_inputs=refused_inputs,
+                next_try_by_input=next_try_by_input,
+                left_out_ids=left_out_ids,
+            )
         vectors = np.ascontiguousarray(
-            [vector_by_input[input_key] for _, input_key, _ in usable], np.float32
+            [vector_by_input[input_key] for _, input_key, _ in usable_inputs], np.float32
         )
         vectors.flags.writeable = False
-        items = tuple(item for item, _, _ in usable)
+        items = tuple(item for item, _, _ in usable_inputs)
         return NewItems(
-            table.count,
+            item_table.count,
             items,
             vectors,
-            tuple(input_key for _, input_key, _ in usable),
-            refused,
-            failed,
-            left_out,
+            tuple(input_key for _, input_key, _ in usable_inputs),
+            refused_inputs,
+            next_try_by_input,
+            left_out_ids,
         )
 
     def _fits(self, vector: NDArray[np.float32]) -> bool:
@@ -401,11 +430,11 @@ class NewItemTower:
             and np.abs(vector).max(initial=0) <= self.inputs.vector_abs_max
         )
 
-    def _input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
+    def _item_input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
         """Return (key of the item's input, the input itself); the key is empty where no model can take the item."""
         if self.inputs.features:
-            values = self.inputs.with_id(values, item.raw.decode())
-            features = features_with({}, values, self.inputs.features)
+            values = self.inputs.with_id(values, item.raw_id.decode())
+            features = merge_features({}, values, self.inputs.features)
             if features is None:
                 return b"", None
             return orjson.dumps(features, option=orjson.OPT_SORT_KEYS), features
@@ -413,12 +442,12 @@ class NewItemTower:
             return item.vector.tobytes(), item.vector
         return b"", None
 
-    def _vectors(self, rows: Sequence[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    def _run_tower(self, rows: Sequence[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """(vectors, mask of the rows on which the tower raised)."""
         if self.tower is None:
             return np.array(rows, np.float32), np.zeros(len(rows), np.bool_)
-        checked = [check_features(self.inputs.features, features) for features in rows]
-        return run_apart(self.tower, {
-            input_spec.name: stack_features(input_spec, [row[input_spec.name] for row in checked])
+        feature_rows = [check_features(self.inputs.features, features) for features in rows]
+        return run_isolating_failures(self.tower, {
+            input_spec.name: stack_features(input_spec, [row[input_spec.name] for row in feature_rows])
             for input_spec in self.inputs.features
         })  # fmt: skip

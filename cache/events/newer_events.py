@@ -20,22 +20,22 @@ from cache.model.tower_spec import InputSpec
 ENTITIES_AT_ONCE: Final = 256
 """Users, items or values handled between two yields of a job that shares the event loop."""
 
-VALUES_MAX: Final = 64
+VALUES_PER_ENTITY_MAX: Final = 64
 """Attributes kept per user or item, those set last: many attributes must not make every next event slow to add."""
 
 _RECENT_ITEMS_MAX: Final = 4_096
 """Items that are checked one by one."""
 
-_USER_BYTES: Final = 180
+_USER_OVERHEAD_BYTES: Final = 180
 """Memory of a user besides the id and the packed events, about."""
 
-_ENTITY_BYTES: Final = 180
+_ENTITY_OVERHEAD_BYTES: Final = 180
 """Memory of an entity besides id and packed values, about."""
 
-_USER_EVENT_TAIL: Final = struct.Struct("<qQH")
+_USER_EVENT_TAIL_FORMAT: Final = struct.Struct("<qQH")
 """Behind an item's id: when it happened (microseconds), the position's number, and bytes of the id."""
 
-_VALUES_HEADER: Final = struct.Struct("<Q")
+_VALUES_HEADER_FORMAT: Final = struct.Struct("<Q")
 """Number of the newest position before an entity's values, which are JSON: `{attribute: [number, value]}`."""
 
 
@@ -58,64 +58,66 @@ class UserEvents:
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self.last = 0
+        self.last_number = 0
         """Number of the newest position that was added."""
         self.complete_after_number = 0
-        """Number of the position after which all events up to `last` are here."""
-        self.packed: dict[bytes, bytes] = {}
+        """Number of the position after which all events up to `last_number` are here."""
+        self.packed_by_user: dict[bytes, bytes] = {}
         """Packed events by user; a user's bytes object changes with each event of the user, and only then."""
 
     def __len__(self) -> int:
         """Return the number of users with events."""
-        return len(self.packed)
+        return len(self.packed_by_user)
 
     def __contains__(self, user: bytes) -> bool:
-        return user in self.packed
+        return user in self.packed_by_user
 
     def add(self, position: Position, event: Event) -> bool:
         """Add the next event; False if its position was added before, True even if it changes no user's input."""
-        number = position.number
-        if number <= self.last:
+        position_number = position.number
+        if position_number <= self.last_number:
             return False
-        self.last = number
+        self.last_number = position_number
         user, item = event.user, event.item
         if event.kind == "user" and event.attributes:
             item = b""
-        elif not event.counts:
+        elif not event.is_in_history:
             return True
         if user is None or item is None:
             return True
-        previous_packed = self.packed.get(user)
+        previous_packed = self.packed_by_user.get(user)
         if previous_packed is None:
             previous_packed = b""
-            self.size_bytes += _USER_BYTES + len(user)
-        packed = item + _USER_EVENT_TAIL.pack(event.at_us, number, len(item))
-        self.packed[user] = previous_packed + packed
-        self.size_bytes += len(packed)
+            self.size_bytes += _USER_OVERHEAD_BYTES + len(user)
+        packed_event = item + _USER_EVENT_TAIL_FORMAT.pack(event.at_us, position_number, len(item))
+        self.packed_by_user[user] = previous_packed + packed_event
+        self.size_bytes += len(packed_event)
         return True
 
     def has_newer(self, user: bytes, number: int) -> bool:
         """True if the user has an event after this position number."""
-        packed = self.packed.get(user)
+        packed = self.packed_by_user.get(user)
         return (
             packed is not None
-            and _USER_EVENT_TAIL.unpack_from(packed, len(packed) - _USER_EVENT_TAIL.size)[1]
+            and _USER_EVENT_TAIL_FORMAT.unpack_from(
+                packed, len(packed) - _USER_EVENT_TAIL_FORMAT.size
+            )[1]
             > number
         )
 
     def has_newer_item(self, user: bytes, number: int) -> bool:
         """True if one of the user's events after this position number has an item."""
-        return any(event.item for event in self._backwards(user, number))
+        return any(event.item for event in self._events_backwards(user, number))
 
     def list_events_after(self, user: bytes, number: int) -> list[UserEvent]:
         """Return the user's events after this position number, in order."""
-        return list(self._backwards(user, number))[::-1]
+        return list(self._events_backwards(user, number))[::-1]
 
     def drop_until(self, number: int, users: Iterable[bytes] | None = None) -> int:
         """Forget events up to this position number, of all or of some users; return how many users have none left."""
         forgotten_count, self.complete_after_number = 0, max(self.complete_after_number, number)
-        for user in list(self.packed) if users is None else users:
-            if (previous_packed := self.packed.get(user)) is None:
+        for user in list(self.packed_by_user) if users is None else users:
+            if (previous_packed := self.packed_by_user.get(user)) is None:
                 continue
             remaining_events = self.list_events_after(user, number)
             if not remaining_events:
@@ -123,320 +125,352 @@ class UserEvents:
                 forgotten_count += 1
                 continue
             packed = b"".join(
-                event.item + _USER_EVENT_TAIL.pack(event.at_us, event.number, len(event.item))
+                event.item
+                + _USER_EVENT_TAIL_FORMAT.pack(event.at_us, event.number, len(event.item))
                 for event in remaining_events
             )
             if len(packed) < len(previous_packed):
-                self.packed[user] = packed
+                self.packed_by_user[user] = packed
                 self.size_bytes -= len(previous_packed) - len(packed)
         return forgotten_count
 
-    def become(self, replacement: "UserEvents") -> None:
+    def replace_contents(self, replacement: "UserEvents") -> None:
         """Take over the contents of `replacement`, which must not be used afterwards; lookups go on meanwhile."""
-        deque(self.become_in_turns(replacement), maxlen=0)
+        deque(self.replace_in_turns(replacement), maxlen=0)
 
-    def become_in_turns(self, replacement: "UserEvents") -> Iterator[None]:
+    def replace_in_turns(self, replacement: "UserEvents") -> Iterator[None]:
         """Take over the contents of `replacement`, yielding every ENTITIES_AT_ONCE users.
 
         Until the generator ends, some users have their old events and others the new ones.
         """
-        packed_by_user, coming = self.packed, replacement.packed
+        packed_by_user, new_packed_by_user = self.packed_by_user, replacement.packed_by_user
         for count, user in enumerate(
-            [*packed_by_user, *(user for user in coming if user not in packed_by_user)], 1
+            [*packed_by_user, *(user for user in new_packed_by_user if user not in packed_by_user)],
+            1,
         ):
-            packed = coming.get(user)
+            packed = new_packed_by_user.get(user)
             if packed is None:
                 del packed_by_user[user]
             elif packed_by_user.get(user) != packed:  # who has the same keeps the very object
                 packed_by_user[user] = packed
             if not count % ENTITIES_AT_ONCE:
                 yield
-        self.size_bytes, self.last, self.complete_after_number = (
+        self.size_bytes, self.last_number, self.complete_after_number = (
             replacement.size_bytes,
-            replacement.last,
+            replacement.last_number,
             replacement.complete_after_number,
         )
 
-    def put_before(self, earlier_events: "UserEvents", users: Iterable[bytes]) -> None:
+    def prepend(self, earlier_events: "UserEvents", users: Iterable[bytes]) -> None:
         """Prepend the earlier events of these users; all of them are older than the events here."""
         for user in users:
-            earlier, newer_packed = earlier_events.packed[user], self.packed.get(user)
-            self.packed[user] = earlier if newer_packed is None else earlier + newer_packed
-            self.size_bytes += len(earlier) + (
-                _USER_BYTES + len(user) if newer_packed is None else 0
+            earlier_packed, newer_packed = (
+                earlier_events.packed_by_user[user],
+                self.packed_by_user.get(user),
+            )
+            self.packed_by_user[user] = (
+                earlier_packed if newer_packed is None else earlier_packed + newer_packed
+            )
+            self.size_bytes += len(earlier_packed) + (
+                _USER_OVERHEAD_BYTES + len(user) if newer_packed is None else 0
             )
 
     def forget(self, user: bytes) -> None:
         """Forget the events of an erased user."""
-        packed = self.packed.pop(user, None)
+        packed = self.packed_by_user.pop(user, None)
         if packed is not None:
-            self.size_bytes -= _USER_BYTES + len(user) + len(packed)
+            self.size_bytes -= _USER_OVERHEAD_BYTES + len(user) + len(packed)
 
-    def _backwards(self, user: bytes, number: int) -> Iterator[UserEvent]:
-        packed = self.packed.get(user, b"")
-        end = len(packed)
-        while end:
-            at = end - _USER_EVENT_TAIL.size
-            at_us, event_number, length = _USER_EVENT_TAIL.unpack_from(packed, at)
-            if event_number <= number:
+    def _events_backwards(self, user: bytes, after_number: int) -> Iterator[UserEvent]:
+        packed = self.packed_by_user.get(user, b"")
+        event_end = len(packed)
+        while event_end:
+            tail_offset = event_end - _USER_EVENT_TAIL_FORMAT.size
+            at_us, event_number, id_bytes = _USER_EVENT_TAIL_FORMAT.unpack_from(packed, tail_offset)
+            if event_number <= after_number:
                 return
-            end = at - length
-            yield UserEvent(packed[end:at], at_us, event_number)
+            event_end = tail_offset - id_bytes
+            yield UserEvent(packed[event_end:tail_offset], at_us, event_number)
 
 
 class AttributeValue(NamedTuple):
     """Attribute value that an event set, with its item or user; None clears the attribute."""
 
-    raw: bytes
+    entity_id: bytes
     attribute: str
-    value: Any
+    new_value: Any
 
 
 class NewerValues(NamedTuple):
     """Values set between two positions, by number, still packed: usable in any thread."""
 
-    after: int
+    after_number: int
     until_number: int
-    packed: tuple[tuple[bytes, bytes], ...] = ()
+    packed_values: tuple[tuple[bytes, bytes], ...] = ()
 
-    def values(self) -> Iterator[AttributeValue]:
+    def iterate_values(self) -> Iterator[AttributeValue]:
         """Yield the values; entities come in the order of their newest positions."""
-        for raw, packed in self.packed:
-            if _newest_number(packed) <= self.after:
+        for entity_id, packed in self.packed_values:
+            if _newest_position_number(packed) <= self.after_number:
                 continue
-            for attribute, value in _values_after(packed, self.after).items():
-                yield AttributeValue(raw, attribute, value)
+            for attribute, value in _values_after(packed, self.after_number).items():
+                yield AttributeValue(entity_id, attribute, value)
 
 
 class ValuesOfItems(NamedTuple):
     """Values of items set after a position, by number, still packed: usable in any thread."""
 
-    after: int
-    packed: Mapping[bytes, bytes]
+    after_number: int
+    packed_by_item: Mapping[bytes, bytes]
 
-    def of(self, raw: bytes) -> dict[str, Any]:
+    def values_of(self, item_id: bytes) -> dict[str, Any]:
         """Return an item's values by attribute; empty for an item without any."""
-        packed = self.packed.get(raw)
-        return {} if packed is None else _values_after(packed, self.after)
+        packed = self.packed_by_item.get(item_id)
+        return {} if packed is None else _values_after(packed, self.after_number)
 
 
 class AttributeEvents:
     """Newest attribute values of items and users; a lookup for one without values costs one dictionary access.
 
-    Positions only grow. Beyond VALUES_MAX the oldest values of an entity are dropped; callers bound the total memory.
+    Positions only grow. Beyond VALUES_PER_ENTITY_MAX the oldest values of an entity are dropped; callers bound the
+    total memory.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self.last = 0
+        self.last_number = 0
         """Number of the newest position that was added."""
         self.complete_after_number = 0
-        """Number of the position after which all values up to `last` are here, but for those dropped."""
-        self.newest_item = 0
+        """Number of the position after which all values up to `last_number` are here, but for those dropped."""
+        self.newest_item_number = 0
         """Number of the newest position that set a value of an item."""
-        self.refusals = 0
+        self.refusal_count = 0
         """Number of events for which older values of their entity were dropped."""
         # Each in the order of the newest positions, newest last.
-        self._items: dict[bytes, bytes] = {}
-        self._users: dict[bytes, bytes] = {}
+        self._packed_by_item: dict[bytes, bytes] = {}
+        self._packed_by_user: dict[bytes, bytes] = {}
 
     def __len__(self) -> int:
         """Return the number of items and users with values."""
-        return len(self._items) + len(self._users)
+        return len(self._packed_by_item) + len(self._packed_by_user)
 
     def add(self, position: Position, event: Event) -> bool:
         """Add the next event; False if its position was added before, True even if it sets no value."""
-        number = position.number
-        if number <= self.last:
+        position_number = position.number
+        if position_number <= self.last_number:
             return False
-        self.last = number
-        kind, raw = event.kind, event.source
-        if kind == "interaction" or not (values := event.values):
+        self.last_number = position_number
+        kind, entity_id = event.kind, event.source_id
+        if kind == "interaction" or not (values := event.set_values):
             return True
-        of_kind = self._items if kind == "item" else self._users
-        previous_packed = of_kind.get(raw)
+        packed_by_entity = self._packed_by_item if kind == "item" else self._packed_by_user
+        previous_packed = packed_by_entity.get(entity_id)
         numbered_values = {} if previous_packed is None else _unpack_values(previous_packed)
-        numbered_values |= {name: [number, value] for name, value in values.items()}
-        packed = _pack_values(number, numbered_values)
-        more = (
-            len(packed) - len(previous_packed)
+        numbered_values |= {name: [position_number, value] for name, value in values.items()}
+        packed_values = _pack_values(position_number, numbered_values)
+        added_bytes = (
+            len(packed_values) - len(previous_packed)
             if previous_packed
-            else len(packed) + len(raw) + _ENTITY_BYTES
+            else len(packed_values) + len(entity_id) + _ENTITY_OVERHEAD_BYTES
         )
-        self.refusals += len(numbered_values) > VALUES_MAX
-        of_kind.pop(raw, None)
-        of_kind[raw] = packed
-        self.size_bytes += more
+        self.refusal_count += len(numbered_values) > VALUES_PER_ENTITY_MAX
+        packed_by_entity.pop(entity_id, None)
+        packed_by_entity[entity_id] = packed_values
+        self.size_bytes += added_bytes
         if kind == "item":
-            self.newest_item = number
+            self.newest_item_number = position_number
         return True
 
-    def items_since(self, number: int) -> NewerValues:
+    def item_values_since(self, number: int) -> NewerValues:
         """Return the values of items set after this position; the cost is small, however many there are."""
-        until_number = max(number, self.newest_item)
+        until_number = max(number, self.newest_item_number)
         newer_values: list[tuple[bytes, bytes]] = []
-        for raw, packed in islice(reversed(self._items.items()), _RECENT_ITEMS_MAX):
-            if _newest_number(packed) <= number:
+        for item_id, packed in islice(reversed(self._packed_by_item.items()), _RECENT_ITEMS_MAX):
+            if _newest_position_number(packed) <= number:
                 return NewerValues(number, until_number, tuple(reversed(newer_values)))
-            newer_values.append((raw, packed))
+            newer_values.append((item_id, packed))
         # All of them, in one piece of C code: which are newer is told where they are unpacked.
-        return NewerValues(number, until_number, tuple(self._items.items()))
+        return NewerValues(number, until_number, tuple(self._packed_by_item.items()))
 
-    def of_user(self, user: bytes, number: int) -> dict[str, Any]:
+    def values_of_user(self, user: bytes, number: int) -> dict[str, Any]:
         """Return the user's values set after this position, by attribute."""
-        packed = self._users.get(user)
+        packed = self._packed_by_user.get(user)
         return {} if packed is None else _values_after(packed, number)
 
-    def of_items(self, items: Iterable[bytes], number: int) -> "ValuesOfItems":
+    def values_of_items(self, items: Iterable[bytes], number: int) -> "ValuesOfItems":
         """Return the values of some items set after this position."""
-        packed_by_item = self._items
+        packed_by_item = self._packed_by_item
         return ValuesOfItems(
-            number, {raw: packed_by_item[raw] for raw in items if raw in packed_by_item}
+            number,
+            {item_id: packed_by_item[item_id] for item_id in items if item_id in packed_by_item},
         )
 
-    def items_among(self, items: frozenset[bytes]) -> set[bytes]:
+    def items_with_values(self, items: frozenset[bytes]) -> set[bytes]:
         """Return the ids among `items` for which events set values."""
-        return self._items.keys() & items
+        return self._packed_by_item.keys() & items
 
-    def newest_of_user(self, user: bytes) -> int:
+    def newest_number_of_user(self, user: bytes) -> int:
         """Return the number of the newest position that set a value of the user; 0 for none."""
-        packed = self._users.get(user)
-        return 0 if packed is None else _newest_number(packed)
+        packed = self._packed_by_user.get(user)
+        return 0 if packed is None else _newest_position_number(packed)
 
     def values_set_after(self, kind: str, number: int) -> dict[bytes, dict[str, Any]]:
         """Return the values set after this position, of the entities of one kind, `item` or `user`."""
-        of_kind = self._items if kind == "item" else self._users
+        packed_by_entity = self._packed_by_item if kind == "item" else self._packed_by_user
         return {
-            raw: _values_after(packed, number)
-            for raw, packed in of_kind.items()
-            if _newest_number(packed) > number
+            entity_id: _values_after(packed, number)
+            for entity_id, packed in packed_by_entity.items()
+            if _newest_position_number(packed) > number
         }
 
     def drop_until(self, number: int, entities_max: int = sys.maxsize) -> int:
         """Forget at most `entities_max` entities without a value after this position; return their number."""
         forgotten_count, self.complete_after_number = 0, max(self.complete_after_number, number)
-        for of_kind in (self._items, self._users):
-            forgotten_raws: list[bytes] = []
-            for raw, packed in of_kind.items():
+        for packed_by_entity in (self._packed_by_item, self._packed_by_user):
+            forgotten_ids: list[bytes] = []
+            for entity_id, packed in packed_by_entity.items():
                 if (
-                    _newest_number(packed) > number
-                    or forgotten_count + len(forgotten_raws) >= entities_max
+                    _newest_position_number(packed) > number
+                    or forgotten_count + len(forgotten_ids) >= entities_max
                 ):
                     break
-                forgotten_raws.append(raw)
-            for raw in forgotten_raws:
-                self._forget(of_kind, raw)
-            forgotten_count += len(forgotten_raws)
+                forgotten_ids.append(entity_id)
+            for entity_id in forgotten_ids:
+                self._forget(packed_by_entity, entity_id)
+            forgotten_count += len(forgotten_ids)
         return forgotten_count
 
-    def become(self, replacement: "AttributeEvents") -> None:
+    def replace_contents(self, replacement: "AttributeEvents") -> None:
         """Take over the contents of `replacement`, which must not be used afterwards."""
-        self._items, self._users = replacement._items, replacement._users
-        self.size_bytes, self.last = replacement.size_bytes, replacement.last
-        self.newest_item, self.complete_after_number = (
-            replacement.newest_item,
+        self._packed_by_item, self._packed_by_user = (
+            replacement._packed_by_item,
+            replacement._packed_by_user,
+        )
+        self.size_bytes, self.last_number = replacement.size_bytes, replacement.last_number
+        self.newest_item_number, self.complete_after_number = (
+            replacement.newest_item_number,
             replacement.complete_after_number,
         )
-        self.refusals = max(self.refusals, replacement.refusals)
+        self.refusal_count = max(self.refusal_count, replacement.refusal_count)
 
-    def put_before(self, earlier_events: "AttributeEvents") -> None:
+    def prepend(self, earlier_events: "AttributeEvents") -> None:
         """Add the values of `earlier_events`, which has earlier positions; values set here win."""
-        deque(self.put_before_in_turns(earlier_events), maxlen=0)
+        deque(self.prepend_in_turns(earlier_events), maxlen=0)
 
-    def put_before_in_turns(self, earlier_events: "AttributeEvents") -> Iterator[None]:
+    def prepend_in_turns(self, earlier_events: "AttributeEvents") -> Iterator[None]:
         """Add the values of `earlier_events`, yielding between batches of entities; add no event before the end."""
-        items = yield from self._put_before(self._items, earlier_events._items)
-        users = yield from self._put_before(self._users, earlier_events._users)
-        self._items, self._users = items, users
-        self.newest_item = max(self.newest_item, earlier_events.newest_item)
-        self.refusals += earlier_events.refusals
+        merged_items = yield from self._merge_earlier(
+            self._packed_by_item, earlier_events._packed_by_item
+        )
+        merged_users = yield from self._merge_earlier(
+            self._packed_by_user, earlier_events._packed_by_user
+        )
+        self._packed_by_item, self._packed_by_user = merged_items, merged_users
+        self.newest_item_number = max(self.newest_item_number, earlier_events.newest_item_number)
+        self.refusal_count += earlier_events.refusal_count
 
-    def _put_before(
-        self, packed_by_id: dict[bytes, bytes], earlier: dict[bytes, bytes]
+    def _merge_earlier(
+        self, packed_by_id: dict[bytes, bytes], earlier_packed_by_id: dict[bytes, bytes]
     ) -> Generator[None, None, dict[bytes, bytes]]:
         """Merge two mappings, each already in the order of its newest positions, into one in that order."""
-        if not earlier:
+        if not earlier_packed_by_id:
             return packed_by_id
-        only_earlier = ((raw, packed) for raw, packed in earlier.items() if raw not in packed_by_id)
-        ordered_entities = heapq.merge(
-            packed_by_id.items(), only_earlier, key=lambda entity: _newest_number(entity[1])
+        only_earlier_entities = (
+            (entity_id, packed)
+            for entity_id, packed in earlier_packed_by_id.items()
+            if entity_id not in packed_by_id
         )
-        merged: dict[bytes, bytes] = {}
-        grown = 0
-        for count, (raw, packed) in enumerate(ordered_entities, 1):
-            if raw not in packed_by_id:
-                merged[raw] = packed
-                grown += len(packed) + len(raw) + _ENTITY_BYTES
-            elif raw in earlier:
-                merged[raw] = _merge_values(earlier[raw], packed)
-                grown += len(merged[raw]) - len(packed)
+        ordered_entities = heapq.merge(
+            packed_by_id.items(),
+            only_earlier_entities,
+            key=lambda entity: _newest_position_number(entity[1]),
+        )
+        merged_by_id: dict[bytes, bytes] = {}
+        added_bytes = 0
+        for count, (entity_id, packed) in enumerate(ordered_entities, 1):
+            if entity_id not in packed_by_id:
+                merged_by_id[entity_id] = packed
+                added_bytes += len(packed) + len(entity_id) + _ENTITY_OVERHEAD_BYTES
+            elif entity_id in earlier_packed_by_id:
+                merged_by_id[entity_id] = _merge_values(earlier_packed_by_id[entity_id], packed)
+                added_bytes += len(merged_by_id[entity_id]) - len(packed)
             else:
-                merged[raw] = packed
+                merged_by_id[entity_id] = packed
             if not count % ENTITIES_AT_ONCE:
                 yield
-        self.size_bytes += grown
-        return merged
+        self.size_bytes += added_bytes
+        return merged_by_id
 
-    def forget(self, kind: str, raw: bytes) -> None:
+    def forget(self, kind: str, entity_id: bytes) -> None:
         """Forget the values of an erased item or user."""
-        self._forget(self._items if kind == "item" else self._users, raw)
+        self._forget(self._packed_by_item if kind == "item" else self._packed_by_user, entity_id)
 
-    def _forget(self, of_kind: dict[bytes, bytes], raw: bytes) -> None:
-        packed = of_kind.pop(raw, None)
+    def _forget(self, packed_by_entity: dict[bytes, bytes], entity_id: bytes) -> None:
+        packed = packed_by_entity.pop(entity_id, None)
         if packed is not None:
-            self.size_bytes -= len(packed) + len(raw) + _ENTITY_BYTES
+            self.size_bytes -= len(packed) + len(entity_id) + _ENTITY_OVERHEAD_BYTES
 
 
-def _newest_number(packed: bytes) -> int:
-    return int(_VALUES_HEADER.unpack_from(packed)[0])
+def _newest_position_number(packed: bytes) -> int:
+    return int(_VALUES_HEADER_FORMAT.unpack_from(packed)[0])
 
 
 def _unpack_values(packed: bytes) -> dict[str, list[Any]]:
-    numbered_values: dict[str, list[Any]] = orjson.loads(packed[_VALUES_HEADER.size :])
+    numbered_values: dict[str, list[Any]] = orjson.loads(packed[_VALUES_HEADER_FORMAT.size :])
     return numbered_values
 
 
 def _pack_values(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
-    """Pack the values of one entity, whose newest position has this number; keep the newest VALUES_MAX.
+    """Pack the values of one entity, whose newest position has this number; keep the newest VALUES_PER_ENTITY_MAX.
 
     The choice depends on the stream alone, not on how far back a process has read it: replicas agree.
     """
-    if len(numbered_values) > VALUES_MAX:
+    if len(numbered_values) > VALUES_PER_ENTITY_MAX:
         newest_values = heapq.nlargest(
-            VALUES_MAX,
+            VALUES_PER_ENTITY_MAX,
             numbered_values.items(),
             key=lambda named_value: (named_value[1][0], named_value[0]),
         )
         numbered_values = dict(newest_values)
-    return _VALUES_HEADER.pack(number) + orjson.dumps(numbered_values, option=orjson.OPT_SORT_KEYS)
+    return _VALUES_HEADER_FORMAT.pack(number) + orjson.dumps(
+        numbered_values, option=orjson.OPT_SORT_KEYS
+    )
 
 
-def _merge_values(earlier: bytes, newer_packed: bytes) -> bytes:
+def _merge_values(earlier_packed: bytes, newer_packed: bytes) -> bytes:
     return _pack_values(
-        _newest_number(newer_packed), _unpack_values(earlier) | _unpack_values(newer_packed)
+        _newest_position_number(newer_packed),
+        _unpack_values(earlier_packed) | _unpack_values(newer_packed),
     )
 
 
 def _values_after(packed: bytes, number: int) -> dict[str, Any]:
-    return {name: value for name, (at, value) in _unpack_values(packed).items() if at > number}
+    return {
+        name: set_value
+        for name, (set_number, set_value) in _unpack_values(packed).items()
+        if set_number > number
+    }
 
 
-def features_with(
-    published: Mapping[str, Any], values: Mapping[str, Any], inputs: Sequence[InputSpec]
+def merge_features(
+    published_features: Mapping[str, Any],
+    values: Mapping[str, Any],
+    feature_inputs: Sequence[InputSpec],
 ) -> dict[str, FeatureValue] | None:
     """Merge published and newer values into features by column; None if an input of the model is missing.
 
-    `published` is the user's row of the generation, `values` what `AttributeEvents.of_user` has behind its position;
-    `inputs` are the feature inputs of the model. A value that an input cannot take counts as missing, as in a night.
+    `published_features` is the user's row of the generation, `values` what `AttributeEvents.values_of_user` has behind
+    its position; `feature_inputs` are the feature inputs of the model. A value that an input cannot take counts as
+    missing, as in a night.
     """
     feature_by_column: dict[str, FeatureValue] = {}
-    for input_spec in inputs:
+    for input_spec in feature_inputs:
         column = str(input_spec.column)
-        raw_value = values[column] if column in values else published.get(column)
-        value = tuple(raw_value) if isinstance(raw_value, list) else raw_value
-        if value is None or not _input_takes(input_spec, value):
+        raw_value = values[column] if column in values else published_features.get(column)
+        feature_value = tuple(raw_value) if isinstance(raw_value, list) else raw_value
+        if feature_value is None or not _accepts_value(input_spec, feature_value):
             return None
-        feature_by_column[column] = value
+        feature_by_column[column] = feature_value
     return feature_by_column
 
 
@@ -445,9 +479,9 @@ def takes_any_attribute(values: Mapping[str, Any], inputs: Sequence[InputSpec]) 
     return any(input_spec.column in values for input_spec in inputs)
 
 
-def _input_takes(spec: InputSpec, value: FeatureValue) -> bool:
+def _accepts_value(input_spec: InputSpec, value: FeatureValue) -> bool:
     try:
-        check_features((spec,), {str(spec.column): value})
+        check_features((input_spec,), {str(input_spec.column): value})
     except (InvalidInput, TypeError, ValueError):
         return False
     return True

@@ -9,13 +9,13 @@ import xxhash
 from cache.errors import CorruptArtefact, InvalidInput
 from cache.events.event import EVENT_FIELD, Event
 from cache.format.redis_keys import Keyspace
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
 
-STREAM_FULL: Final = "FULL"
+STREAM_FULL_PREFIX: Final = "FULL"
 """Beginning of the error when the stream takes no more."""
 
-TAKEN_FILE: Final = "events/taken.json"
+TAKEN_POSITION_PATH: Final = "events/taken.json"
 """Store path of the position up to which nights have taken events over."""
 
 ACCEPT_SCRIPT: Final = """
@@ -76,12 +76,12 @@ bound still holds, and accepted entries are deleted right after."""
 class StreamBounds(NamedTuple):
     """Bounds of the stream in bytes, of an id's life in milliseconds, and on events of one user (or item) within it."""
 
-    stream_bytes: int
+    stream_bytes_max: int
     life_ms: int
-    of_one: int
+    events_of_one_max: int
 
 
-class Accepted(NamedTuple):
+class AcceptOutcome(NamedTuple):
     """Outcome for one event: its position, or why it has none: `repeated` or `too_many`."""
 
     position: Position | None
@@ -99,20 +99,20 @@ class PackedEvent(NamedTuple):
 def pack_event(keyspace: Keyspace, event: Event) -> PackedEvent:
     """Return an event packed for the stream; may run in any thread, as packing a batch takes milliseconds."""
     # A user and an item may have one id, and an id may hold any byte: the kind and the length tell them apart.
-    kind = b"i" if event.user is None else b"u"
-    source = kind + len(event.source).to_bytes(2, "big") + event.source
+    kind_byte = b"i" if event.user is None else b"u"
+    kind_and_source = kind_byte + len(event.source_id).to_bytes(2, "big") + event.source_id
     return PackedEvent(
-        keyspace.event_ids + xxhash.xxh3_128_digest(source + event.id.encode()),
-        keyspace.event_sources + xxhash.xxh3_128_digest(source),
+        keyspace.event_ids + xxhash.xxh3_128_digest(kind_and_source + event.id.encode()),
+        keyspace.event_sources + xxhash.xxh3_128_digest(kind_and_source),
         event.to_bytes(),
     )
 
 
-def accept_call(
+def accept_script_arguments(
     keyspace: Keyspace,
     bounds: StreamBounds,
     events: Sequence[PackedEvent],
-    known_position: Position = BEGINNING,
+    known_position: Position = STREAM_BEGINNING,
 ) -> tuple[list[bytes], list[Any]]:
     """(KEYS, ARGV) of the script for some events, in their order; they follow the `known_position`."""
     keys, argv = [keyspace.events.encode()], [*map(str, (*bounds, known_position))]
@@ -121,10 +121,11 @@ def accept_call(
     return keys, [*argv, *(event.body for event in events)]
 
 
-def read_outcomes(replies: Sequence[bytes]) -> list[Accepted]:
+def read_outcomes(replies: Sequence[bytes]) -> list[AcceptOutcome]:
     """Parse the script's replies to outcomes."""
     return [
-        Accepted(None, reply.decode()) if reply in (b"repeated", b"too_many") else Accepted(Position.parse(reply))
+        AcceptOutcome(None, reply.decode()) if reply in (b"repeated", b"too_many")
+        else AcceptOutcome(Position.parse(reply))
         for reply in replies
     ]  # fmt: skip
 
@@ -134,22 +135,26 @@ def event_of_entry(fields: dict[bytes, bytes]) -> Event:
     return Event.from_bytes(fields.get(EVENT_FIELD, b""))
 
 
-def note_taken(store: ArtefactStore, position: Position) -> None:
+def write_taken_position(store: ArtefactStore, position: Position) -> None:
     """Writes the position up to which nights have taken events over, unless it is there."""
     position_json = orjson.dumps({"until": str(position)})
-    if store.read(TAKEN_FILE) != position_json:
-        store.write(TAKEN_FILE, position_json)
+    if store.read(TAKEN_POSITION_PATH) != position_json:
+        store.write(TAKEN_POSITION_PATH, position_json)
 
 
-def read_taken(store: ArtefactStore) -> Position:
-    """Return the position up to which nights have taken events over, `BEGINNING` before any.
+def read_taken_position(store: ArtefactStore) -> Position:
+    """Return the position up to which nights have taken events over, `STREAM_BEGINNING` before any.
 
     Raises StoreError, and CorruptArtefact for a malformed file.
     """
-    raw = store.read(TAKEN_FILE)
+    position_json = store.read(TAKEN_POSITION_PATH)
     try:
-        return BEGINNING if raw is None else Position.parse(orjson.loads(raw)["until"])
+        return (
+            STREAM_BEGINNING
+            if position_json is None
+            else Position.parse(orjson.loads(position_json)["until"])
+        )
     except (orjson.JSONDecodeError, InvalidInput, KeyError, TypeError) as error:
         raise CorruptArtefact(
-            f"{TAKEN_FILE} names no position: {error}", path=TAKEN_FILE
+            f"{TAKEN_POSITION_PATH} names no position: {error}", path=TAKEN_POSITION_PATH
         ) from error

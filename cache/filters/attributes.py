@@ -25,7 +25,7 @@ NO_FLAG: Final = 2
 NO_TIME: Final = np.iinfo(np.int64).min
 """Value of a time that an item does not have; of a number it is NaN."""
 
-DTYPES: Final[Mapping[AttributeKind, str]] = {
+DTYPE_BY_KIND: Final[Mapping[AttributeKind, str]] = {
     "text": "<u4", "texts": "<u4", "number": "<f8", "flag": "u1", "time": "<i8",
 }  # fmt: skip
 """Kind -> dtype of its values: codes of texts, numbers, 0 or 1, microseconds since 1970."""
@@ -33,23 +33,27 @@ DTYPES: Final[Mapping[AttributeKind, str]] = {
 TEXT_TOO_LONG: Final = f"a text of more than {TEXT_BYTES_MAX} bytes"
 NUMBER_TOO_LARGE: Final = "a whole number beyond 2**53"
 
-_UNFIT_MESSAGES: Final[Mapping[AttributeKind, str]] = {
+_UNFIT_MESSAGE_BY_KIND: Final[Mapping[AttributeKind, str]] = {
     "text": "not a text", "texts": "not a list of texts", "number": "not a finite number",
     "flag": "not true or false", "time": "not a time (ISO 8601, or seconds since 1970)",
 }  # fmt: skip
 
-_ABSENT: Final[Mapping[AttributeKind, Any]] = {"number": np.nan, "flag": NO_FLAG, "time": NO_TIME}
-_MICROSECONDS: Final = 1_000_000
-_SECONDS_MAX: Final = 1e11
-_EXACT_MAX: Final = 2**53
+_ABSENT_VALUE_BY_KIND: Final[Mapping[AttributeKind, Any]] = {
+    "number": np.nan,
+    "flag": NO_FLAG,
+    "time": NO_TIME,
+}
+_MICROSECONDS_PER_S: Final = 1_000_000
+_UNIX_SECONDS_MAX: Final = 1e11
+_EXACT_NUMBER_MAX: Final = 2**53
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
-_Parsed = tuple[Any, str | None]
+_ParsedValue = tuple[Any, str | None]
 """(value in the form that the column keeps, reason why the column cannot hold the value); None for either."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Names:
+class TextDictionary:
     """Texts of a column, each once, in the order of their UTF-8: code c is bytes `offsets[c]` to `offsets[c + 1]`."""
 
     data: NDArray[np.uint8]
@@ -58,7 +62,7 @@ class Names:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def raw(self, code: int) -> bytes:
+    def text_bytes(self, code: int) -> bytes:
         """UTF-8 of a code's text."""
         return self.data[int(self.offsets[code]) : int(self.offsets[code + 1])].tobytes()
 
@@ -67,11 +71,11 @@ class Names:
         encoded_text, low, high = text.encode(errors="replace"), 0, len(self)
         while low < high:
             middle = (low + high) // 2
-            if self.raw(middle) < encoded_text:
+            if self.text_bytes(middle) < encoded_text:
                 low = middle + 1
             else:
                 high = middle
-        return low if low < len(self) and self.raw(low) == encoded_text else -1
+        return low if low < len(self) and self.text_bytes(low) == encoded_text else -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,17 +85,17 @@ class AttributeColumn:
     kind: AttributeKind
     values: NDArray[Any]
     offsets: NDArray[np.uint64] | None = None
-    names: Names | None = None
+    dictionary: TextDictionary | None = None
 
-    def have(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
+    def mask_having_text(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
         """Mask of the items of a list that have a text, in a column of one or several."""
-        code = -1 if self.names is None else self.names.code_of(text)
+        code = -1 if self.dictionary is None else self.dictionary.code_of(text)
         if code < 0:
             return np.zeros(len(ordinals), np.bool_)
         if self.offsets is None:
             return np.asarray(self.values[ordinals] == np.uint32(code), np.bool_)
-        spans = [self.offsets[ordinal : ordinal + 2].tolist() for ordinal in ordinals.tolist()]
-        has_text = [bool((self.values[first:last] == code).any()) for first, last in spans]
+        code_spans = [self.offsets[ordinal : ordinal + 2].tolist() for ordinal in ordinals.tolist()]
+        has_text = [bool((self.values[first:last] == code).any()) for first, last in code_spans]
         return np.array(has_text, np.bool_)
 
 
@@ -119,14 +123,17 @@ class ItemAttributes:
 
     @classmethod
     def of_files(
-        cls, root: Path, files: Mapping[str, tuple[AttributeKind, Mapping[str, str]]], count: int
+        cls,
+        root: Path,
+        files_by_attribute: Mapping[str, tuple[AttributeKind, Mapping[str, str]]],
+        item_count: int,
     ) -> Self:
         """Maps columns from the kind of each and the paths of its files, by their names in `Attribute`."""
         return cls(
-            count,
+            item_count,
             {
-                name: _open_column(root, *kind_and_files, count)
-                for name, kind_and_files in files.items()
+                name: _open_column(root, *kind_and_files, item_count)
+                for name, kind_and_files in files_by_attribute.items()
             },
         )
 
@@ -137,33 +144,34 @@ class ItemAttributes:
 
 
 def _open_column(
-    root: Path, kind: AttributeKind, files: Mapping[str, str], count: int
+    root: Path, kind: AttributeKind, path_by_part: Mapping[str, str], item_count: int
 ) -> AttributeColumn:
-    dtype = DTYPES[kind]
-    names = offsets = None
-    if "names" in files:
-        names = Names(
-            map_file(root / files["names"], "u1"), map_file(root / files["name_offsets"], "<u8")
+    dtype = DTYPE_BY_KIND[kind]
+    dictionary = offsets = None
+    if "names" in path_by_part:
+        dictionary = TextDictionary(
+            map_file(root / path_by_part["names"], "u1"),
+            map_file(root / path_by_part["name_offsets"], "<u8"),
         )
-    if "offsets" in files:
-        offsets = map_file(root / files["offsets"], "<u8", (count + 1,))
-        values = map_file(root / files["values"], dtype)
+    if "offsets" in path_by_part:
+        offsets = map_file(root / path_by_part["offsets"], "<u8", (item_count + 1,))
+        values = map_file(root / path_by_part["values"], dtype)
     else:
-        values = map_file(root / files["values"], dtype, (count,))
-    return AttributeColumn(kind, values, offsets, names)
+        values = map_file(root / path_by_part["values"], dtype, (item_count,))
+    return AttributeColumn(kind, values, offsets, dictionary)
 
 
-def moment_us(value: object) -> int | None:
+def parse_time_us(value: object) -> int | None:
     """Microseconds since 1970 of ISO 8601 (UTC without a zone) or Unix seconds; None for anything else."""
     if isinstance(value, str):
         try:
-            moment = iso_time(value)
+            time = iso_time(value)
         except ValueError:
             return None
-        return (moment - _EPOCH) // timedelta(microseconds=1)
+        return (time - _EPOCH) // timedelta(microseconds=1)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return round(value * _MICROSECONDS) if abs(value) <= _SECONDS_MAX else None
+    return round(value * _MICROSECONDS_PER_S) if abs(value) <= _UNIX_SECONDS_MAX else None
 
 
 class ItemValue(NamedTuple):
@@ -171,7 +179,7 @@ class ItemValue(NamedTuple):
 
     ordinal: int
     attribute: str
-    value: Any
+    new_value: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,57 +191,75 @@ class ChangedColumns:
 
     attributes: ItemAttributes
     changed_attributes: frozenset[str]
-    unfit: Mapping[str, Mapping[str, tuple[int, ...]]]
+    unfit_ordinals: Mapping[str, Mapping[str, tuple[int, ...]]]
     """Ordinals by attribute and reason."""
-    unknown: int
+    unknown_count: int
     """Number of values of attributes that the items do not have."""
 
 
 def set_item_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> ChangedColumns:
     """Sets the values; columns of which none differs are the very same ones."""
-    of_column: dict[str, dict[int, Any]] = {}
-    unknown = 0
-    for ordinal, name, value in values:
-        if name in attributes.columns:
-            of_column.setdefault(name, {})[ordinal] = value
+    values_by_attribute: dict[str, dict[int, Any]] = {}
+    unknown_count = 0
+    for ordinal, attribute, value in values:
+        if attribute in attributes.columns:
+            values_by_attribute.setdefault(attribute, {})[ordinal] = value
         else:
-            unknown += 1
+            unknown_count += 1
     columns = dict(attributes.columns)
-    unfit: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, value_by_ordinal in of_column.items():
-        parsed_by_ordinal, ordinals_by_reason = _parse_values(columns[name].kind, value_by_ordinal)
-        columns[name] = _SETTERS[columns[name].kind](columns[name], parsed_by_ordinal)
+    unfit_ordinals: dict[str, dict[str, tuple[int, ...]]] = {}
+    for attribute, value_by_ordinal in values_by_attribute.items():
+        parsed_by_ordinal, ordinals_by_reason = _parse_values(
+            columns[attribute].kind, value_by_ordinal
+        )
+        columns[attribute] = _SETTER_BY_KIND[columns[attribute].kind](
+            columns[attribute], parsed_by_ordinal
+        )
         if ordinals_by_reason:
-            unfit[name] = {
+            unfit_ordinals[attribute] = {
                 reason: tuple(sorted(ordinals)) for reason, ordinals in ordinals_by_reason.items()
             }
-    changed_names = {name for name in of_column if columns[name] is not attributes.columns[name]}
+    changed_names = {
+        attribute
+        for attribute in values_by_attribute
+        if columns[attribute] is not attributes.columns[attribute]
+    }
     updated_attributes = replace(attributes, columns=columns) if changed_names else attributes
-    return ChangedColumns(updated_attributes, frozenset(changed_names), unfit, unknown)
+    return ChangedColumns(
+        updated_attributes, frozenset(changed_names), unfit_ordinals, unknown_count
+    )
 
 
 def attributes_of_new_items(
-    attributes: ItemAttributes, values: Sequence[Mapping[str, Any]]
+    attributes: ItemAttributes, values_by_item: Sequence[Mapping[str, Any]]
 ) -> ItemAttributes:
-    """Return columns of the same attributes for new items only, a row for each mapping in `values`."""
-    count = len(values)
-    blank = {name: _blank_column(column.kind, count) for name, column in attributes.columns.items()}
+    """Return columns of the same attributes for new items only, a row for each mapping in `values_by_item`."""
+    item_count = len(values_by_item)
+    blank_columns = {
+        name: _blank_column(column.kind, item_count) for name, column in attributes.columns.items()
+    }
     item_values = [
         ItemValue(ordinal, name, value)
-        for ordinal, value_by_name in enumerate(values)
+        for ordinal, value_by_name in enumerate(values_by_item)
         for name, value in value_by_name.items()
     ]
-    return set_item_values(ItemAttributes(count, blank), item_values).attributes
+    return set_item_values(ItemAttributes(item_count, blank_columns), item_values).attributes
 
 
-def _blank_column(kind: AttributeKind, count: int) -> AttributeColumn:
-    """A column of `count` items that all lack the attribute."""
+def _blank_column(kind: AttributeKind, item_count: int) -> AttributeColumn:
+    """A column of `item_count` items that all lack the attribute."""
     if kind not in ("text", "texts"):
-        return AttributeColumn(kind, np.full(count, _ABSENT[kind], DTYPES[kind]))
-    names = Names(np.empty(0, np.uint8), np.zeros(1, np.uint64))
+        return AttributeColumn(
+            kind, np.full(item_count, _ABSENT_VALUE_BY_KIND[kind], DTYPE_BY_KIND[kind])
+        )
+    empty_dictionary = TextDictionary(np.empty(0, np.uint8), np.zeros(1, np.uint64))
     if kind == "text":
-        return AttributeColumn(kind, np.full(count, NO_CODE, np.uint32), names=names)
-    return AttributeColumn(kind, np.empty(0, np.uint32), np.zeros(count + 1, np.uint64), names)
+        return AttributeColumn(
+            kind, np.full(item_count, NO_CODE, np.uint32), dictionary=empty_dictionary
+        )
+    return AttributeColumn(
+        kind, np.empty(0, np.uint32), np.zeros(item_count + 1, np.uint64), empty_dictionary
+    )
 
 
 def _parse_values(
@@ -244,52 +270,56 @@ def _parse_values(
     ordinals_by_reason: dict[str, list[int]] = {}
     for ordinal in sorted(value_by_ordinal):
         value = value_by_ordinal[ordinal]
-        parsed, reason = (None, None) if value is None else _PARSERS[kind](value)
+        parsed, reason = (None, None) if value is None else _PARSER_BY_KIND[kind](value)
         if reason is not None:
             ordinals_by_reason.setdefault(reason, []).append(ordinal)
         parsed_by_ordinal[ordinal] = parsed
     return parsed_by_ordinal, ordinals_by_reason
 
 
-def _parse_text(value: object) -> _Parsed:
+def _parse_text(value: object) -> _ParsedValue:
     if not isinstance(value, str):
-        return None, _UNFIT_MESSAGES["text"]
-    raw = value.encode(errors="replace")
-    return (None, TEXT_TOO_LONG) if len(raw) > TEXT_BYTES_MAX else (raw, None)
+        return None, _UNFIT_MESSAGE_BY_KIND["text"]
+    text_bytes = value.encode(errors="replace")
+    return (None, TEXT_TOO_LONG) if len(text_bytes) > TEXT_BYTES_MAX else (text_bytes, None)
 
 
-def _parse_texts(value: object) -> _Parsed:
+def _parse_texts(value: object) -> _ParsedValue:
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
-        return None, _UNFIT_MESSAGES["texts"]
-    raws = [text.encode(errors="replace") for text in value]
-    return [raw for raw in raws if len(raw) <= TEXT_BYTES_MAX], None
+        return None, _UNFIT_MESSAGE_BY_KIND["texts"]
+    encoded_texts = [text.encode(errors="replace") for text in value]
+    return [
+        encoded_text for encoded_text in encoded_texts if len(encoded_text) <= TEXT_BYTES_MAX
+    ], None
 
 
-def _parse_number(value: object) -> _Parsed:
+def _parse_number(value: object) -> _ParsedValue:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None, _UNFIT_MESSAGES["number"]
-    if isinstance(value, int) and abs(value) > _EXACT_MAX:
+        return None, _UNFIT_MESSAGE_BY_KIND["number"]
+    if isinstance(value, int) and abs(value) > _EXACT_NUMBER_MAX:
         return None, NUMBER_TOO_LARGE
     return float(value), None
 
 
-def _parse_flag(value: object) -> _Parsed:
-    return (int(value), None) if isinstance(value, bool) else (None, _UNFIT_MESSAGES["flag"])
+def _parse_flag(value: object) -> _ParsedValue:
+    return (int(value), None) if isinstance(value, bool) else (None, _UNFIT_MESSAGE_BY_KIND["flag"])
 
 
-def _parse_time(value: object) -> _Parsed:
-    time_us = moment_us(value)
-    return (None, _UNFIT_MESSAGES["time"]) if time_us is None else (time_us, None)
+def _parse_time(value: object) -> _ParsedValue:
+    time_us = parse_time_us(value)
+    return (None, _UNFIT_MESSAGE_BY_KIND["time"]) if time_us is None else (time_us, None)
 
 
-_PARSERS: Final[Mapping[AttributeKind, Callable[[object], _Parsed]]] = {
+_PARSER_BY_KIND: Final[Mapping[AttributeKind, Callable[[object], _ParsedValue]]] = {
     "text": _parse_text, "texts": _parse_texts, "number": _parse_number, "flag": _parse_flag, "time": _parse_time,
 }  # fmt: skip
 
 
 def _set_scalars(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
-    absent = _ABSENT[column.kind]
-    stored_values = [absent if parsed is None else parsed for parsed in parsed_by_ordinal.values()]
+    absent_value = _ABSENT_VALUE_BY_KIND[column.kind]
+    stored_values = [
+        absent_value if parsed is None else parsed for parsed in parsed_by_ordinal.values()
+    ]
     new_values = np.array(stored_values, column.values.dtype)
     ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
     if np.array_equal(column.values[ordinals], new_values, equal_nan=column.kind == "number"):
@@ -300,44 +330,49 @@ def _set_scalars(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) 
 
 
 def _set_text(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
-    texts = _TextCodes.of(column, [text for text in parsed_by_ordinal.values() if text is not None])
+    text_codes = _TextCodes.of(
+        column, [text for text in parsed_by_ordinal.values() if text is not None]
+    )
     ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
     new_codes = np.array(
-        [NO_CODE if text is None else texts.codes[text] for text in parsed_by_ordinal.values()],
+        [
+            NO_CODE if text is None else text_codes.code_by_text[text]
+            for text in parsed_by_ordinal.values()
+        ],
         np.uint32,
     )
     if np.array_equal(column.values[ordinals], new_codes):
         return column
     values = np.array(column.values)
     values[ordinals] = new_codes
-    return texts.in_order(column, values)
+    return text_codes.renumber(column, values)
 
 
 def _set_texts(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
     assert column.offsets is not None  # noqa: S101 - a column of several texts has them
-    lists = [item_texts or [] for item_texts in parsed_by_ordinal.values()]
-    texts = _TextCodes.of(column, [text for several in lists for text in several])
-    coded = [[texts.codes[text] for text in several] for several in lists]
+    text_lists = [item_texts or [] for item_texts in parsed_by_ordinal.values()]
+    text_codes = _TextCodes.of(column, [text for several in text_lists for text in several])
+    code_lists = [[text_codes.code_by_text[text] for text in several] for several in text_lists]
     offsets = column.offsets.astype(np.int64)
     if all(
         column.values[offsets[ordinal] : offsets[ordinal + 1]].tolist() == codes
-        for ordinal, codes in zip(parsed_by_ordinal, coded, strict=True)
+        for ordinal, codes in zip(parsed_by_ordinal, code_lists, strict=True)
     ):
         return column
     old_lengths = np.diff(offsets)
-    after, is_set = old_lengths.copy(), np.zeros(len(old_lengths), np.bool_)
+    new_lengths, set_mask = old_lengths.copy(), np.zeros(len(old_lengths), np.bool_)
     ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
-    after[ordinals], is_set[ordinals] = [len(codes) for codes in coded], True
-    values = np.empty(int(after.sum()), np.uint32)
-    values[np.repeat(~is_set, after)] = column.values[np.repeat(~is_set, old_lengths)]
-    values[np.repeat(is_set, after)] = np.array(
-        [code for codes in coded for code in codes], np.uint32
+    new_lengths[ordinals], set_mask[ordinals] = [len(codes) for codes in code_lists], True
+    values = np.empty(int(new_lengths.sum()), np.uint32)
+    values[np.repeat(~set_mask, new_lengths)] = column.values[np.repeat(~set_mask, old_lengths)]
+    values[np.repeat(set_mask, new_lengths)] = np.array(
+        [code for codes in code_lists for code in codes], np.uint32
     )
-    ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(after).astype(np.uint64)])
-    return texts.in_order(replace(column, offsets=ends), values)
+    new_offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(new_lengths).astype(np.uint64)])
+    return text_codes.renumber(replace(column, offsets=new_offsets), values)
 
 
-_SETTERS: Final[Mapping[AttributeKind, Callable[[AttributeColumn, Mapping[int, Any]], AttributeColumn]]] = {
+_SETTER_BY_KIND: Final[Mapping[AttributeKind, Callable[[AttributeColumn, Mapping[int, Any]], AttributeColumn]]] = {
     "text": _set_text, "texts": _set_texts, "number": _set_scalars, "flag": _set_scalars, "time": _set_scalars,
 }  # fmt: skip
 
@@ -346,71 +381,76 @@ _SETTERS: Final[Mapping[AttributeKind, Callable[[AttributeColumn, Mapping[int, A
 class _TextCodes:
     """Codes of the texts to be set in a column: known texts keep their code, new texts get the codes behind these."""
 
-    names: Names
-    codes: Mapping[bytes, int]
-    new: Sequence[bytes]
+    dictionary: TextDictionary
+    code_by_text: Mapping[bytes, int]
+    new_texts: Sequence[bytes]
     insert_positions: NDArray[np.int64]
     """Number of the names before each new text."""
 
     @classmethod
     def of(cls, column: AttributeColumn, texts: Sequence[bytes]) -> "_TextCodes":
         """Finds the texts among the names of a column."""
-        names = column.names
-        assert names is not None  # noqa: S101 - a column of texts has them
-        codes: dict[bytes, int] = {}
-        new: list[bytes] = []
+        dictionary = column.dictionary
+        assert dictionary is not None  # noqa: S101 - a column of texts has them
+        code_by_text: dict[bytes, int] = {}
+        new_texts: list[bytes] = []
         insertion_indexes: list[int] = []
-        count = len(names)
+        count = len(dictionary)
         for text in sorted(set(texts)):
-            insertion_index = bisect_left(range(count), text, key=names.raw)
-            if insertion_index < count and names.raw(insertion_index) == text:
-                codes[text] = insertion_index
+            insertion_index = bisect_left(range(count), text, key=dictionary.text_bytes)
+            if insertion_index < count and dictionary.text_bytes(insertion_index) == text:
+                code_by_text[text] = insertion_index
             else:
-                codes[text] = count + len(new)
-                new.append(text)
+                code_by_text[text] = count + len(new_texts)
+                new_texts.append(text)
                 insertion_indexes.append(insertion_index)
-        return cls(names, codes, new, np.array(insertion_indexes, np.int64))
+        return cls(dictionary, code_by_text, new_texts, np.array(insertion_indexes, np.int64))
 
-    def in_order(self, column: AttributeColumn, values: NDArray[np.uint32]) -> AttributeColumn:
+    def renumber(self, column: AttributeColumn, values: NDArray[np.uint32]) -> AttributeColumn:
         """The column with these codes, renumbered by the order of the texts; names that no item has any more leave."""
-        count, more = len(self.names), len(self.new)
-        used = np.zeros(count + more + 1, np.bool_)
-        used[np.minimum(values, count + more)] = True
-        is_used = used[:count]
-        if more == 0 and is_used.all():
+        count, new_count = len(self.dictionary), len(self.new_texts)
+        used_codes = np.zeros(count + new_count + 1, np.bool_)
+        used_codes[np.minimum(values, count + new_count)] = True
+        used_mask = used_codes[:count]
+        if new_count == 0 and used_mask.all():
             return replace(column, values=values)
-        kept_ranks = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_used)])
-        between = np.cumsum(np.bincount(self.insert_positions, minlength=count + 1))
-        codes = np.empty(count + more + 1, np.uint32)
-        codes[:count] = kept_ranks[:-1] + between[:count]
-        codes[count:-1] = kept_ranks[self.insert_positions] + np.arange(more)
+        kept_ranks = np.concatenate([np.zeros(1, np.int64), np.cumsum(used_mask)])
+        inserted_before = np.cumsum(np.bincount(self.insert_positions, minlength=count + 1))
+        codes = np.empty(count + new_count + 1, np.uint32)
+        codes[:count] = kept_ranks[:-1] + inserted_before[:count]
+        codes[count:-1] = kept_ranks[self.insert_positions] + np.arange(new_count)
         codes[-1] = NO_CODE
-        values = codes[np.minimum(values, count + more)]
-        return replace(column, values=values, names=self._names(is_used))
+        values = codes[np.minimum(values, count + new_count)]
+        return replace(column, values=values, dictionary=self._merge_dictionary(used_mask))
 
-    def _names(self, is_used: NDArray[np.bool_]) -> Names:
+    def _merge_dictionary(self, used_mask: NDArray[np.bool_]) -> TextDictionary:
         """Names that are kept and the new ones, joined piece by piece: mostly a few long ones."""
-        data, offsets, count = self.names.data, self.names.offsets.astype(np.int64), len(is_used)
+        data, offsets, count = (
+            self.dictionary.data,
+            self.dictionary.offsets.astype(np.int64),
+            len(used_mask),
+        )
         # A name that left ends a piece as a new one does, and has no text in its place.
-        cuts = [
+        cut_points = [
             (index, 1, text)
-            for index, text in zip(self.insert_positions.tolist(), self.new, strict=True)
+            for index, text in zip(self.insert_positions.tolist(), self.new_texts, strict=True)
         ]
-        cuts += [(index, 2, b"") for index in np.flatnonzero(~is_used).tolist()]
-        pieces, lengths, start = [], [], 0
-        sizes = np.diff(offsets)
-        for index, kind, text in sorted(cuts):
-            pieces.append(data[offsets[start] : offsets[index]])
-            lengths.append(sizes[start:index])
-            start = index
-            if kind == 1:
+        cut_points += [(index, 2, b"") for index in np.flatnonzero(~used_mask).tolist()]
+        pieces, lengths, piece_start = [], [], 0
+        text_sizes = np.diff(offsets)
+        for index, cut_kind, text in sorted(cut_points):
+            pieces.append(data[offsets[piece_start] : offsets[index]])
+            lengths.append(text_sizes[piece_start:index])
+            piece_start = index
+            if cut_kind == 1:
                 pieces.append(np.frombuffer(text, np.uint8))
                 lengths.append(np.array([len(text)]))
             else:
-                start = index + 1
-        pieces.append(data[offsets[start] : offsets[count]])
-        lengths.append(sizes[start:])
-        ends = np.cumsum(np.concatenate(lengths))
-        return Names(
-            np.concatenate(pieces), np.concatenate([np.zeros(1, np.uint64), ends.astype(np.uint64)])
+                piece_start = index + 1
+        pieces.append(data[offsets[piece_start] : offsets[count]])
+        lengths.append(text_sizes[piece_start:])
+        new_ends = np.cumsum(np.concatenate(lengths))
+        return TextDictionary(
+            np.concatenate(pieces),
+            np.concatenate([np.zeros(1, np.uint64), new_ends.astype(np.uint64)]),
         )

@@ -23,7 +23,7 @@ TEXT_BYTES_MAX: Final = 256
 
 _COMPARISONS: Final = get_args(Comparison)
 _COMBINATIONS: Final = ("and", "or", "not")
-_NUMBER_MAX: Final = 2**53
+_WHOLE_NUMBER_MAX: Final = 2**53
 
 
 class InvalidFilter(InvalidInput):
@@ -57,122 +57,143 @@ Expression = ComparisonNode | CombinationNode
 class Filter:
     """Expression of a filter, and bytes that are equal for equal filters."""
 
-    root: Expression
-    key: bytes
+    root_expression: Expression
+    canonical_bytes: bytes
 
     @property
     def attributes(self) -> frozenset[str]:
         """Names of the attributes that the filter compares."""
-        return frozenset(_names_in(self.root))
+        return frozenset(_attribute_names_in(self.root_expression))
 
 
-def _names_in(expression: Expression) -> Iterator[str]:
+def _attribute_names_in(expression: Expression) -> Iterator[str]:
     if isinstance(expression, ComparisonNode):
         yield expression.attribute
         return
     for part in expression.parts:
-        yield from _names_in(part)
+        yield from _attribute_names_in(part)
 
 
-def read_filter(value: object) -> Filter:
+def read_filter(json_value: object) -> Filter:
     """Parse a JSON value, such as `{"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]}`.
 
     Raises InvalidFilter with the path of the wrong part, such as `and[1].not`; empty for the whole filter.
     """
     reader = _FilterReader()
-    root = reader.read(value, "", 0)
-    return Filter(root, orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
+    root_expression = reader.parse_expression(json_value, "", 0)
+    return Filter(root_expression, orjson.dumps(json_value, option=orjson.OPT_SORT_KEYS))
 
 
 class _FilterReader:
     """Parser of one filter, with the counts that its bounds need."""
 
     def __init__(self) -> None:
-        self.nodes = self.values = 0
+        self.node_count = self.value_count = 0
 
-    def read(self, value: object, path: str, depth: int) -> Expression:
-        self.nodes += 1
-        if self.nodes > NODES_MAX:
-            raise _refused(f"a filter has at most {NODES_MAX} expressions", path, limit=NODES_MAX)
+    def parse_expression(self, json_value: object, field_path: str, depth: int) -> Expression:
+        self.node_count += 1
+        if self.node_count > NODES_MAX:
+            raise _filter_error(
+                f"a filter has at most {NODES_MAX} expressions", field_path, limit=NODES_MAX
+            )
         if depth > DEPTH_MAX:
-            raise _refused(
-                f"expressions stand at most {DEPTH_MAX} deep in one another", path, limit=DEPTH_MAX
+            raise _filter_error(
+                f"expressions stand at most {DEPTH_MAX} deep in one another",
+                field_path,
+                limit=DEPTH_MAX,
             )
-        if not isinstance(value, dict) or len(value) != 1:
-            raise _refused(
+        if not isinstance(json_value, dict) or len(json_value) != 1:
+            raise _filter_error(
                 'an expression is a JSON object with one operator, such as {"<": ["price", 20]}',
-                path,
+                field_path,
             )
-        ((operator, operand),) = value.items()
-        below = f"{path}.{operator}" if path else operator
+        ((operator, operand),) = json_value.items()
+        operand_path = f"{field_path}.{operator}" if field_path else operator
         if operator in _COMBINATIONS:
-            return CombinationNode(operator, self._parts(operator, operand, below, depth))
+            return CombinationNode(
+                operator, self._parse_operands(operator, operand, operand_path, depth)
+            )
         if operator in _COMPARISONS:
-            return self._comparing(operator, operand, below)
+            return self._parse_comparison(operator, operand, operand_path)
         operator_names = ", ".join((*_COMBINATIONS, *_COMPARISONS))
-        raise _refused(f"there is no operator {operator[:40]!r}; there are {operator_names}", path)
+        raise _filter_error(
+            f"there is no operator {operator[:40]!r}; there are {operator_names}", field_path
+        )
 
-    def _parts(
-        self, operator: str, operand: object, path: str, depth: int
+    def _parse_operands(
+        self, operator: str, operand: object, field_path: str, depth: int
     ) -> tuple[Expression, ...]:
         if operator == "not":
-            return (self.read(operand, path, depth + 1),)
+            return (self.parse_expression(operand, field_path, depth + 1),)
         if not isinstance(operand, list) or not operand:
-            raise _refused(f"{operator} takes a list of one or more expressions", path)
+            raise _filter_error(f"{operator} takes a list of one or more expressions", field_path)
         return tuple(
-            self.read(part, f"{path}[{number}]", depth + 1) for number, part in enumerate(operand)
+            self.parse_expression(part, f"{field_path}[{index}]", depth + 1)
+            for index, part in enumerate(operand)
         )
 
-    def _comparing(self, operator: Comparison, operand: object, path: str) -> ComparisonNode:
+    def _parse_comparison(
+        self, operator: Comparison, operand: object, field_path: str
+    ) -> ComparisonNode:
         if operator == "exists":
-            return ComparisonNode(operator, _name(operand, path), (), path)
+            return ComparisonNode(
+                operator, _checked_attribute_name(operand, field_path), (), field_path
+            )
         if not isinstance(operand, list) or len(operand) != 2:
-            raise _refused(
-                f'{operator} takes a list of an attribute and a value, such as ["price", 20]', path
+            raise _filter_error(
+                f'{operator} takes a list of an attribute and a value, such as ["price", 20]',
+                field_path,
             )
-        name, comparand = _name(operand[0], f"{path}[0]"), operand[1]
+        attribute, comparand = _checked_attribute_name(operand[0], f"{field_path}[0]"), operand[1]
         if operator != "in":
-            self._count(1, path)
-            return ComparisonNode(operator, name, (_scalar(comparand, f"{path}[1]"),), path)
+            self._count_values(1, field_path)
+            return ComparisonNode(
+                operator, attribute, (_checked_scalar(comparand, f"{field_path}[1]"),), field_path
+            )
         if not isinstance(comparand, list) or not comparand:
-            raise _refused("in takes an attribute and a list of one or more values", f"{path}[1]")
-        self._count(len(comparand), f"{path}[1]")
+            raise _filter_error(
+                "in takes an attribute and a list of one or more values", f"{field_path}[1]"
+            )
+        self._count_values(len(comparand), f"{field_path}[1]")
         values = (
-            _scalar(raw_value, f"{path}[1][{number}]") for number, raw_value in enumerate(comparand)
+            _checked_scalar(raw_value, f"{field_path}[1][{index}]")
+            for index, raw_value in enumerate(comparand)
         )
-        return ComparisonNode(operator, name, tuple(values), path)
+        return ComparisonNode(operator, attribute, tuple(values), field_path)
 
-    def _count(self, values: int, path: str) -> None:
-        self.values += values
-        if self.values > VALUES_MAX:
-            raise _refused(
-                f"a filter compares with at most {VALUES_MAX} values", path, limit=VALUES_MAX
+    def _count_values(self, added_count: int, field_path: str) -> None:
+        self.value_count += added_count
+        if self.value_count > VALUES_MAX:
+            raise _filter_error(
+                f"a filter compares with at most {VALUES_MAX} values", field_path, limit=VALUES_MAX
             )
 
 
-def _name(value: object, path: str) -> str:
-    if not isinstance(value, str):
-        raise _refused("the name of an attribute is a text", path)
-    return _text(value, path)
+def _checked_attribute_name(raw_name: object, field_path: str) -> str:
+    if not isinstance(raw_name, str):
+        raise _filter_error("the name of an attribute is a text", field_path)
+    return _checked_text(raw_name, field_path)
 
 
-def _scalar(value: Any, path: str) -> Scalar:
-    if isinstance(value, str):
-        return _text(value, path)
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int) and abs(value) <= _NUMBER_MAX:
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    raise _refused("a value is a text, a finite number up to 2**53, true or false", path)
+def _checked_scalar(raw_value: Any, field_path: str) -> Scalar:
+    if isinstance(raw_value, str):
+        return _checked_text(raw_value, field_path)
+    if isinstance(raw_value, bool):
+        return raw_value
+    if isinstance(raw_value, int) and abs(raw_value) <= _WHOLE_NUMBER_MAX:
+        return raw_value
+    if isinstance(raw_value, float) and math.isfinite(raw_value):
+        return raw_value
+    raise _filter_error("a value is a text, a finite number up to 2**53, true or false", field_path)
 
 
-def _text(value: str, path: str) -> str:
-    if len(value.encode(errors="replace")) > TEXT_BYTES_MAX:
-        raise _refused(f"a text has at most {TEXT_BYTES_MAX} bytes", path, limit=TEXT_BYTES_MAX)
-    return value
+def _checked_text(text: str, field_path: str) -> str:
+    if len(text.encode(errors="replace")) > TEXT_BYTES_MAX:
+        raise _filter_error(
+            f"a text has at most {TEXT_BYTES_MAX} bytes", field_path, limit=TEXT_BYTES_MAX
+        )
+    return text
 
 
-def _refused(message: str, path: str, **details: object) -> InvalidFilter:
-    return InvalidFilter(message, **({"field": path} if path else {}), **details)
+def _filter_error(message: str, field_path: str, **details: object) -> InvalidFilter:
+    return InvalidFilter(message, **({"field": field_path} if field_path else {}), **details)

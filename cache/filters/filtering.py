@@ -20,7 +20,7 @@ from cache.filters.attributes import (
     ItemAttributes,
     ItemValue,
     attributes_of_new_items,
-    moment_us,
+    parse_time_us,
     set_item_values,
 )
 from cache.filters.expression import (
@@ -41,7 +41,7 @@ from cache.native import loader
 _EQUALITY_OPERATORS: Final = ("==", "in", "exists")
 _ORDER_OPERATORS: Final = ("==", "in", "<", "<=", ">", ">=", "exists")
 
-OPERATORS: Final[Mapping[AttributeKind, tuple[str, ...]]] = {
+OPERATORS_BY_KIND: Final[Mapping[AttributeKind, tuple[str, ...]]] = {
     "text": _EQUALITY_OPERATORS,
     "texts": ("contains", "exists"),
     "number": _ORDER_OPERATORS,
@@ -53,7 +53,7 @@ OPERATORS: Final[Mapping[AttributeKind, tuple[str, ...]]] = {
 MASKS_BYTES_MAX = 64 << 20
 """Bytes that may be kept of filters, of each generation and process: a million items take 125 KB for each."""
 
-_COMPARED: Final[Mapping[str, Callable[[Any, Any], Mask]]] = {
+_COMPARE_BY_OPERATOR: Final[Mapping[str, Callable[[Any, Any], Mask]]] = {
     "<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal,
 }  # fmt: skip
 
@@ -73,40 +73,42 @@ class UnknownAttribute(InvalidFilter):
     code = "unknown_attribute"
 
 
-def unknown_attribute(
-    name: str, kind_by_attribute: Mapping[str, str], path: str
+def unknown_attribute_error(
+    name: str, kind_by_attribute: Mapping[str, str], field_path: str
 ) -> UnknownAttribute:
     """Refusal of an attribute by its name, with the kinds of those that items have."""
-    has = (
+    kinds_clause = (
         f"; they have {', '.join(kind_by_attribute)}"
         if kind_by_attribute
         else " here, nor any other"
     )
     return UnknownAttribute(
-        f"items have no attribute {name!r}{has}", field=path, attributes=dict(kind_by_attribute)
+        f"items have no attribute {name!r}{kinds_clause}",
+        field=field_path,
+        attributes=dict(kind_by_attribute),
     )
 
 
-class Masks:
+class MaskCache:
     """Items that each distinct filter lets pass in one generation, the latest filters kept; for any thread."""
 
     def __init__(self, attributes: ItemAttributes, bytes_max: int) -> None:
         self.attributes = attributes
         self._cached_masks: LRUCache[bytes, tuple[FilterMask, frozenset[str]]] = LRUCache(
             bytes_max,
-            getsizeof=lambda cached_mask: cached_mask[0].bits.nbytes + _MASK_OVERHEAD_BYTES,
+            getsizeof=lambda cached_mask: cached_mask[0].packed_bits.nbytes + _MASK_OVERHEAD_BYTES,
         )
         self._lock = threading.Lock()
 
     def get_cached(self, filter_: Filter) -> FilterMask | None:
         """Items that pass, where that is known already."""
         with self._lock:
-            cached_mask = self._cached_masks.get(filter_.key)
+            cached_mask = self._cached_masks.get(filter_.canonical_bytes)
         return None if cached_mask is None else cached_mask[0]
 
-    def carry_over(self, attributes: ItemAttributes, changed_attributes: Set[str]) -> "Masks":
+    def carry_over(self, attributes: ItemAttributes, changed_attributes: Set[str]) -> "MaskCache":
         """Return masks over other columns, with the cached masks of filters that compare no changed attribute."""
-        masks = Masks(attributes, int(self._cached_masks.maxsize))
+        masks = MaskCache(attributes, int(self._cached_masks.maxsize))
         with self._lock:
             for key, cached_mask in self._cached_masks.items():
                 if not cached_mask[1] & changed_attributes:
@@ -117,10 +119,10 @@ class Masks:
         """Items that pass; raises InvalidFilter for a filter that does not fit the attributes."""
         filter_mask = self.get_cached(filter_)
         if filter_mask is None:
-            filter_mask = FilterMask.of(mask_of(filter_.root, self.attributes))
-            if filter_mask.bits.nbytes + _MASK_OVERHEAD_BYTES <= self._cached_masks.maxsize:
+            filter_mask = FilterMask.of(mask_of(filter_.root_expression, self.attributes))
+            if filter_mask.packed_bits.nbytes + _MASK_OVERHEAD_BYTES <= self._cached_masks.maxsize:
                 with self._lock:
-                    self._cached_masks[filter_.key] = filter_mask, filter_.attributes
+                    self._cached_masks[filter_.canonical_bytes] = filter_mask, filter_.attributes
         return filter_mask
 
 
@@ -130,8 +132,8 @@ def mask_cost(expression: Expression, attributes: ItemAttributes) -> int:
         column = attributes.columns.get(expression.attribute)
         if column is None:  # refused at once
             return 0
-        passes = max(1, len(expression.values))
-        return len(column.values) * (_TEXTS_COST if column.kind == "texts" else passes)
+        comparison_count = max(1, len(expression.values))
+        return len(column.values) * (_TEXTS_COST if column.kind == "texts" else comparison_count)
     combining_cost = attributes.count * len(expression.parts)
     return combining_cost + sum(mask_cost(part, attributes) for part in expression.parts)
 
@@ -146,28 +148,30 @@ def mask_of(expression: Expression, attributes: ItemAttributes) -> Mask:
 def _combined_mask(expression: CombinationNode, masks: list[Mask]) -> Mask:
     if expression.operator == "not":
         return ~masks[0]
-    combined = masks[0]
+    combined_mask = masks[0]
     for mask in masks[1:]:
-        combined = combined & mask if expression.operator == "and" else combined | mask
-    return combined
+        combined_mask = (
+            combined_mask & mask if expression.operator == "and" else combined_mask | mask
+        )
+    return combined_mask
 
 
 def _comparison_mask(comparison: ComparisonNode, attributes: ItemAttributes) -> Mask:
     column = attributes.columns.get(comparison.attribute)
     if column is None:
-        raise unknown_attribute(comparison.attribute, attributes.kinds, comparison.field_path)
-    if comparison.operator not in OPERATORS[column.kind]:
+        raise unknown_attribute_error(comparison.attribute, attributes.kinds, comparison.field_path)
+    if comparison.operator not in OPERATORS_BY_KIND[column.kind]:
         raise InvalidFilter(
-            f"{comparison.attribute} is of kind {column.kind}, which takes {', '.join(OPERATORS[column.kind])}",
+            f"{comparison.attribute} is of kind {column.kind}, which takes {', '.join(OPERATORS_BY_KIND[column.kind])}",
             field=comparison.field_path,
         )
-    return _MASK_FUNCTIONS[column.kind](comparison, column)
+    return _MASK_FUNCTION_BY_KIND[column.kind](comparison, column)
 
 
 def _text_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     if comparison.operator == "exists":
         return _as_mask(column.values != NO_CODE)
-    codes = [_code(column, value, comparison) for value in comparison.values]
+    codes = [_code_of_value(column, value, comparison) for value in comparison.values]
     known_codes = np.array([code for code in codes if code >= 0], np.uint32)
     return (
         _as_mask(column.values == known_codes[0])
@@ -181,7 +185,7 @@ def _texts_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     if comparison.operator == "exists":
         return column.offsets[1:] > column.offsets[:-1]
     mask = np.zeros(len(column.offsets) - 1, np.bool_)
-    if (code := _code(column, comparison.values[0], comparison)) >= 0:
+    if (code := _code_of_value(column, comparison.values[0], comparison)) >= 0:
         value_indexes = np.flatnonzero(column.values == np.uint32(code)).astype(np.uint64)
         mask[np.searchsorted(column.offsets, value_indexes, side="right") - 1] = True
     return mask
@@ -192,7 +196,7 @@ def _flag_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
         return _as_mask(column.values != NO_FLAG)
     for value in comparison.values:
         if not isinstance(value, bool):
-            raise _unfit(comparison, "true or false")
+            raise _unfit_comparison_error(comparison, "true or false")
     return np.isin(column.values, np.array(comparison.values, np.uint8))
 
 
@@ -201,7 +205,7 @@ def _number_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
         return _as_mask(~np.isnan(column.values))
     for value in comparison.values:
         if isinstance(value, bool | str):
-            raise _unfit(comparison, "a number")
+            raise _unfit_comparison_error(comparison, "a number")
     return _ordered_mask(
         comparison.operator, column.values, np.array(comparison.values, np.float64)
     )
@@ -215,15 +219,15 @@ def _time_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
         _ordered_mask(
             comparison.operator,
             column.values,
-            np.array([_moment(value, comparison) for value in comparison.values]),
+            np.array([_time_us_of(value, comparison) for value in comparison.values]),
         )
         & has_time
     )
 
 
 def _ordered_mask(operator: str, values: NDArray[Any], operands: NDArray[Any]) -> Mask:
-    if (compared := _COMPARED.get(operator)) is not None:
-        return _as_mask(compared(values, operands[0]))
+    if (compare := _COMPARE_BY_OPERATOR.get(operator)) is not None:
+        return _as_mask(compare(values, operands[0]))
     return _as_mask(values == operands[0]) if len(operands) == 1 else np.isin(values, operands)
 
 
@@ -231,26 +235,26 @@ def _as_mask(mask_like: Any) -> Mask:
     return np.asarray(mask_like, np.bool_)
 
 
-_MASK_FUNCTIONS: Final[Mapping[AttributeKind, Callable[[ComparisonNode, AttributeColumn], Mask]]] = {
+_MASK_FUNCTION_BY_KIND: Final[Mapping[AttributeKind, Callable[[ComparisonNode, AttributeColumn], Mask]]] = {
     "text": _text_mask, "texts": _texts_mask, "number": _number_mask, "flag": _flag_mask, "time": _time_mask,
 }  # fmt: skip
 
 
-def _code(column: AttributeColumn, value: Scalar, comparison: ComparisonNode) -> int:
+def _code_of_value(column: AttributeColumn, value: Scalar, comparison: ComparisonNode) -> int:
     if not isinstance(value, str):
-        raise _unfit(comparison, "a text")
-    assert column.names is not None  # noqa: S101 - a column of texts has them
-    return column.names.code_of(value)
+        raise _unfit_comparison_error(comparison, "a text")
+    assert column.dictionary is not None  # noqa: S101 - a column of texts has them
+    return column.dictionary.code_of(value)
 
 
-def _moment(value: Scalar, comparison: ComparisonNode) -> int:
-    time_us = moment_us(value)
+def _time_us_of(value: Scalar, comparison: ComparisonNode) -> int:
+    time_us = parse_time_us(value)
     if time_us is None:
-        raise _unfit(comparison, "a time (ISO 8601, or seconds since 1970)")
+        raise _unfit_comparison_error(comparison, "a time (ISO 8601, or seconds since 1970)")
     return time_us
 
 
-def _unfit(comparison: ComparisonNode, expected_kind: str) -> InvalidFilter:
+def _unfit_comparison_error(comparison: ComparisonNode, expected_kind: str) -> InvalidFilter:
     return InvalidFilter(
         f"{comparison.attribute} is compared with {expected_kind}", field=comparison.field_path
     )
@@ -263,7 +267,7 @@ class SubsetSearch:
         self._vectors = vectors
 
     @cached_property
-    def _lengths(self) -> NDArray[np.float32]:
+    def _vector_lengths(self) -> NDArray[np.float32]:
         """Length of each item's vector, float32 [items]; found once."""
         lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", self._vectors, self._vectors))
         return lengths
@@ -282,8 +286,10 @@ class SubsetSearch:
         result_count = min(k, len(ordinals))
         if len(ordinals) > max(_DIRECTLY_RANKED_MAX, 4 * k):
             ordinals = self._candidates(vector, ordinals, k, metric)
-        items, scores = rank(vector[None], self._vectors, ordinals[None], None, k, metric=metric)
-        return items[0, :result_count], scores[0, :result_count]
+        best_ordinals, scores = rank(
+            vector[None], self._vectors, ordinals[None], None, k, metric=metric
+        )
+        return best_ordinals[0, :result_count], scores[0, :result_count]
 
     def _candidates(
         self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
@@ -298,24 +304,24 @@ class SubsetSearch:
             loader.kernels.dots(*kernel_arguments), np.float32
         )
         vector_length = float(np.sqrt(np.dot(vector, vector)))
-        lengths = self._lengths[ordinals]
+        candidate_lengths = self._vector_lengths[ordinals]
         if metric == "cosine":
             scores = np.divide(
                 scores,
-                lengths * vector_length,
+                candidate_lengths * vector_length,
                 out=np.zeros_like(scores),
-                where=lengths * vector_length > 0,
+                where=candidate_lengths * vector_length > 0,
             )
-            size = 1.0
+            magnitude = 1.0
         else:
-            size = vector_length * float(lengths.max())
+            magnitude = vector_length * float(candidate_lengths.max())
         # Both sums are off by less than this, in whatever order they are added; the length of a cosine as much again.
-        slack = 4 * (len(vector) + 64) * 2.0**-23 * size
+        rounding_error_max = 4 * (len(vector) + 64) * 2.0**-23 * magnitude
         kth_index = len(scores) - k
         kth_score = float(np.partition(scores, kth_index)[kth_index])
-        if not np.isfinite(slack) or not np.isfinite(kth_score):
+        if not np.isfinite(rounding_error_max) or not np.isfinite(kth_score):
             return ordinals
-        return ordinals[scores >= kth_score - slack]
+        return ordinals[scores >= kth_score - rounding_error_max]
 
 
 class UnknownFilter(InvalidFilter):
@@ -324,7 +330,7 @@ class UnknownFilter(InvalidFilter):
     code = "unknown_filter"
 
 
-def unknown_filter(name: str, declared: Collection[str] = ()) -> UnknownFilter:
+def unknown_filter_error(name: str, declared: Collection[str] = ()) -> UnknownFilter:
     """Refusal of a filter by its name, with the names of those that the generation has."""
     declared_names = sorted(declared)
     return UnknownFilter(
@@ -341,29 +347,33 @@ class Filtering:
         attributes: ItemAttributes,
         vectors: NDArray[np.float32],
         bytes_max: int = MASKS_BYTES_MAX,
-        declared: Mapping[str, Filter] | None = None,
+        filter_by_name: Mapping[str, Filter] | None = None,
     ) -> None:
         self.attributes = attributes
         self.changed_attributes: frozenset[str] = frozenset()
         """Attributes of which some item has another value than the night wrote."""
-        self.new: Filtering | None = None
+        self.new_items_filtering: Filtering | None = None
         """Filtering of the items behind these, which events brought."""
-        self._declared = declared or {}
-        self._masks = Masks(attributes, bytes_max)
+        self._filter_by_name = filter_by_name or {}
+        self._masks = MaskCache(attributes, bytes_max)
         self._subset_search = SubsetSearch(vectors)
 
     @classmethod
-    def open(cls, root: Path, manifest: Manifest, items: ItemTable) -> Self | None:
+    def open(cls, generation_folder: Path, manifest: Manifest, items: ItemTable) -> Self | None:
         """Maps the attributes of a generation; None where its items have none."""
         if not manifest.items.attributes:
             return None
-        declared = {
+        filter_by_name = {
             name: read_filter(named_filter.expression)
             for name, named_filter in manifest.filters.items()
         }
-        return cls(ItemAttributes.open(root, manifest), items.vectors, declared=declared)
+        return cls(
+            ItemAttributes.open(generation_folder, manifest),
+            items.vectors,
+            filter_by_name=filter_by_name,
+        )
 
-    def changed_by(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
+    def with_item_values(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
         """Return a filtering with these item values set, and the columns that changed; itself where none changed."""
         changed_columns = set_item_values(self.attributes, values)
         if not changed_columns.changed_attributes:
@@ -378,39 +388,47 @@ class Filtering:
         )
         return filtering, changed_columns
 
-    def with_new(self, values: Sequence[Mapping[str, Any]], vectors: NDArray[np.float32]) -> Self:
+    def with_new_items(
+        self, values: Sequence[Mapping[str, Any]], vectors: NDArray[np.float32]
+    ) -> Self:
         """Filtering of these items, and behind them of new ones with the attributes and vectors [n, dims] of each."""
         filtering = copy(self)
-        filtering.new = None
+        filtering.new_items_filtering = None
         if len(values):
             attributes = attributes_of_new_items(self.attributes, values)
-            filtering.new = Filtering(attributes, vectors, declared=self._declared)
+            filtering.new_items_filtering = Filtering(
+                attributes, vectors, filter_by_name=self._filter_by_name
+            )
         return filtering
 
-    def differs(self, name: str) -> bool:
+    def may_differ(self, name: str) -> bool:
         """True if a declared filter may let other items pass than it did in the night."""
-        declared_filter = self._declared.get(name)
+        declared_filter = self._filter_by_name.get(name)
         return declared_filter is not None and not declared_filter.attributes.isdisjoint(
             self.changed_attributes
         )
 
     def get_cached(self, filter_: Filter | str) -> FilterMask | None:
         """Items that pass, where that is known already."""
-        resolved_filter = self._declared.get(filter_) if isinstance(filter_, str) else filter_
+        resolved_filter = self._filter_by_name.get(filter_) if isinstance(filter_, str) else filter_
         filter_mask = None if resolved_filter is None else self._masks.get_cached(resolved_filter)
-        return None if filter_mask is None else self._with_new(filter_mask, filter_)
+        return None if filter_mask is None else self._append_new_items_mask(filter_mask, filter_)
 
-    def cost(self, filter_: Filter | str) -> int:
+    def evaluation_cost(self, filter_: Filter | str) -> int:
         """Estimate of the work of `evaluate` where nothing is kept, in comparisons of one number."""
-        resolved_filter = self._declared.get(filter_) if isinstance(filter_, str) else filter_
-        return 0 if resolved_filter is None else mask_cost(resolved_filter.root, self.attributes)
+        resolved_filter = self._filter_by_name.get(filter_) if isinstance(filter_, str) else filter_
+        return (
+            0
+            if resolved_filter is None
+            else mask_cost(resolved_filter.root_expression, self.attributes)
+        )
 
     def evaluate(self, filter_: Filter | str) -> FilterMask:
         """Items that pass; raises InvalidFilter for one that does not fit the attributes, or an unknown name."""
-        resolved_filter = self._declared.get(filter_) if isinstance(filter_, str) else filter_
+        resolved_filter = self._filter_by_name.get(filter_) if isinstance(filter_, str) else filter_
         if resolved_filter is None:
-            raise unknown_filter(str(filter_), self._declared)
-        return self._with_new(self._masks.of(resolved_filter), filter_)
+            raise unknown_filter_error(str(filter_), self._filter_by_name)
+        return self._append_new_items_mask(self._masks.of(resolved_filter), filter_)
 
     def search(
         self,
@@ -425,19 +443,21 @@ class Filtering:
         if len(exclusions):
             ordinals = ordinals[~np.isin(ordinals, exclusions)]
         own_count = int(ordinals.searchsorted(self.attributes.count))
-        own_ranked = self._subset_search.search(vector, ordinals[:own_count], k, metric)
-        if self.new is None or own_count == len(ordinals):
-            return own_ranked
-        count = self.attributes.count
-        new, scores = self.new._subset_search.search(
-            vector, ordinals[own_count:] - count, k, metric
+        own_result = self._subset_search.search(vector, ordinals[:own_count], k, metric)
+        if self.new_items_filtering is None or own_count == len(ordinals):
+            return own_result
+        own_item_count = self.attributes.count
+        new_ordinals, scores = self.new_items_filtering._subset_search.search(
+            vector, ordinals[own_count:] - own_item_count, k, metric
         )
-        numbers = np.concatenate([own_ranked[0], new + np.uint32(count)])
-        all_scores = np.concatenate([own_ranked[1], scores])
-        order = np.lexsort((numbers, -all_scores))[:k]
-        return numbers[order], all_scores[order]
+        all_numbers = np.concatenate([own_result[0], new_ordinals + np.uint32(own_item_count)])
+        all_scores = np.concatenate([own_result[1], scores])
+        score_order = np.lexsort((all_numbers, -all_scores))[:k]
+        return all_numbers[score_order], all_scores[score_order]
 
-    def _with_new(self, filter_mask: FilterMask, filter_: Filter | str) -> FilterMask:
-        if self.new is None:
+    def _append_new_items_mask(self, filter_mask: FilterMask, filter_: Filter | str) -> FilterMask:
+        if self.new_items_filtering is None:
             return filter_mask
-        return filter_mask.followed_by(self.new.evaluate(filter_), self.attributes.count)
+        return filter_mask.append_mask(
+            self.new_items_filtering.evaluate(filter_), self.attributes.count
+        )

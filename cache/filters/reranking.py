@@ -11,7 +11,7 @@ from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read
 BOOSTS_MAX: Final = 8
 """Boosts of one request; each has a filter."""
 
-_FIELDS: Final = ("boost", "diversify")
+_RERANKING_FIELDS: Final = ("boost", "diversify")
 _BOOST_FIELDS: Final = ("filter", "factor")
 _DIVERSIFY_FIELDS: Final = ("attribute", "most", "mmr")
 
@@ -56,95 +56,106 @@ class Reranking:
         return self.diversify is not None and self.diversify.mmr is not None
 
     @property
-    def named(self) -> str:
+    def part_names(self) -> str:
         """Names of the parts for the answer: `boost`, `diversify` or `boost+diversify`."""
         return "+".join(
             (("boost",) if self.boosts else ()) + (("diversify",) if self.diversify else ())
         )
 
 
-def read_reranking(value: object, boost_max: float) -> Reranking:
+def read_reranking(json_value: object, boost_max: float) -> Reranking:
     """Parse a JSON value, such as `{"boost": [{"filter": {...}, "factor": 2}], "diversify": {"mmr": 0.7}}`.
 
     Factors are within 1 / `boost_max` to `boost_max`. Raises InvalidReranking, or InvalidFilter for a boost's filter.
     """
-    fields = _fields(value, "", _FIELDS)
+    fields = _checked_fields(json_value, "", _RERANKING_FIELDS)
     if not fields:
-        raise _refused("a re-ranking has boost, diversify or both", "")
+        raise _reranking_error("a re-ranking has boost, diversify or both", "")
     raw_boosts = fields.get("boost", ())
     if not isinstance(raw_boosts, list | tuple) or ("boost" in fields and not raw_boosts):
-        raise _refused("boost is a list of one or more boosts", "boost")
+        raise _reranking_error("boost is a list of one or more boosts", "boost")
     if len(raw_boosts) > BOOSTS_MAX:
-        raise _refused(f"there are at most {BOOSTS_MAX} boosts", "boost", limit=BOOSTS_MAX)
+        raise _reranking_error(f"there are at most {BOOSTS_MAX} boosts", "boost", limit=BOOSTS_MAX)
     boosts = tuple(
-        _boost(raw_boost, f"boost[{index}]", boost_max)
+        _parse_boost(raw_boost, f"boost[{index}]", boost_max)
         for index, raw_boost in enumerate(raw_boosts)
     )
-    return Reranking(boosts, _diversify(fields["diversify"]) if "diversify" in fields else None)
+    return Reranking(
+        boosts, _parse_diversify(fields["diversify"]) if "diversify" in fields else None
+    )
 
 
-def _boost(value: object, path: str, boost_max: float) -> Boost:
-    fields = _fields(value, path, _BOOST_FIELDS)
-    factor = _number(fields.get("factor"), f"{path}.factor")
+def _parse_boost(json_value: object, field_path: str, boost_max: float) -> Boost:
+    fields = _checked_fields(json_value, field_path, _BOOST_FIELDS)
+    factor = _checked_number(fields.get("factor"), f"{field_path}.factor")
     if not 1 / boost_max <= factor <= boost_max:
-        raise _refused(
+        raise _reranking_error(
             f"factor is {1 / boost_max:g} to {boost_max:g} here, not {factor:g}",
-            f"{path}.factor",
+            f"{field_path}.factor",
             limit=boost_max,
         )
     try:
         return Boost(read_filter(fields.get("filter")), factor)
     except InvalidFilter as error:
-        raise below(error, f"{path}.filter") from error
+        raise with_error_path(error, f"{field_path}.filter") from error
 
 
-def _diversify(value: object) -> Diversify:
-    path = "diversify"
-    fields = _fields(value, path, _DIVERSIFY_FIELDS)
+def _parse_diversify(json_value: object) -> Diversify:
+    field_path = "diversify"
+    fields = _checked_fields(json_value, field_path, _DIVERSIFY_FIELDS)
     attribute, items_per_value_max, mmr = (fields.get(name) for name in _DIVERSIFY_FIELDS)
     if (attribute is None) != (items_per_value_max is None) or (attribute is None and mmr is None):
-        raise _refused("diversify has attribute and most, or mmr, or all three", path)
+        raise _reranking_error("diversify has attribute and most, or mmr, or all three", field_path)
     if attribute is not None and (
         not isinstance(attribute, str) or len(attribute.encode(errors="replace")) > TEXT_BYTES_MAX
     ):
-        raise _refused("attribute is the name of one", f"{path}.attribute")
+        raise _reranking_error("attribute is the name of one", f"{field_path}.attribute")
     if items_per_value_max is not None and (
         isinstance(items_per_value_max, bool)
         or not isinstance(items_per_value_max, int)
         or items_per_value_max < 1
     ):
-        raise _refused("most is a whole number, 1 or more", f"{path}.most")
-    if mmr is not None and not 0 < (mmr := _number(mmr, f"{path}.mmr")) <= 1:
-        raise _refused(f"mmr is above 0, up to 1, not {mmr:g}", f"{path}.mmr")
+        raise _reranking_error("most is a whole number, 1 or more", f"{field_path}.most")
+    if mmr is not None and not 0 < (mmr := _checked_number(mmr, f"{field_path}.mmr")) <= 1:
+        raise _reranking_error(f"mmr is above 0, up to 1, not {mmr:g}", f"{field_path}.mmr")
     return Diversify(attribute, items_per_value_max, mmr)
 
 
-def _fields(value: object, path: str, field_names: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _refused(
-            f"{path or 'a re-ranking'} is a JSON object of {', '.join(field_names)}", path
+def _checked_fields(
+    json_value: object, field_path: str, field_names: tuple[str, ...]
+) -> Mapping[str, Any]:
+    if not isinstance(json_value, Mapping):
+        raise _reranking_error(
+            f"{field_path or 'a re-ranking'} is a JSON object of {', '.join(field_names)}",
+            field_path,
         )
-    for name in value:
+    for name in json_value:
         if name not in field_names:
-            raise _refused(
+            raise _reranking_error(
                 f"there is no field {str(name)[:40]!r} here; there are {', '.join(field_names)}",
-                path,
+                field_path,
             )
-    return value
+    return json_value
 
 
-def _number(value: object, path: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _refused(f"{path.rpartition('.')[2]} is a finite number", path)
-    return float(value)
+def _checked_number(json_value: object, field_path: str) -> float:
+    if (
+        isinstance(json_value, bool)
+        or not isinstance(json_value, int | float)
+        or not math.isfinite(json_value)
+    ):
+        raise _reranking_error(f"{field_path.rpartition('.')[2]} is a finite number", field_path)
+    return float(json_value)
 
 
-def _refused(message: str, path: str, **details: object) -> InvalidReranking:
-    return InvalidReranking(message, **({"field": path} if path else {}), **details)
+def _reranking_error(message: str, field_path: str, **details: object) -> InvalidReranking:
+    return InvalidReranking(message, **({"field": field_path} if field_path else {}), **details)
 
 
-def below(error: InvalidFilter, path: str) -> InvalidFilter:
-    """Return a copy of the error whose field starts with `path`, for a filter nested at that path."""
-    inner = error.details.get("field")
-    details = error.details | {"field": path if inner is None else f"{path}.{inner}"}
+def with_error_path(error: InvalidFilter, outer_path: str) -> InvalidFilter:
+    """Return a copy of the error whose field starts with `outer_path`, for a filter nested at that path."""
+    inner_field = error.details.get("field")
+    details = error.details | {
+        "field": outer_path if inner_field is None else f"{outer_path}.{inner_field}"
+    }
     return type(error)(error.message, **details)

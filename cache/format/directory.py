@@ -28,16 +28,16 @@ class Directory:
     """All hashes of an entity set, one memory-mapped array per shard, shared by every process of a host."""
 
     def __init__(
-        self, seed: int, firsts: Sequence[int], parts: Sequence[NDArray[np.uint64]]
+        self, seed: int, first_hashes: Sequence[int], hash_parts: Sequence[NDArray[np.uint64]]
     ) -> None:
         self.seed = seed
-        self.parts = tuple(parts)
+        self.hash_parts = tuple(hash_parts)
         # bisect beats numpy on one number
-        self._firsts = list(map(int, firsts))
-        self._starts = list(accumulate(map(len, parts), initial=0))
-        self.count = self._starts[-1]
-        self._hashes = (loader.kernels if parts else pure).HashParts(
-            tuple(self._firsts), self.parts
+        self._first_hashes = list(map(int, first_hashes))
+        self._part_starts = list(accumulate(map(len, hash_parts), initial=0))
+        self.count = self._part_starts[-1]
+        self._hashes = (loader.kernels if hash_parts else pure).HashParts(
+            tuple(self._first_hashes), self.hash_parts
         )
 
     @classmethod
@@ -45,21 +45,22 @@ class Directory:
         """Maps the parts listed in a manifest; raises CorruptArtefact when a file's length does not fit its count."""
         parts = []
         for part in entities.parts:
-            path = root / part.file.path
-            if path.stat().st_size != part.count * 8:
+            hash_file = root / part.file.path
+            if hash_file.stat().st_size != part.count * 8:
                 raise CorruptArtefact(
-                    f"{part.file.path} holds {path.stat().st_size} bytes, {part.count} hashes need {part.count * 8}"
+                    f"{part.file.path} holds {hash_file.stat().st_size} bytes, {part.count} hashes need "
+                    f"{part.count * 8}"
                 )
-            parts.append(map_file(path, "<u8"))
+            parts.append(map_file(hash_file, "<u8"))
         return cls(entities.seed, [part.first_hash for part in entities.parts], parts)
 
-    def find(self, hash_: int) -> int:
+    def find(self, entity_hash: int) -> int:
         """The position of a hash, or -1."""
-        shard = bisect_right(self._firsts, hash_) - 1
-        part = self.parts[shard]
-        part_position = int(part.searchsorted(np.uint64(hash_)))
-        if part_position < len(part) and part.item(part_position) == hash_:
-            return self._starts[shard] + part_position
+        shard = bisect_right(self._first_hashes, entity_hash) - 1
+        hash_part = self.hash_parts[shard]
+        part_position = int(hash_part.searchsorted(np.uint64(entity_hash)))
+        if part_position < len(hash_part) and hash_part.item(part_position) == entity_hash:
+            return self._part_starts[shard] + part_position
         return -1
 
     def find_many(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -70,16 +71,22 @@ class Directory:
 
     def locate(self, position: int) -> tuple[int, int]:
         """(part, position within the part) of a global position."""
-        part = bisect_right(self._starts, position) - 1
-        return part, position - self._starts[part]
+        part_index = bisect_right(self._part_starts, position) - 1
+        return part_index, position - self._part_starts[part_index]
 
-    def pages(
-        self, positions: NDArray[np.int64], first_pages: NDArray[np.int64], per_page: int, size: int
+    def page_locations(
+        self,
+        positions: NDArray[np.int64],
+        first_pages: NDArray[np.int64],
+        records_per_page: int,
+        record_bytes: int,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Places of records of `size` bytes, `per_page` of them in a page: int64[n] pages, int64[n] offsets in them."""
-        pages, offsets = self._hashes.locate(positions, first_pages, per_page, size)
-        return np.frombuffer(pages, np.int64), np.frombuffer(offsets, np.int64)
+        """Places of records of `record_bytes` bytes, `records_per_page` in a page: int64[n] pages, int64[n] offsets."""
+        page_numbers, offsets = self._hashes.locate(
+            positions, first_pages, records_per_page, record_bytes
+        )
+        return np.frombuffer(page_numbers, np.int64), np.frombuffer(offsets, np.int64)
 
     def hashes(self) -> NDArray[np.uint64]:
         """All hashes in order, as one array in memory."""
-        return np.concatenate(self.parts) if self.parts else np.empty(0, np.uint64)
+        return np.concatenate(self.hash_parts) if self.hash_parts else np.empty(0, np.uint64)

@@ -17,61 +17,68 @@ HASH_SPACE = 1 << 64
 FINGERPRINT_SEED = 0x9E3779B97F4A7C15
 """Hash seed independent of every directory seed: a record proves whose it is even if the directory is wrong."""
 
-_TYPE_TAGS = {"str": b"s", "int": b"i", "float": b"f", "bool": b"b", "vector": b"v", "texts": b"t"}
+_TAG_BY_TYPE = {
+    "str": b"s",
+    "int": b"i",
+    "float": b"f",
+    "bool": b"b",
+    "vector": b"v",
+    "texts": b"t",
+}
 
 FeatureValue = str | int | float | bool | tuple[float, ...] | tuple[str, ...]
 
 
-def canonical_id(value: object) -> bytes:
+def canonical_id(raw_id: object) -> bytes:
     """Bytes of an id: UTF-8 of a string, decimal form of an integer; raises InvalidId for all else."""
-    if isinstance(value, str):
-        text = value
-    elif isinstance(value, int) and not isinstance(value, bool):
-        text = str(value)
+    if isinstance(raw_id, str):
+        id_text = raw_id
+    elif isinstance(raw_id, int) and not isinstance(raw_id, bool):
+        id_text = str(raw_id)
     else:
         raise InvalidId(
-            f"an id is a string or an integer, not {type(value).__name__}",
-            kind=type(value).__name__,
+            f"an id is a string or an integer, not {type(raw_id).__name__}",
+            kind=type(raw_id).__name__,
         )
     try:
-        raw = text.encode()
+        id_bytes = id_text.encode()
     except UnicodeEncodeError as error:
         raise InvalidId("an id must be valid Unicode (it holds a lone surrogate)") from error
-    if not 1 <= len(raw) <= ID_BYTES_MAX:
+    if not 1 <= len(id_bytes) <= ID_BYTES_MAX:
         raise InvalidId(
-            f"an id has 1 to {ID_BYTES_MAX} bytes of UTF-8, this one has {len(raw)}",
-            size_bytes=len(raw),
+            f"an id has 1 to {ID_BYTES_MAX} bytes of UTF-8, this one has {len(id_bytes)}",
+            size_bytes=len(id_bytes),
         )
-    return raw
+    return id_bytes
 
 
-def hash_id(raw: bytes, seed: int) -> int:
+def hash_id(id_bytes: bytes, seed: int) -> int:
     """64-bit xxh3 of an id: its place in a directory."""
-    return xxhash.xxh3_64_intdigest(raw, seed)
+    return xxhash.xxh3_64_intdigest(id_bytes, seed)
 
 
-def hash_ids(raws: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
+def hash_ids(ids: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
     """uint64[n] of `hash_id`."""
-    raw_ids = raws if type(raws) is list else list(raws)
-    hash_bytes = loader.kernels.hashes(raw_ids, seed)
+    id_list = ids if type(ids) is list else list(ids)
+    hash_bytes = loader.kernels.hashes(id_list, seed)
     if hash_bytes is None:  # longer than what is compiled takes
-        hash_bytes = pure.hashes(raw_ids, seed)
+        hash_bytes = pure.hashes(id_list, seed)
     return np.frombuffer(hash_bytes, np.uint64)
 
 
-def are_ids(raws: list[bytes]) -> bool:
+def have_id_lengths(ids: list[bytes]) -> bool:
     """True if every one has a length that an id may have (1 to 256 bytes)."""
-    return loader.kernels.are_ids(raws, ID_BYTES_MAX)
+    return loader.kernels.are_ids(ids, ID_BYTES_MAX)
 
 
-def fingerprint(raw: bytes) -> int:
+def fingerprint(id_bytes: bytes) -> int:
     """64-bit identity stored inside a record, from a seed of its own."""
-    return xxhash.xxh3_64_intdigest(raw, FINGERPRINT_SEED)
+    return xxhash.xxh3_64_intdigest(id_bytes, FINGERPRINT_SEED)
 
 
-def fingerprints(raws: Sequence[bytes]) -> NDArray[np.uint64]:
+def fingerprints(ids: Sequence[bytes]) -> NDArray[np.uint64]:
     """uint64[n] of `fingerprint`."""
-    return hash_ids(raws, FINGERPRINT_SEED)
+    return hash_ids(ids, FINGERPRINT_SEED)
 
 
 def input_digest(
@@ -84,61 +91,63 @@ def input_digest(
     Every part is typed and length-prefixed, so no two inputs share an encoding: 1, 1.0, True and "1" are four
     values, an empty history is not a missing one. Raises InvalidInput for NaN and infinities; -0.0 is 0.0.
     """
-    digest = xxhash.xxh3_128(_sized(model_digest.encode()))
+    hasher = xxhash.xxh3_128(_length_prefixed(model_digest.encode()))
     if history is None:
-        digest.update(b"h-")
+        hasher.update(b"h-")
     else:
-        digest.update(b"h" + struct.pack("<I", len(history)))
-        for raw in history:
-            digest.update(_sized(raw))
+        hasher.update(b"h" + struct.pack("<I", len(history)))
+        for item_id in history:
+            hasher.update(_length_prefixed(item_id))
     if features is None:
-        digest.update(b"f-")
+        hasher.update(b"f-")
     else:
-        digest.update(b"f" + struct.pack("<I", len(features)))
+        hasher.update(b"f" + struct.pack("<I", len(features)))
         for name in sorted(features):
-            digest.update(_sized(name.encode()) + _encode_feature(name, features[name]))
-    return digest.digest()
+            hasher.update(_length_prefixed(name.encode()) + _encode_feature(name, features[name]))
+    return hasher.digest()
 
 
-def _sized(raw: bytes) -> bytes:
-    return struct.pack("<I", len(raw)) + raw
+def _length_prefixed(encoded: bytes) -> bytes:
+    return struct.pack("<I", len(encoded)) + encoded
 
 
 def _encode_feature(name: str, value: FeatureValue) -> bytes:
     match value:
         case bool():
-            return _TYPE_TAGS["bool"] + bytes([value])
+            return _TAG_BY_TYPE["bool"] + bytes([value])
         case int():
-            return _TYPE_TAGS["int"] + _sized(str(value).encode())
+            return _TAG_BY_TYPE["int"] + _length_prefixed(str(value).encode())
         case float():
-            return _TYPE_TAGS["float"] + _finite(name, value)
+            return _TAG_BY_TYPE["float"] + _encode_finite(name, value)
         case str():
-            return _TYPE_TAGS["str"] + _sized(value.encode())
+            return _TAG_BY_TYPE["str"] + _length_prefixed(value.encode())
         case (str(), *_):
-            return _TYPE_TAGS["texts"] + _all_texts(name, value)
+            return _TAG_BY_TYPE["texts"] + _encode_texts(name, value)
         case tuple():
-            return _TYPE_TAGS["vector"] + _sized(_all_finite(name, value))
+            return _TAG_BY_TYPE["vector"] + _length_prefixed(_encode_finite_numbers(name, value))
     raise InvalidInput(
         f"feature {name!r} has the unsupported type {type(value).__name__}", field=name
     )
 
 
-def _finite(name: str, value: float) -> bytes:
+def _encode_finite(name: str, value: float) -> bytes:
     if not math.isfinite(value):
         raise InvalidInput(f"feature {name!r} is {value}, which is not a finite number", field=name)
     return struct.pack("<d", value + 0.0)  # -0.0 + 0.0 is 0.0
 
 
-def _all_texts(name: str, value: Sequence[object]) -> bytes:
-    if not all(isinstance(part, str) for part in value):
+def _encode_texts(name: str, value: Sequence[object]) -> bytes:
+    if not all(isinstance(element, str) for element in value):
         raise InvalidInput(f"feature {name!r} holds texts beside other values", field=name)
-    return struct.pack("<I", len(value)) + b"".join(_sized(str(part).encode()) for part in value)
+    return struct.pack("<I", len(value)) + b"".join(
+        _length_prefixed(str(element).encode()) for element in value
+    )
 
 
-def _all_finite(name: str, value: Sequence[object]) -> bytes:
-    if not all(isinstance(part, int | float) for part in value):
+def _encode_finite_numbers(name: str, value: Sequence[object]) -> bytes:
+    if not all(isinstance(element, int | float) for element in value):
         raise InvalidInput(f"feature {name!r} holds numbers beside other values", field=name)
-    numbers = [part + 0.0 for part in value]  # type: ignore[operator]  # as above
+    numbers = [element + 0.0 for element in value]  # type: ignore[operator]  # as above
     if not all(map(math.isfinite, numbers)):
-        _finite(name, next(number for number in numbers if not math.isfinite(number)))
+        _encode_finite(name, next(number for number in numbers if not math.isfinite(number)))
     return struct.pack(f"<{len(numbers)}d", *numbers)

@@ -38,26 +38,28 @@ _JSON_PAD, _JSON_END = b"\0", b"\n"
 class IdBytes(NamedTuple):
     """The ids of uint32[n, k] ordinals, and where each begins and the last one ends, int32[n * k + 1] as bytes."""
 
-    data: bytes
-    cuts: bytes
-    k: int
+    joined_ids: bytes
+    offset_bytes: bytes
+    ids_per_row: int
 
     @classmethod
-    def of(cls, data: bytes, sizes: NDArray[np.int32]) -> Self:
-        """Ids from their joined bytes `data` and the size of each in bytes, int32[n, k]."""
-        cuts = np.zeros(sizes.size + 1, np.int32)
-        np.add.accumulate(sizes.ravel(), dtype=np.int32, out=cuts[1:])
-        return cls(data, cuts.tobytes(), sizes.shape[-1])
+    def of(cls, joined_ids: bytes, id_sizes: NDArray[np.int32]) -> Self:
+        """Ids from their joined bytes `joined_ids` and the size of each in bytes, int32[n, k]."""
+        offsets = np.zeros(id_sizes.size + 1, np.int32)
+        np.add.accumulate(id_sizes.ravel(), dtype=np.int32, out=offsets[1:])
+        return cls(joined_ids, offsets.tobytes(), id_sizes.shape[-1])
 
     @property
-    def sizes(self) -> NDArray[np.int32]:
+    def id_sizes(self) -> NDArray[np.int32]:
         """Bytes of each id, int32[n, k]."""
-        cuts = np.frombuffer(self.cuts, np.int32)
-        sizes: NDArray[np.int32] = cuts[1:] - cuts[:-1]
-        return sizes.reshape(-1, self.k) if self.k else sizes.reshape(0, 0)
+        offsets = np.frombuffer(self.offset_bytes, np.int32)
+        id_sizes: NDArray[np.int32] = offsets[1:] - offsets[:-1]
+        return (
+            id_sizes.reshape(-1, self.ids_per_row) if self.ids_per_row else id_sizes.reshape(0, 0)
+        )
 
 
-class Lent(NamedTuple):
+class SharedIdArrays(NamedTuple):
     """The bytes of all ids, and where each begins and the last one ends."""
 
     ids: NDArray[np.uint8]
@@ -84,10 +86,10 @@ class ItemTable:
         # Not a method of this very table: nothing here may wait for the collector of cycles, which passes over what
         # was frozen, so every flip would leave a catalogue behind.
         ids_of = partial(_ids_of, self._ids, offsets)
-        longest = _longest_id_bytes(offsets)
-        self.texts = ItemJsonTexts(self.count, ids_of, longest=longest)
+        longest_id_bytes = _longest_id_bytes(offsets)
+        self.json_texts = ItemJsonTexts(self.count, ids_of, longest_id_bytes=longest_id_bytes)
         """Ids as JSON strings."""
-        self.lent = Lent(ids, offsets)
+        self.shared_ids = SharedIdArrays(ids, offsets)
         """Raw id bytes and offsets, for the compiled code."""
 
     @classmethod
@@ -114,47 +116,47 @@ class ItemTable:
         """External ids in the order of `ordinals`."""
         return _ids_of(self._ids, self._offsets, ordinals)
 
-    def ordinal_of(self, raw: bytes) -> int:
+    def ordinal_of(self, id_bytes: bytes) -> int:
         """The ordinal of an id, or -1; the id itself is compared, not only its hash."""
-        ordinal = self.directory.find(hash_id(raw, self.directory.seed))
-        return ordinal if ordinal >= 0 and self.raw_id(ordinal) == raw else -1
+        ordinal = self.directory.find(hash_id(id_bytes, self.directory.seed))
+        return ordinal if ordinal >= 0 and self.raw_id(ordinal) == id_bytes else -1
 
-    def ordinals_of(self, raws: Sequence[bytes]) -> Ordinals:
+    def ordinals_of(self, raw_ids: Sequence[bytes]) -> Ordinals:
         """int64[n] ordinals, -1 where an id is unknown."""
-        if len(raws) < 8:  # below that, numpy's fixed cost per call exceeds the searches
-            return Ordinals(np.array([self.ordinal_of(raw) for raw in raws], np.int64))
-        ordinals = self.directory.find_many(hash_ids(raws, self.directory.seed))
+        if len(raw_ids) < 8:  # below that, numpy's fixed cost per call exceeds the searches
+            return Ordinals(np.array([self.ordinal_of(raw) for raw in raw_ids], np.int64))
+        ordinals = self.directory.find_many(hash_ids(raw_ids, self.directory.seed))
         hit_indexes = np.flatnonzero(ordinals >= 0)
-        named = ordinals[hit_indexes]
-        hit_raws = [raws[at] for at in hit_indexes.tolist()]
+        hit_ordinals = ordinals[hit_indexes]
+        hit_ids = [raw_ids[hit_index] for hit_index in hit_indexes.tolist()]
         starts, ends = (
-            self._offsets[named].astype(np.int64),
-            self._offsets[named + 1].astype(np.int64),
+            self._offsets[hit_ordinals].astype(np.int64),
+            self._offsets[hit_ordinals + 1].astype(np.int64),
         )
-        if not self._are(hit_raws, starts, ends):
+        if not self._equals_stored_ids(hit_ids, starts, ends):
             stored_ids = [
                 bytes(self._ids[start:end]) for start, end in zip(starts, ends, strict=True)
             ]
-            is_equal = np.fromiter(map(eq, stored_ids, hit_raws), np.bool_, len(stored_ids))
+            is_equal = np.fromiter(map(eq, stored_ids, hit_ids), np.bool_, len(stored_ids))
             ordinals[hit_indexes[~is_equal]] = -1
         return Ordinals(ordinals)
 
-    def _are(
-        self, raws: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]
+    def _equals_stored_ids(
+        self, raw_ids: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]
     ) -> bool:
-        """True if each of `raws` equals the id bytes between its start and its end; all are compared at once."""
-        if not raws:
+        """True if each of `raw_ids` equals the id bytes between its start and its end; all are compared at once."""
+        if not raw_ids:
             return True
         lengths = ends - starts
-        if not np.array_equal(np.fromiter(map(len, raws), np.int64, len(raws)), lengths):
+        if not np.array_equal(np.fromiter(map(len, raw_ids), np.int64, len(raw_ids)), lengths):
             return False
-        firsts = np.cumsum(lengths) - lengths
-        byte_indexes = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
+        joined_starts = np.cumsum(lengths) - lengths
+        byte_indexes = np.arange(lengths.sum()) + np.repeat(starts - joined_starts, lengths)
         id_bytes = np.frombuffer(self._ids, np.uint8)[byte_indexes]
-        joined: bytes = id_bytes.tobytes()
-        return joined == b"".join(raws)
+        stored_bytes: bytes = id_bytes.tobytes()
+        return stored_bytes == b"".join(raw_ids)
 
-    def to_model(self, ordinals: Ordinals) -> ModelIndices:
+    def model_indices_of(self, ordinals: Ordinals) -> ModelIndices:
         """Maps ordinals to the model's own indices, the only place that does; -1 stays -1."""
         is_known = ordinals >= 0
         return ModelIndices(
@@ -173,34 +175,42 @@ def _ids_of(
 def _longest_id_bytes(offsets: NDArray[np.uint64]) -> int:
     starts = range(0, len(offsets) - 1, _OFFSETS_AT_ONCE)
     return max(
-        (int(np.diff(offsets[at : at + _OFFSETS_AT_ONCE + 1]).max()) for at in starts), default=0
+        (
+            int(
+                np.diff(
+                    offsets[first_offset_index : first_offset_index + _OFFSETS_AT_ONCE + 1]
+                ).max()
+            )
+            for first_offset_index in starts
+        ),
+        default=0,
     )
 
 
 class ItemJsonTexts:
     """Each ordinal's id as a JSON string; `ids_of` reads those that are new.
 
-    JSON of ids none of which is longer than `longest` bytes is kept at one width.
+    JSON of ids none of which is longer than `longest_id_bytes` bytes is kept at one width.
     """
 
     def __init__(
         self,
         count: int,
         ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
-        longest: int | None = None,
+        longest_id_bytes: int | None = None,
     ) -> None:
         self._count = count
         self._ids_of = ids_of
         self._json_by_ordinal: NDArray[np.object_] | None = None
         self._is_known = np.zeros(0, np.bool_)
         self._cached_count = 0
-        self._lines = None
-        if longest is not None and longest <= ONE_WIDTH_BYTES_MAX:
-            self._lines = ItemJsonRows(count, longest, ids_of)
+        self._json_rows = None
+        if longest_id_bytes is not None and longest_id_bytes <= ONE_WIDTH_BYTES_MAX:
+            self._json_rows = ItemJsonRows(count, longest_id_bytes, ids_of)
 
     def lines(self, ordinals: NDArray[np.uint32]) -> list[bytes]:
         """A comma-separated line of texts for each row of ordinals uint32[n, k]."""
-        if self._lines is not None and (lines := self._lines.of(ordinals)) is not None:
+        if self._json_rows is not None and (lines := self._json_rows.of(ordinals)) is not None:
             return lines
         return [b",".join(row) for row in self.rows(ordinals)]
 
@@ -211,40 +221,47 @@ class ItemJsonTexts:
             json_by_ordinal = self._json_by_ordinal = np.full(self._count, None, object)
             self._is_known = np.zeros(self._count, np.bool_)
         if not self._is_known[ordinals].all():
-            self._read(json_by_ordinal, np.unique(ordinals))
+            self._cache_new(json_by_ordinal, np.unique(ordinals))
         json_rows: list[list[bytes]] = json_by_ordinal[ordinals].tolist()
         if self._cached_count > JSON_TEXTS_MAX:
             self._json_by_ordinal, self._cached_count = None, 0
         return json_rows
 
-    def _read(self, json_by_ordinal: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
-        new = ordinals[~self._is_known[ordinals]]
-        for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
+    def _cache_new(
+        self, json_by_ordinal: NDArray[np.object_], ordinals: NDArray[np.uint32]
+    ) -> None:
+        new_ordinals = ordinals[~self._is_known[ordinals]]
+        for ordinal, text in zip(new_ordinals.tolist(), self._ids_of(new_ordinals), strict=True):
             json_by_ordinal[ordinal] = orjson.dumps(text)
-        self._is_known[new] = True
-        self._cached_count += len(new)
+        self._is_known[new_ordinals] = True
+        self._cached_count += len(new_ordinals)
 
 
 class ItemJsonRows:
-    """Lists of ids as JSON, many at once; the catalogue's longest id has `longest` bytes, `ids_of` reads new ones."""
+    """Lists of ids as JSON, many at once; the longest id has `longest_id_bytes` bytes, `ids_of` reads new ones."""
 
     def __init__(
-        self, count: int, longest: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]
+        self,
+        count: int,
+        longest_id_bytes: int,
+        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
     ) -> None:
-        self._text_table = TextTable(count, longest + len('"",'), _JSON_PAD, _id_json, ids_of)
+        self._text_table = TextTable(
+            count, longest_id_bytes + len('"",'), _JSON_PAD, _id_json, ids_of
+        )
 
     def of(self, ordinals: NDArray[np.uint32]) -> list[bytes] | None:
         """A comma-separated line of each of uint32[n, k], k > 0; None if an id's JSON is longer than the id."""
-        slots = self._text_table.slots(ordinals)
-        if slots is None:
+        text_slots = self._text_table.text_slots(ordinals)
+        if text_slots is None:
             return None
-        size = ordinals.shape[1] * self._text_table.width
-        lines = np.empty((len(ordinals), size + 1), np.uint8)
-        padded_texts = np.frombuffer(self._text_table.texts(slots), np.uint8)
-        lines[:, :-1] = padded_texts.reshape(-1, size)
-        lines[:, 0] = _JSON_PAD[0]  # the comma before the first
-        lines[:, -1] = _JSON_END[0]
-        return lines.tobytes().translate(None, _JSON_PAD).split(_JSON_END)[:-1]
+        row_bytes = ordinals.shape[1] * self._text_table.width
+        padded_lines = np.empty((len(ordinals), row_bytes + 1), np.uint8)
+        padded_texts = np.frombuffer(self._text_table.texts(text_slots), np.uint8)
+        padded_lines[:, :-1] = padded_texts.reshape(-1, row_bytes)
+        padded_lines[:, 0] = _JSON_PAD[0]  # the comma before the first
+        padded_lines[:, -1] = _JSON_END[0]
+        return padded_lines.tobytes().translate(None, _JSON_PAD).split(_JSON_END)[:-1]
 
 
 def _id_json(id_: str) -> bytes:
@@ -254,48 +271,51 @@ def _id_json(id_: str) -> bytes:
 class TextTable:
     """Cache of texts by item, all of one width, so that many are gathered like numbers.
 
-    A text has at most `width` bytes and is filled up with `pad`, which no text holds; `ids_of` reads ids that are new.
+    A text has at most `width` bytes and is filled up with `pad_byte`, which no text holds; `ids_of` reads ids that are
+    new.
     """
 
     def __init__(
         self,
         count: int,
         width: int,
-        pad: bytes,
-        write: Callable[[str], bytes],
+        pad_byte: bytes,
+        encode: Callable[[str], bytes],
         ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
     ) -> None:
         self.width = width
-        self._pad = pad
-        self._write = write
+        self._pad_byte = pad_byte
+        self._encode = encode
         self._ids_of = ids_of
-        self._room = min(count, TEXT_ROWS_MAX)
+        self._capacity = min(count, TEXT_ROWS_MAX)
         self._slots = np.zeros(count, np.int32)
         """Slot of each ordinal in `_texts`; 0: not there."""
-        self._texts = np.zeros(self._room + 1, f"V{width}")
+        self._texts = np.zeros(self._capacity + 1, f"V{width}")
         self._filled_count = 0
 
-    def slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
+    def text_slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
         """Slots of the ordinals' texts, valid until the next call; None if a text is too long or there are too many."""
-        slots = self._slots.take(ordinals)
-        if np.count_nonzero(slots) == slots.size:
-            return slots
-        self._read(np.unique(ordinals))
-        slots = self._slots.take(ordinals)
-        return slots if np.count_nonzero(slots) == slots.size else None
+        found_slots = self._slots.take(ordinals)
+        if np.count_nonzero(found_slots) == found_slots.size:
+            return found_slots
+        self._cache_new(np.unique(ordinals))
+        found_slots = self._slots.take(ordinals)
+        return found_slots if np.count_nonzero(found_slots) == found_slots.size else None
 
     def texts(self, slots: NDArray[np.int32]) -> bytes:
         """Texts in these slots, one after another, each with its padding."""
         return self._texts.take(slots).tobytes()
 
-    def _read(self, ordinals: NDArray[np.uint32]) -> None:
-        new = ordinals[self._slots[ordinals] == 0]
-        if self._filled_count + len(new) > self._room:
+    def _cache_new(self, ordinals: NDArray[np.uint32]) -> None:
+        new_ordinals = ordinals[self._slots[ordinals] == 0]
+        if self._filled_count + len(new_ordinals) > self._capacity:
             self._slots[:], self._filled_count = 0, 0
-            new = ordinals
-        for ordinal, id_ in zip(new.tolist(), self._ids_of(new[: self._room]), strict=False):
-            text = self._write(id_)
+            new_ordinals = ordinals
+        for ordinal, id_ in zip(
+            new_ordinals.tolist(), self._ids_of(new_ordinals[: self._capacity]), strict=False
+        ):
+            text = self._encode(id_)
             if len(text) <= self.width:
                 self._filled_count += 1
-                self._texts[self._filled_count] = np.void(text.ljust(self.width, self._pad))
+                self._texts[self._filled_count] = np.void(text.ljust(self.width, self._pad_byte))
                 self._slots[ordinal] = self._filled_count

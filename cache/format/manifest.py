@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 import orjson
 
 from cache.errors import CorruptArtefact
-from cache.formats import FORMATS, MANIFEST, demand
+from cache.formats import FORMATS, MANIFEST, demand_readable
 from cache.records import Kind, Layout
 
 if TYPE_CHECKING:
@@ -21,25 +21,25 @@ EntityKind = Literal["user", "item"]
 MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
 """Version of the manifest's fields and of the files it lists; the records in the pages have a version of their own."""
 
-WITH_WEIGHTS: Final = 2
+FORMAT_WITH_WEIGHTS: Final = 2
 """Version of a manifest with a model whose weights are in a second file."""
 
-WITH_ATTRIBUTES: Final = 3
+FORMAT_WITH_ATTRIBUTES: Final = 3
 """Version of a manifest whose items have attributes."""
 
-WITH_FILTERS: Final = 4
+FORMAT_WITH_FILTERS: Final = 4
 """Version of a manifest with named filters or facets."""
 
-WITH_EVENTS: Final = 5
+FORMAT_WITH_EVENTS: Final = 5
 """Version of a manifest that says which events the generation includes, and lists the users' inputs."""
 
-FEATURED_USERS: Final = "featured_users"
+FEATURE_ONLY_USERS_FACT: Final = "featured_users"
 """Fact of a manifest that is true if users who appear only in the feature table were computed."""
 
-FACET: Final = "facet."
+FACET_PREFIX: Final = "facet."
 """Prefix of the entity set of a facet's values; the table's name follows."""
 
-GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
+GENERATION_PATTERN = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
 """Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
 
 CUT_CHARS = len("20260131T000000Z")
@@ -123,12 +123,19 @@ class SeenPart:
     @property
     def files(self) -> list[Artefact]:
         """Files of the part that exist."""
-        all_ = (self.ends, self.items, self.times, self.feature_ends, self.features, self.brought)
-        return [file for file in all_ if file is not None]
+        possible_files = (
+            self.ends,
+            self.items,
+            self.times,
+            self.feature_ends,
+            self.features,
+            self.brought,
+        )
+        return [file for file in possible_files if file is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class EventsRead:
+class IncludedEvents:
     """Events that a generation includes: all up to a position; and the history length that its models were given.
 
     `facets` has the attribute of each facet's table: events may set it anew. `namespace` is the namespace of the
@@ -200,7 +207,7 @@ class Table:
     @property
     def is_facet(self) -> bool:
         """True if the entities are values of an attribute, which no model can compute."""
-        return self.entity.startswith(FACET)
+        return self.entity.startswith(FACET_PREFIX)
 
     @property
     def page_bytes(self) -> int:
@@ -212,10 +219,12 @@ class Table:
         """Pages of all parts."""
         return sum(part.pages for part in self.parts)
 
-    def locate(self, part: int, position: int) -> tuple[int, int]:
-        """(page, byte offset in it) of the record at `position` within part `part`."""
-        page, slot = divmod(position, self.records_per_page)
-        return self.parts[part].first_page + page, slot * self.layout.size_bytes
+    def locate_record(self, part_index: int, position: int) -> tuple[int, int]:
+        """(page, byte offset in it) of the record at `position` within part `part_index`."""
+        page_number, slot_in_page = divmod(position, self.records_per_page)
+        return self.parts[
+            part_index
+        ].first_page + page_number, slot_in_page * self.layout.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +292,7 @@ class Manifest:
     facts: Mapping[str, Any] = field(default_factory=dict)
     seen: tuple[SeenPart, ...] = ()
     filters: Mapping[str, NamedFilter] = field(default_factory=dict)
-    events: EventsRead | None = None
+    events: IncludedEvents | None = None
     format: int = MANIFEST_FORMAT
 
     def to_bytes(self) -> bytes:
@@ -312,12 +321,14 @@ class Manifest:
         )
 
     @staticmethod
-    def from_bytes(raw: bytes) -> "Manifest":
+    def from_bytes(manifest_bytes: bytes) -> "Manifest":
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            data = orjson.loads(raw)
-            demand(MANIFEST, data["format"], f"the manifest of {data.get('generation')}")
-            return _reader().validate_json(raw)
+            document = orjson.loads(manifest_bytes)
+            demand_readable(
+                MANIFEST, document["format"], f"the manifest of {document.get('generation')}"
+            )
+            return _manifest_adapter().validate_json(manifest_bytes)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise CorruptArtefact(f"not a manifest: {error}") from error
 
@@ -354,7 +365,7 @@ class Manifest:
 
 
 @cache
-def _reader() -> "TypeAdapter[Manifest]":
+def _manifest_adapter() -> "TypeAdapter[Manifest]":
     from pydantic import TypeAdapter  # 0.1 s that who only names a manifest is spared
 
     return TypeAdapter(Manifest)

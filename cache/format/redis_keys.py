@@ -9,7 +9,7 @@ from cache.formats import FORMATS, KEYS
 KEYSPACE_VERSION: Final = FORMATS[KEYS].written
 """Version of all keys in Redis; a release with another version ignores these keys."""
 
-NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
+NAME_PATTERN: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 """Name of a namespace, a table or a filter: fit for keys and folder names alike."""
 
 
@@ -52,9 +52,9 @@ class Keyspace:
         """Return the key of a sorted set: table and id, by requests in one hour (since 1970, Redis' clock)."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:hot:{hour}"
 
-    def bin(self, start: int) -> str:
-        """Return the key of a hash for the dashboard: worker -> its counts in the seconds from `start` (Unix) on."""
-        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:{start}"
+    def bin(self, start_s: int) -> str:
+        """Return the key of a hash for the dashboard: worker -> its counts in the seconds from `start_s` (Unix) on."""
+        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:{start_s}"
 
     @property
     def workers(self) -> str:
@@ -104,9 +104,9 @@ class Keyspace:
         """Key prefix of the counts of events by user; 16 bytes of a digest follow."""
         return f"{self.events}:of:".encode()
 
-    def page(self, generation: str, table: str, page: int) -> str:
+    def page(self, generation: str, table: str, page_number: int) -> str:
         """Key of one page of a table."""
-        return f"larder:{KEYSPACE_VERSION}:{self.namespace}:g:{generation}:{table}:{page}"
+        return f"larder:{KEYSPACE_VERSION}:{self.namespace}:g:{generation}:{table}:{page_number}"
 
     def pages(self, generation: str, table: str) -> bytes:
         """Return the key prefix of all pages of a table; the page number follows."""

@@ -18,13 +18,13 @@ class UserInput(NamedTuple):
     Times are int64 microseconds since 1970, 0 where none was given.
     """
 
-    items: NDArray[np.int64]
-    times: NDArray[np.int64]
+    item_ordinals: NDArray[np.int64]
+    times_us: NDArray[np.int64]
     features: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _ShardHistories:
     ends: NDArray[np.uint64]
     items: NDArray[np.uint32]
     times: NDArray[np.int64] | None
@@ -33,31 +33,31 @@ class _Part:
     has_own_vector: NDArray[np.uint8] | None
 
     @classmethod
-    def open(cls, root: Path, part: SeenPart) -> "_Part":
-        times, ends, features, vector_flags = (
-            part.times,
-            part.feature_ends,
-            part.features,
-            part.brought,
+    def open(cls, root: Path, seen_part: SeenPart) -> "_ShardHistories":
+        times, feature_ends, features, vector_flags = (
+            seen_part.times,
+            seen_part.feature_ends,
+            seen_part.features,
+            seen_part.brought,
         )
         return cls(
-            map_file(root / part.ends.path, "<u8"),
-            map_file(root / part.items.path, "<u4"),
+            map_file(root / seen_part.ends.path, "<u8"),
+            map_file(root / seen_part.items.path, "<u4"),
             None if times is None else map_file(root / times.path, "<i8"),
-            None if ends is None else map_file(root / ends.path, "<u8"),
+            None if feature_ends is None else map_file(root / feature_ends.path, "<u8"),
             None if features is None else map_file(root / features.path, "u1"),
             None if vector_flags is None else map_file(root / vector_flags.path, "u1"),
         )
 
 
-def _span(ends: NDArray[np.uint64], shard_row: int) -> slice:
+def _row_slice(ends: NDArray[np.uint64], shard_row: int) -> slice:
     return slice(int(ends[shard_row - 1]) if shard_row else 0, int(ends[shard_row]))
 
 
 class SeenItems:
     """Ordinals that each user had, and inputs where events are taken in: mapped arrays per shard."""
 
-    def __init__(self, directory: Directory, parts: list[_Part]) -> None:
+    def __init__(self, directory: Directory, parts: list[_ShardHistories]) -> None:
         self._directory = directory
         self._parts = parts
 
@@ -66,15 +66,15 @@ class SeenItems:
         """Maps the parts that a manifest lists; None where it lists none."""
         if not manifest.seen:
             return None
-        return cls(users, [_Part.open(root, part) for part in manifest.seen])
+        return cls(users, [_ShardHistories.open(root, part) for part in manifest.seen])
 
-    def of(self, position: int) -> NDArray[np.int64]:
+    def ordinals_of(self, position: int) -> NDArray[np.int64]:
         """Ordinals of the user at a position of the directory, int64."""
         shard, shard_row = self._directory.locate(position)
         part = self._parts[shard]
-        return part.items[_span(part.ends, shard_row)].astype(np.int64)
+        return part.items[_row_slice(part.ends, shard_row)].astype(np.int64)
 
-    def brought_vector(self, position: int) -> bool:
+    def has_brought_vector(self, position: int) -> bool:
         """True if the user at a position of the directory brought a vector along."""
         shard, shard_row = self._directory.locate(position)
         vector_flags = self._parts[shard].has_own_vector
@@ -84,11 +84,15 @@ class SeenItems:
         """Input of the user at a position of the directory; the manifest must say which events it has."""
         shard, shard_row = self._directory.locate(position)
         part = self._parts[shard]
-        span = _span(part.ends, shard_row)
-        items = part.items[span].astype(np.int64)
-        times = np.zeros(len(items), np.int64) if part.times is None else part.times[span].copy()
+        history_slice = _row_slice(part.ends, shard_row)
+        item_ordinals = part.items[history_slice].astype(np.int64)
+        times_us = (
+            np.zeros(len(item_ordinals), np.int64)
+            if part.times is None
+            else part.times[history_slice].copy()
+        )
         features: dict[str, Any] = {}
         if part.feature_ends is not None and part.features is not None:
-            row = part.features[_span(part.feature_ends, shard_row)].tobytes()
-            features = orjson.loads(row) if row else {}
-        return UserInput(items, times, features)
+            features_json = part.features[_row_slice(part.feature_ends, shard_row)].tobytes()
+            features = orjson.loads(features_json) if features_json else {}
+        return UserInput(item_ordinals, times_us, features)

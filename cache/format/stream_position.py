@@ -31,7 +31,7 @@ class Position(NamedTuple):
         return self.ms << _SEQUENCE_BITS | self.sequence
 
     @classmethod
-    def of_number(cls, number: int) -> Self:
+    def from_number(cls, number: int) -> Self:
         """Undoes `number`."""
         return cls(number >> _SEQUENCE_BITS, number & ((1 << _SEQUENCE_BITS) - 1))
 
@@ -39,5 +39,5 @@ class Position(NamedTuple):
         return f"{self.ms}-{self.sequence}"
 
 
-BEGINNING: Final = Position(0, 0)
+STREAM_BEGINNING: Final = Position(0, 0)
 """Position before every event."""

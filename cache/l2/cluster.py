@@ -33,13 +33,13 @@ from cache.l2.data_plane import Breaker, DataPlane, DataPlaneStats
 from cache.l2.errors import Redirected
 from cache.l2.pool import SECOND_LOOK_S
 from cache.l2.slots import (
-    SLOTS,
-    Owners,
+    SLOT_COUNT,
     PageSlots,
+    SlotOwners,
     address_of,
     is_cluster,
     node_url,
-    owners_of,
+    owners_from_reply,
     seed_urls,
 )
 from cache.l2.tier import Keep, PipelinePart, RemoteConfig, RemoteTier
@@ -50,8 +50,8 @@ REDIRECTS_MAX: Final = 3
 REFRESH_PAUSE_S: Final = 1.0
 """Seconds between two lookups of the slot map that errors ask for: a dead node costs one lookup per second."""
 
-_REMEMBERED_TABLES_MAX: Final = 16
-_NO_MAP_MESSAGE: Final = "no node of the Redis Cluster has told yet who serves which slot"
+_CACHED_TABLES_MAX: Final = 16
+_NO_SLOT_MAP_MESSAGE: Final = "no node of the Redis Cluster has told yet who serves which slot"
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class ClusterTier:
         failures = [answer if isinstance(answer, TierUnavailable) else None for answer in answers]
         lease_marks = [
             write.lease_mark
-            for write, failed in zip(writes, failures, strict=True)
-            if write.lease_mark is not None and failed is None
+            for write, failure in zip(writes, failures, strict=True)
+            if write.lease_mark is not None and failure is None
         ]
         if lease_marks:
             await self.submit(lease_marks, list)  # without it the lease ends by itself
@@ -102,7 +102,9 @@ class ClusterTier:
 
     async def page(self, read: PageRead) -> bytes | None:
         """Read a page or a part of it from its node, None if there is none; no reader waits for this connection."""
-        return await self.nodes.call_owner(self._slots.of_one(read), lambda tier: tier.page(read))
+        return await self.nodes.call_owner(
+            self._slots.slot_of_command(read), lambda tier: tier.page(read)
+        )
 
     def bound_s(self) -> float:
         """Return the bound in seconds for a read sent now; a redirected one may take one deadline more."""
@@ -151,51 +153,53 @@ class Nodes:
     ) -> None:
         self.refreshes = 0
         self._config, self._keyspace, self._new_breaker = config, keyspace, new_breaker
-        self._seeds = seed_urls(config.url)
-        self._tiers: dict[str, RemoteTier] = {}
-        self._owners: list[RemoteTier | None] = [None] * SLOTS
-        self._unlisted: set[str] = set()
-        self._refreshing: asyncio.Task[None] | None = None
+        self._seed_urls = seed_urls(config.url)
+        self._tier_by_address: dict[str, RemoteTier] = {}
+        self._tier_by_slot: list[RemoteTier | None] = [None] * SLOT_COUNT
+        self._unlisted_addresses: set[str] = set()
+        self._refresh_task: asyncio.Task[None] | None = None
         self._refreshed_at = float("-inf")
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing_tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._retired_stats = DataPlaneStats()
 
     @property
     def tiers(self) -> list[RemoteTier]:
         """Tiers of all known nodes."""
-        return list(self._tiers.values())
+        return list(self._tier_by_address.values())
 
     @property
     def stats(self) -> DataPlaneStats:
         """Stats of all nodes together; counts of former nodes are included, so that counters never fall."""
-        return sum((tier.stats for tier in self._tiers.values()), self._retired_stats)
+        return sum((tier.stats for tier in self._tier_by_address.values()), self._retired_stats)
 
     def of_slot(self, slot: int) -> RemoteTier | None:
         """Return the tier of the node that serves a slot, None if it is not known."""
-        return self._owners[slot]
+        return self._tier_by_slot[slot]
 
     def at(self, address: str) -> RemoteTier:
         """Return the tier of the node at "host:port", which connects at first use."""
-        tier = self._tiers.get(address)
+        tier = self._tier_by_address.get(address)
         if tier is None:
-            tier = self._tiers[address] = self._open(node_url(self._seeds[0], address))
+            tier = self._tier_by_address[address] = self._open_tier(
+                node_url(self._seed_urls[0], address)
+            )
         return tier
 
     def learn(self, slot: int, address: str) -> None:
         """Record a redirection: the node at `address` serves this slot; schedule a lookup of the map."""
-        self._owners[slot] = self.at(address)
+        self._tier_by_slot[slot] = self.at(address)
         self.refresh_soon()
 
     def refresh_soon(self) -> None:
         """Look up the map in the background, unless that was done within the last second."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._refreshed_at >= REFRESH_PAUSE_S and not self._is_closed:
-            self._refresh()
+            self._start_refresh()
 
     async def ready(self) -> None:
         """Wait until there is a map; raise TierUnavailable if no node returns one."""
-        if not self._tiers:
+        if not self._tier_by_address:
             await self.refresh()
 
     async def call_owner(self, slot: int, call: Callable[[RemoteTier], Awaitable[T]]) -> T:
@@ -205,30 +209,32 @@ class Nodes:
         """
         await self.ready()
         try:
-            return await call(self._serving(slot))
+            return await call(self._tier_serving(slot))
         except TierUnavailable as error:
             if not isinstance(error.__cause__, MovedError):
                 self.refresh_soon()
                 raise
         await self.refresh()
-        return await call(self._serving(slot))
+        return await call(self._tier_serving(slot))
 
     async def refresh(self) -> None:
         """Look up the slot map now; concurrent calls share one lookup. Raise TierUnavailable if no node has a map."""
         if self._is_closed:
             raise TierUnavailable("this client was closed", reason="connection")
-        await asyncio.shield(self._refresh())
+        await asyncio.shield(self._start_refresh())
 
     async def aclose(self) -> None:
         """Closes every tier."""
         self._is_closed = True
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
-        await asyncio.gather(*(tier.aclose() for tier in self._tiers.values()), *self._closing)
+        if self._refresh_task is not None:
+            self._refresh_task.cancel()
+            await asyncio.gather(self._refresh_task, return_exceptions=True)
+        await asyncio.gather(
+            *(tier.aclose() for tier in self._tier_by_address.values()), *self._closing_tasks
+        )
 
-    def _serving(self, slot: int) -> RemoteTier:
-        tier = self._owners[slot]
+    def _tier_serving(self, slot: int) -> RemoteTier:
+        tier = self._tier_by_slot[slot]
         if tier is None:
             self.refresh_soon()
             raise TierUnavailable(
@@ -236,73 +242,74 @@ class Nodes:
             )
         return tier
 
-    def _refresh(self) -> "asyncio.Task[None]":
-        if self._refreshing is None:
+    def _start_refresh(self) -> "asyncio.Task[None]":
+        if self._refresh_task is None:
             loop = asyncio.get_running_loop()
             self._refreshed_at = loop.time()
-            self._refreshing = loop.create_task(self._refresh_map())
-            self._refreshing.add_done_callback(self._finish_refresh)
-        return self._refreshing
+            self._refresh_task = loop.create_task(self._refresh_map())
+            self._refresh_task.add_done_callback(self._finish_refresh)
+        return self._refresh_task
 
     def _finish_refresh(self, task: "asyncio.Task[None]") -> None:
-        self._refreshing = None
+        self._refresh_task = None
         if not task.cancelled():
             task.exception()  # whoever awaits it is told; nobody else has to be
 
     async def _refresh_map(self) -> None:
         """Adopt the first map without a gap, else the fullest: a node that came back empty knows only itself."""
-        fullest_owners: Owners = {}
+        fullest_owners: SlotOwners = {}
         # Those that are out of order last: each may cost a time-out.
-        shuffled_tiers = sorted(self._tiers.items(), key=lambda _: random.random())
+        shuffled_tiers = sorted(self._tier_by_address.items(), key=lambda _: random.random())
         for address, tier in sorted(
             shuffled_tiers,
             key=lambda address_and_tier: address_and_tier[1].breaker.state != "closed",
         ):
             fullest_owners = max(fullest_owners, await self._fetch_owners(tier, address), key=len)
-            if len(fullest_owners) == SLOTS:
+            if len(fullest_owners) == SLOT_COUNT:
                 break
-        for url in self._seeds if len(fullest_owners) < SLOTS else ():
-            if address_of(url) in self._tiers:
+        for url in self._seed_urls if len(fullest_owners) < SLOT_COUNT else ():
+            if address_of(url) in self._tier_by_address:
                 continue
-            seed = self._open(url)
+            seed = self._open_tier(url)
             try:
                 fullest_owners = max(
                     fullest_owners, await self._fetch_owners(seed, address_of(url)), key=len
                 )
             finally:
                 await seed.aclose()
-            if len(fullest_owners) == SLOTS:
+            if len(fullest_owners) == SLOT_COUNT:
                 break
         if not fullest_owners:
-            raise TierUnavailable(_NO_MAP_MESSAGE, reason="connection")
+            raise TierUnavailable(_NO_SLOT_MAP_MESSAGE, reason="connection")
         self.refreshes += 1
         self._adopt(fullest_owners)
 
-    async def _fetch_owners(self, tier: RemoteTier, address: str) -> Owners:
+    async def _fetch_owners(self, tier: RemoteTier, address: str) -> SlotOwners:
         try:
             async with asyncio.timeout(self._config.control_timeout_s):
-                return owners_of(await tier.control.execute("CLUSTER SLOTS"), address)
+                return owners_from_reply(await tier.control.execute("CLUSTER SLOTS"), address)
         except (TierUnavailable, TimeoutError, ValueError, TypeError):
             return {}
 
-    def _adopt(self, owners: Owners) -> None:
-        tiers = {address: self.at(address) for address in set(owners.values())}
-        self._owners = [
-            None if address is None else tiers[address] for address in map(owners.get, range(SLOTS))
+    def _adopt(self, owners: SlotOwners) -> None:
+        tier_by_address = {address: self.at(address) for address in set(owners.values())}
+        self._tier_by_slot = [
+            None if address is None else tier_by_address[address]
+            for address in map(owners.get, range(SLOT_COUNT))
         ]
-        absent = set(self._tiers) - set(tiers)
+        absent_addresses = set(self._tier_by_address) - set(tier_by_address)
         # A node that left may still owe replies, and a slot on its way names one that serves nothing yet.
-        for address in absent & self._unlisted:
-            self._retire(self._tiers.pop(address))
-        self._unlisted = absent & set(self._tiers)
+        for address in absent_addresses & self._unlisted_addresses:
+            self._retire(self._tier_by_address.pop(address))
+        self._unlisted_addresses = absent_addresses & set(self._tier_by_address)
 
     def _retire(self, tier: RemoteTier) -> None:
         self._retired_stats += replace(tier.stats, breaker="closed")
         task = asyncio.get_running_loop().create_task(tier.aclose())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing_tasks.add(task)
+        task.add_done_callback(self._closing_tasks.discard)
 
-    def _open(self, url: str) -> RemoteTier:
+    def _open_tier(self, url: str) -> RemoteTier:
         return RemoteTier(replace(self._config, url=url), self._keyspace, self._new_breaker())
 
 
@@ -312,24 +319,26 @@ class ClusterControl(ControlPlane):
     def __init__(self, keyspace: Keyspace, nodes: Nodes) -> None:
         self.keyspace = keyspace
         self._nodes = nodes
-        self._home = key_slot(keyspace.live.encode())
-        self._listened = 0
+        self._home_slot = key_slot(keyspace.live.encode())
+        self._subscription_count = 0
 
     async def execute(self, *command: CommandArgument) -> Any:
         """Return the reply of the control keys' node to a command."""
-        return await self._nodes.call_owner(self._home, lambda tier: tier.control.execute(*command))
+        return await self._nodes.call_owner(
+            self._home_slot, lambda tier: tier.control.execute(*command)
+        )
 
     async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
         """Return the replies to all commands, whose keys must be in the control keys' slot; raise the first error."""
         return await self._nodes.call_owner(
-            self._home, lambda tier: tier.control.execute_all(commands)
+            self._home_slot, lambda tier: tier.control.execute_all(commands)
         )
 
     async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
         """Return the reply of every node; a node without a reply contributes a TierUnavailable, which is not raised."""
         await self._nodes.ready()
-        requests = (tier.control.execute(*command) for tier in self._nodes.tiers)
-        replies = await asyncio.gather(*requests, return_exceptions=True)
+        calls = (tier.control.execute(*command) for tier in self._nodes.tiers)
+        replies = await asyncio.gather(*calls, return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException) and not isinstance(reply, TierUnavailable):
                 raise reply
@@ -339,8 +348,8 @@ class ClusterControl(ControlPlane):
         """Yield a channel's messages from one node, which relays those of all; after an error try the next node."""
         await self._nodes.ready()
         tiers = self._nodes.tiers
-        tier = tiers[self._listened % len(tiers)]
-        self._listened += 1
+        tier = tiers[self._subscription_count % len(tiers)]
+        self._subscription_count += 1
         async with contextlib.aclosing(tier.control.subscribe(channel)) as messages:
             async for message in messages:
                 yield message
@@ -349,41 +358,46 @@ class ClusterControl(ControlPlane):
 class CommandSlots:
     """Slots of commands' keys; slots of a table's pages are cached."""
 
-    def __init__(self, keys: Keyspace) -> None:
-        self._keys = keys
-        self._pages: dict[tuple[str, str], PageSlots] = {}
+    def __init__(self, keyspace: Keyspace) -> None:
+        self._keyspace = keyspace
+        self._page_slots_by_table: dict[tuple[str, str], PageSlots] = {}
 
-    def of(self, commands: Sequence[Command]) -> Iterable[int]:
+    def slots_of_commands(self, commands: Sequence[Command]) -> Iterable[int]:
         """Return the slots of the commands' keys, in order."""
         if isinstance(commands, PageReads):
-            slot_of = self._table(commands.generation, commands.table).__getitem__
-            return map(slot_of, commands.pages.tolist())
-        return map(self.of_one, commands)
+            slot_of = self._page_slots(commands.generation, commands.table).__getitem__
+            return map(slot_of, commands.page_numbers.tolist())
+        return map(self.slot_of_command, commands)
 
-    def of_one(self, command: Command) -> int:
+    def slot_of_command(self, command: Command) -> int:
         """Return the slot of one command's key."""
         if isinstance(command, PageRead):
-            return self._table(command.generation, command.table)[command.page]
+            return self._page_slots(command.generation, command.table)[command.page_number]
         if isinstance(command, OverlayRead | OverlayWrite):
-            name = self._keys.overlay(command.generation, command.table, command.hash_hex)
-            return key_slot(name.encode())
+            overlay_key = self._keyspace.overlay(
+                command.generation, command.table, command.hash_hex
+            )
+            return key_slot(overlay_key.encode())
         if isinstance(command, AskingCommand):
-            return self.of_one(command.command)
+            return self.slot_of_command(command.command)
         return key_slot(command.key.encode())
 
-    def _table(self, generation: str, table: str) -> PageSlots:
-        page_slots = self._pages.get((generation, table))
+    def _page_slots(self, generation: str, table: str) -> PageSlots:
+        page_slots = self._page_slots_by_table.get((generation, table))
         if page_slots is None:
-            if len(self._pages) >= _REMEMBERED_TABLES_MAX:
-                self._pages.clear()
-            page_slots = self._pages[generation, table] = PageSlots(self._keys, generation, table)
+            if len(self._page_slots_by_table) >= _CACHED_TABLES_MAX:
+                self._page_slots_by_table.clear()
+            page_slots = self._page_slots_by_table[generation, table] = PageSlots(
+                self._keyspace, generation, table
+            )
         return page_slots
 
 
 class Scatter:
     """Commands scattered over nodes; ends when the last node has answered or hit its own deadline.
 
-    Redirected commands are sent on, at most `REDIRECTS_MAX` times and within `window_s` of the first redirection.
+    Redirected commands are sent on, at most `REDIRECTS_MAX` times and within `redirect_window_s` of the first
+    redirection.
     """
 
     def __init__(
@@ -392,120 +406,134 @@ class Scatter:
         keep: Keep,
         nodes: Nodes,
         slots: CommandSlots,
-        window_s: float,
+        redirect_window_s: float,
     ) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._commands, self._nodes, self._slots, self._window_s = commands, nodes, slots, window_s
-        self._part = PipelinePart(commands, b"", 0, self.result, keep)
+        self._commands, self._nodes, self._slots, self._redirect_window_s = (
+            commands,
+            nodes,
+            slots,
+            redirect_window_s,
+        )
+        self._caller_part = PipelinePart(commands, b"", 0, self.result, keep)
         self._answers: list[L2Result] = []
-        self._columns: list[tuple[Sequence[int], Frames]] = []
-        self._parts = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._indexes_and_frames: list[tuple[Sequence[int], Frames]] = []
+        self._pending_part_count = 0
+        self._window_timer: asyncio.TimerHandle | None = None
 
     def send(self) -> "asyncio.Future[Any]":
         """Send each node its commands; return a future of `keep` applied to the answers, without awaiting."""
-        groups: dict[RemoteTier | None, list[int]] = {}
-        owner = self._nodes.of_slot
-        for index, slot in enumerate(self._slots.of(self._commands)):
-            groups.setdefault(owner(slot), []).append(index)
-        if len(groups) == 1:
-            (tier,) = groups
+        indexes_by_tier: dict[RemoteTier | None, list[int]] = {}
+        tier_of_slot = self._nodes.of_slot
+        for index, slot in enumerate(self._slots.slots_of_commands(self._commands)):
+            indexes_by_tier.setdefault(tier_of_slot(slot), []).append(index)
+        if len(indexes_by_tier) == 1:
+            (tier,) = indexes_by_tier
             if tier is not None:
-                tier.submit(self._commands, self._all_landed)
+                tier.submit(self._commands, self._take_all_answers)
                 return self.result
-        self._expect(len(groups))
-        for tier, indexes in groups.items():
+        self._expect(len(indexes_by_tier))
+        for tier, indexes in indexes_by_tier.items():
             if tier is None:
                 self._fail_unserved(indexes)
             else:
                 tier.submit(
-                    _select_commands(self._commands, indexes), partial(self._landed, indexes, 0)
+                    _select_commands(self._commands, indexes),
+                    partial(self._take_answers, indexes, 0),
                 )
         return self.result
 
-    def _expect(self, parts: int) -> None:
+    def _expect(self, part_count: int) -> None:
         unavailable = TierUnavailable("Redis did not answer in time", reason="timeout")
         self._answers = [unavailable] * len(
             self._commands
         )  # also what has not landed at the window's end
-        self._parts = parts
+        self._pending_part_count = part_count
 
-    def _all_landed(self, answers: Sequence[L2Result]) -> None:
+    def _take_all_answers(self, answers: Sequence[L2Result]) -> None:
         if isinstance(answers, Frames):  # as they are, for who reads columns
-            self._part.land(answers)
+            self._caller_part.land(answers)
             return
         self._expect(1)
-        self._landed(range(len(answers)), 0, answers)
+        self._take_answers(range(len(answers)), 0, answers)
 
     def _fail_unserved(self, indexes: Sequence[int]) -> None:
         self._nodes.refresh_soon()
         unavailable = TierUnavailable(
             "no node of the Redis Cluster serves this slot", reason="connection"
         )
-        self._landed(indexes, REDIRECTS_MAX, [unavailable] * len(indexes))
+        self._take_answers(indexes, REDIRECTS_MAX, [unavailable] * len(indexes))
 
-    def _landed(self, indexes: Sequence[int], hop: int, answers: Sequence[L2Result]) -> None:
+    def _take_answers(
+        self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]
+    ) -> None:
         if self.result.done():  # by whoever left, or by the window's end
             return
         try:
-            self._merge_results(indexes, hop, answers)
+            self._merge_results(indexes, redirect_count, answers)
         except Exception as error:  # whatever a node said: who waits has no other end
             log.exception("what a node answered cannot be taken")
-            strange = TierUnavailable(f"a strange answer: {error!r}", reason="connection")
-            self._part.land([strange] * len(self._commands))
+            strange_answer_error = TierUnavailable(
+                f"a strange answer: {error!r}", reason="connection"
+            )
+            self._caller_part.land([strange_answer_error] * len(self._commands))
 
-    def _merge_results(self, indexes: Sequence[int], hop: int, answers: Sequence[L2Result]) -> None:
-        self._parts -= 1
+    def _merge_results(
+        self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]
+    ) -> None:
+        self._pending_part_count -= 1
         if isinstance(answers, Frames):
-            self._columns.append((indexes, answers))
+            self._indexes_and_frames.append((indexes, answers))
         else:
-            moved: list[int] = []
+            unavailable_indexes: list[int] = []
             for index, answer in zip(indexes, answers, strict=True):
                 self._answers[index] = answer
                 if isinstance(answer, TierUnavailable):
-                    moved.append(index)
-            if moved:
-                self._follow(moved, hop)
-        if not self._parts:
+                    unavailable_indexes.append(index)
+            if unavailable_indexes:
+                self._follow_redirections(unavailable_indexes, redirect_count)
+        if not self._pending_part_count:
             self._end()
 
-    def _follow(self, indexes: Sequence[int], hop: int) -> None:
+    def _follow_redirections(self, indexes: Sequence[int], redirect_count: int) -> None:
         """Send redirected commands on; keys of a failed node become misses, and the map is looked up soon."""
-        onward: dict[tuple[str, bool], list[int]] = {}
+        indexes_by_target: dict[tuple[str, bool], list[int]] = {}
         for index in indexes:
             answer = self._answers[index]
             if not isinstance(answer, Redirected):
                 self._nodes.refresh_soon()
-            elif hop < REDIRECTS_MAX:
-                onward.setdefault((answer.address, answer.is_ask), []).append(index)
+            elif redirect_count < REDIRECTS_MAX:
+                indexes_by_target.setdefault((answer.address, answer.is_ask), []).append(index)
                 if not answer.is_ask:
                     self._nodes.learn(answer.slot, answer.address)
-        self._parts += len(onward)
-        if onward and self._timer is None:
+        self._pending_part_count += len(indexes_by_target)
+        if indexes_by_target and self._window_timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._window_s, self._end)
-        for (address, is_ask), redirected_indexes in onward.items():
+            self._window_timer = loop.call_later(self._redirect_window_s, self._end)
+        for (address, is_ask), redirected_indexes in indexes_by_target.items():
             commands = [self._commands[index] for index in redirected_indexes]
             self._nodes.at(address).submit(
                 [AskingCommand(command) for command in commands] if is_ask else commands,
-                partial(self._landed, redirected_indexes, hop + 1),
+                partial(self._take_answers, redirected_indexes, redirect_count + 1),
             )
 
     def _end(self) -> None:
         """End with the answers so far; a command still under way counts as timed out or as redirected too often."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if sum(len(indexes) for indexes, _ in self._columns) == len(self._commands):
-            self._part.land(Frames.merged(self._columns))  # for who reads columns
+        if self._window_timer is not None:
+            self._window_timer.cancel()
+        if sum(len(indexes) for indexes, _ in self._indexes_and_frames) == len(self._commands):
+            self._caller_part.land(Frames.merge(self._indexes_and_frames))  # for who reads columns
             return
-        for indexes, frames in self._columns:
+        for indexes, frames in self._indexes_and_frames:
             for index, payload in zip(indexes, frames.payloads(), strict=True):
                 self._answers[index] = payload
-        self._part.land(self._answers)
+        self._caller_part.land(self._answers)
 
 
 def _select_commands(commands: Sequence[Command], indexes: Sequence[int]) -> Sequence[Command]:
     if isinstance(commands, PageReads):
-        pages, offsets = commands.pages.take(indexes), commands.offsets.take(indexes)
-        return PageReads(commands.generation, commands.table, pages, offsets, commands.length)
+        page_numbers, offsets = commands.page_numbers.take(indexes), commands.offsets.take(indexes)
+        return PageReads(
+            commands.generation, commands.table, page_numbers, offsets, commands.length
+        )
     return [commands[index] for index in indexes]

@@ -10,19 +10,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.errors import refused
+from cache.l2.errors import error_from_reply
 from cache.native import loader
 
-OVERLAY_COMMANDS: Final = 2
+COMMANDS_PER_OVERLAY_READ: Final = 2
 """Commands sent, and replies expected, for one `OverlayRead`: remaining life, and value."""
 
 LEASE_DONE_PREFIX = b"done:"
 """Prefix of the value of a lease whose answer is stored."""
 
-LEASE_GIVEN_BACK = b""
+GIVEN_BACK_LEASE_VALUE = b""
 """Value of a lease whose leader gave up; it stays for one millisecond."""
 
-LEASE_DONE_MS = 2_000
+LEASE_DONE_LIFE_MS = 2_000
 """Milliseconds that a lease says "done": longer than the gap between a process's overlay miss and its lease request."""
 
 # Any value is only ever replaced by who has seen it. Removing would need a right (DEL) that would reach overlays too.
@@ -38,18 +38,21 @@ _LEASE_SWAP_HEAD = b"*7\r\n$4\r\nEVAL\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (
 
 _LEASE_TAKE_HEAD = b"*7\r\n$3\r\nSET\r\n"
 _LEASE_TAKE_OPTIONS = b"$2\r\nNX\r\n$3\r\nGET\r\n$2\r\nPX\r\n"
-_LEASE_DONE_LIFE = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(LEASE_DONE_MS)), LEASE_DONE_MS)
+_LEASE_DONE_EXPIRY = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (
+    len(str(LEASE_DONE_LIFE_MS)),
+    LEASE_DONE_LIFE_MS,
+)
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _LINE_END = b"\r\n"
-_HEADS_MAX = 1 << 16
-_TAILS_MAX = 1 << 14
-_WRITES_MAX = 16
+_CACHED_HEADS_MAX = 1 << 16
+_CACHED_TAILS_MAX = 1 << 14
+_CACHED_WRITE_FORMATS_MAX = 16
 _COMMANDS_PER_DEADLINE = 500
 
 
-def deadline_for(base_s: float, commands: int) -> float:
-    """Return the deadline in s for `commands`, given that of one: sending and answering many takes longer."""
-    return base_s * (1 + commands / _COMMANDS_PER_DEADLINE)
+def deadline_for(base_s: float, command_count: int) -> float:
+    """Return the deadline in s for `command_count`, given that of one: sending and answering many takes longer."""
+    return base_s * (1 + command_count / _COMMANDS_PER_DEADLINE)
 
 
 class PageRead(NamedTuple):
@@ -57,7 +60,7 @@ class PageRead(NamedTuple):
 
     generation: str
     table: str
-    page: int
+    page_number: int
     offset: int
     length: int
 
@@ -65,30 +68,30 @@ class PageRead(NamedTuple):
 class PageReads(Sequence[PageRead]):
     """Batch of reads of one table: a sequence that creates each `PageRead` only when it is accessed.
 
-    `pages` and `offsets` are int64[n].
+    `page_numbers` and `offsets` are int64[n].
     """
 
-    __slots__ = ("generation", "length", "offsets", "pages", "table")
+    __slots__ = ("generation", "length", "offsets", "page_numbers", "table")
 
     def __init__(
         self,
         generation: str,
         table: str,
-        pages: ArrayLike,
+        page_numbers: ArrayLike,
         offsets: ArrayLike,
         length: int,
     ) -> None:
         self.generation = generation
         self.table = table
-        self.pages: NDArray[np.int64] = np.asarray(pages, np.int64)
+        self.page_numbers: NDArray[np.int64] = np.asarray(page_numbers, np.int64)
         self.offsets: NDArray[np.int64] = np.asarray(offsets, np.int64)
         self.length = length
 
     def __len__(self) -> int:
-        return len(self.pages)
+        return len(self.page_numbers)
 
     def __getitem__(self, index: int) -> PageRead:  # type: ignore[override]  # nobody slices reads
-        page, offset = self.pages.item(index), self.offsets.item(index)
+        page, offset = self.page_numbers.item(index), self.offsets.item(index)
         return PageRead(self.generation, self.table, page, offset, self.length)
 
 
@@ -121,7 +124,7 @@ class LeaseSwap(NamedTuple):
 
     key: str
     expected_value: bytes
-    value: bytes
+    new_value: bytes
     life_ms: int
 
 
@@ -135,7 +138,7 @@ class LeaseMark(NamedTuple):
     token: bytes
 
 
-_LEASES = (LeaseTake, LeaseSwap)
+_LEASE_TYPES = (LeaseTake, LeaseSwap)
 
 
 class OverlayWrite(NamedTuple):
@@ -174,45 +177,47 @@ class Packer:
 
     def __init__(self, keyspace: Keyspace) -> None:
         self._keyspace = keyspace
-        self._heads: dict[tuple[str, str, int], bytes] = {}
-        self._tails: dict[tuple[int, int], bytes] = {}
-        self._writes: dict[tuple[str, str, int, int], tuple[bytes, bytes]] = {}
+        self._getrange_heads: dict[tuple[str, str, int], bytes] = {}
+        self._getrange_tails: dict[tuple[int, int], bytes] = {}
+        self._write_fragments: dict[tuple[str, str, int, int], tuple[bytes, bytes]] = {}
 
     def pack(self, commands: Sequence[Command]) -> tuple[bytes, int]:
         """Return the bytes to send and the number of replies to expect."""
-        pieces: list[bytes] = []
-        count = 0
-        heads, tails = self._heads, self._tails
+        packed_pieces: list[bytes] = []
+        reply_count = 0
+        getrange_heads, getrange_tails = self._getrange_heads, self._getrange_tails
         for command in commands:
             if type(command) is PageRead:
-                generation, table, page, offset, length = command
-                head = heads.get((generation, table, page))
-                pieces.append(head or self._head(generation, table, page))
-                tail = tails.get((offset, length))
-                pieces.append(tail or self._tail(offset, length))
-                count += 1
+                generation, table, page_number, offset, length = command
+                getrange_head = getrange_heads.get((generation, table, page_number))
+                packed_pieces.append(
+                    getrange_head or self._getrange_head(generation, table, page_number)
+                )
+                getrange_tail = getrange_tails.get((offset, length))
+                packed_pieces.append(getrange_tail or self._getrange_tail(offset, length))
+                reply_count += 1
             elif type(command) is OverlayWrite:
-                self._write(pieces, command)
-                count += 1 if command.lease_mark is None else 2
+                self._pack_overlay_write(packed_pieces, command)
+                reply_count += 1 if command.lease_mark is None else 2
             elif type(command) is OverlayRead:
-                pieces += self._overlay_read(command)
-                count += OVERLAY_COMMANDS
+                packed_pieces += self._pack_overlay_read(command)
+                reply_count += COMMANDS_PER_OVERLAY_READ
             elif type(command) is LeaseTake or type(command) is LeaseSwap:
-                pieces.append(pack_lease(command))
-                count += 1
+                packed_pieces.append(pack_lease(command))
+                reply_count += 1
             elif type(command) is LeaseMark:
-                pieces.append(pack_lease_mark(command))
-                count += 1
+                packed_pieces.append(pack_lease_mark(command))
+                reply_count += 1
             elif type(command) is AskingCommand:
-                count += self._pack_asking(pieces, command.command)
-        return b"".join(pieces), count
+                reply_count += self._pack_asking(packed_pieces, command.command)
+        return b"".join(packed_pieces), reply_count
 
-    def pages(self, reads: PageReads) -> bytes:
+    def pack_page_reads(self, reads: PageReads) -> bytes:
         """Return the bytes to send for many records of one table."""
         prefix = self._keyspace.pages(reads.generation, reads.table)
-        return loader.kernels.getranges(prefix, reads.pages, reads.offsets, reads.length)
+        return loader.kernels.getranges(prefix, reads.page_numbers, reads.offsets, reads.length)
 
-    def _overlay_read(self, read: OverlayRead) -> tuple[bytes, bytes]:
+    def _pack_overlay_read(self, read: OverlayRead) -> tuple[bytes, bytes]:
         key = self._keyspace.overlay(read.generation, read.table, read.hash_hex).encode()
         key = b"$%d\r\n%b\r\n" % (len(key), key)
         # Life first: if the value is replaced in between, the life read is the shorter one.
@@ -220,52 +225,62 @@ class Packer:
 
     def _pack_asking(self, pieces: list[bytes], command: Command) -> int:
         """Add a command whose parts are each preceded by `ASKING`; return the number of replies to expect."""
-        parts = (
-            self._overlay_read(command)
+        packed_parts = (
+            self._pack_overlay_read(command)
             if isinstance(command, OverlayRead)
             else (self.pack((command,))[0],)
         )
-        for part in parts:
-            pieces += _ASKING, part
-        return 2 * len(parts)
+        for packed_part in packed_parts:
+            pieces += _ASKING, packed_part
+        return 2 * len(packed_parts)
 
-    def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:
-        named, payload = write.hash_hex.encode(), write.payload
-        of = write.generation, write.table, len(named), len(payload)
-        bytes_before_hash, after = self._writes.get(of) or self._begin_writes(*of)
+    def _pack_overlay_write(self, packed_pieces: list[bytes], write: OverlayWrite) -> None:
+        hash_bytes, payload = write.hash_hex.encode(), write.payload
+        format_key = write.generation, write.table, len(hash_bytes), len(payload)
+        bytes_before_hash, bytes_after_hash = self._write_fragments.get(
+            format_key
+        ) or self._cache_write_fragments(*format_key)
         life_ms = b"%d" % max(1, round(write.ttl_s * 1000))
-        tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(life_ms), life_ms)
-        pieces += bytes_before_hash, named, after, payload, tail
+        expiry_option = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(life_ms), life_ms)
+        packed_pieces += bytes_before_hash, hash_bytes, bytes_after_hash, payload, expiry_option
         if write.lease_mark is not None:
-            pieces.append(pack_lease_mark(write.lease_mark))
+            packed_pieces.append(pack_lease_mark(write.lease_mark))
 
-    def _begin_writes(
-        self, generation: str, table: str, digits: int, size_bytes: int
+    def _cache_write_fragments(
+        self, generation: str, table: str, hash_digits: int, payload_bytes: int
     ) -> tuple[bytes, bytes]:
         """Format and cache the bytes before the hash, and between hash and payload, of writes of this size."""
-        if len(self._writes) >= _WRITES_MAX:
-            self._writes.clear()
-        prefix = self._keyspace.overlay(generation, table, "").encode()
-        bytes_before_hash = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b" % (len(prefix) + digits, prefix)
-        fragments = bytes_before_hash, b"\r\n$%d\r\n" % size_bytes
-        self._writes[generation, table, digits, size_bytes] = fragments
+        if len(self._write_fragments) >= _CACHED_WRITE_FORMATS_MAX:
+            self._write_fragments.clear()
+        overlay_key_prefix = self._keyspace.overlay(generation, table, "").encode()
+        bytes_before_hash = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b" % (
+            len(overlay_key_prefix) + hash_digits,
+            overlay_key_prefix,
+        )
+        fragments = bytes_before_hash, b"\r\n$%d\r\n" % payload_bytes
+        self._write_fragments[generation, table, hash_digits, payload_bytes] = fragments
         return fragments
 
-    def _head(self, generation: str, table: str, page: int) -> bytes:
-        if len(self._heads) >= _HEADS_MAX:
-            self._heads.clear()
-        key = self._keyspace.page(generation, table, page).encode()
-        head = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(key), key)
-        self._heads[generation, table, page] = head
-        return head
+    def _getrange_head(self, generation: str, table: str, page_number: int) -> bytes:
+        if len(self._getrange_heads) >= _CACHED_HEADS_MAX:
+            self._getrange_heads.clear()
+        key = self._keyspace.page(generation, table, page_number).encode()
+        getrange_head = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(key), key)
+        self._getrange_heads[generation, table, page_number] = getrange_head
+        return getrange_head
 
-    def _tail(self, offset: int, length: int) -> bytes:
-        if len(self._tails) >= _TAILS_MAX:
-            self._tails.clear()
-        start, end = b"%d" % offset, b"%d" % (offset + length - 1)
-        tail = b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(start), start, len(end), end)
-        self._tails[offset, length] = tail
-        return tail
+    def _getrange_tail(self, offset: int, length: int) -> bytes:
+        if len(self._getrange_tails) >= _CACHED_TAILS_MAX:
+            self._getrange_tails.clear()
+        first_byte, last_byte = b"%d" % offset, b"%d" % (offset + length - 1)
+        getrange_tail = b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
+            len(first_byte),
+            first_byte,
+            len(last_byte),
+            last_byte,
+        )
+        self._getrange_tails[offset, length] = getrange_tail
+        return getrange_tail
 
 
 def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Result]:
@@ -277,45 +292,47 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Re
     for command in commands:
         reply = next(remaining_replies)
         if type(command) is OverlayRead:
-            value = next(remaining_replies)
-            if isinstance(value, bytes) and isinstance(reply, int):
-                answers.append(Overlay(value, max(0, reply) / 1000))
+            overlay_reply = next(remaining_replies)
+            if isinstance(overlay_reply, bytes) and isinstance(reply, int):
+                answers.append(Overlay(overlay_reply, max(0, reply) / 1000))
                 continue
-            reply = reply if isinstance(reply, hiredis.ReplyError) else value
+            reply = reply if isinstance(reply, hiredis.ReplyError) else overlay_reply
         elif type(command) is PageRead and type(reply) is bytes and len(reply) == command.length:
             answers.append(reply)
             continue
         elif type(command) is OverlayWrite and command.lease_mark is not None:
             next(remaining_replies)  # the mark's: without it the lease ends by itself
-        elif type(command) in _LEASES and not isinstance(reply, hiredis.ReplyError):
+        elif type(command) in _LEASE_TYPES and not isinstance(reply, hiredis.ReplyError):
             # None would mean that it was taken.
             is_sound = reply is None or type(reply) is bytes
-            answers.append(reply if is_sound else refused(f"{type(reply)} for a lease"))
+            answers.append(reply if is_sound else error_from_reply(f"{type(reply)} for a lease"))
             continue
         elif type(command) is AskingCommand:
-            parts = OVERLAY_COMMANDS if isinstance(command.command, OverlayRead) else 1
+            parts_count = (
+                COMMANDS_PER_OVERLAY_READ if isinstance(command.command, OverlayRead) else 1
+            )
             command_replies = [
                 next(remaining_replies),
-                *(list(islice(remaining_replies, 2))[1] for _ in range(parts - 1)),
+                *(list(islice(remaining_replies, 2))[1] for _ in range(parts_count - 1)),
             ]
             answers.extend(unpack((command.command,), command_replies))
             continue
         # An absent page answers GETRANGE with an empty string, so a wrong length means that it is not there.
-        answers.append(refused(reply) if isinstance(reply, hiredis.ReplyError) else None)
+        answers.append(error_from_reply(reply) if isinstance(reply, hiredis.ReplyError) else None)
     return answers
 
 
 def pack_lease(command: Lease) -> bytes:
     """Format a lease command: `SET NX GET PX` for a new lease, or a script that swaps its value."""
-    key, life = command.key.encode(), b"%d" % command.life_ms
+    key, life_ms = command.key.encode(), b"%d" % command.life_ms
     if isinstance(command, LeaseTake):
         token = command.token
         return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n%b$%d\r\n%b\r\n" % (
-            _LEASE_TAKE_HEAD, len(key), key, len(token), token, _LEASE_TAKE_OPTIONS, len(life), life,
+            _LEASE_TAKE_HEAD, len(key), key, len(token), token, _LEASE_TAKE_OPTIONS, len(life_ms), life_ms,
         )  # fmt: skip
-    expected_value, value = command.expected_value, command.value
+    expected_value, value = command.expected_value, command.new_value
     return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-        _LEASE_SWAP_HEAD, len(key), key, len(expected_value), expected_value, len(value), value, len(life), life,
+        _LEASE_SWAP_HEAD, len(key), key, len(expected_value), expected_value, len(value), value, len(life_ms), life_ms,
     )  # fmt: skip
 
 
@@ -323,81 +340,115 @@ def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
     """Format the command that marks a lease as done, even if another process leads by now: the answer is stored."""
     key, value = lease_mark.key.encode(), LEASE_DONE_PREFIX + lease_mark.token
     return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
-        len(key), key, len(value), value, _LEASE_DONE_LIFE,
+        len(key), key, len(value), value, _LEASE_DONE_EXPIRY,
     )  # fmt: skip
 
 
 class Frames(Sequence[bytes]):
     """Replies of equal length, kept in the receive buffer without an object for each.
 
-    They are `count` RESP bulk strings of `length` bytes, one behind the other in `data`.
+    They are `reply_count` RESP bulk strings of `payload_bytes` bytes, one behind the other in `reply_buffer`.
     """
 
-    __slots__ = ("_at", "_count", "_data", "_length", "_stride")
+    __slots__ = (
+        "_payload_bytes",
+        "_payload_offset",
+        "_reply_buffer",
+        "_reply_count",
+        "_stride_bytes",
+    )
 
-    def __init__(self, data: bytes, count: int, length: int, first: int = 0) -> None:
-        self._data = data
-        self._count = count
-        self._length = length
-        self._stride = frame_stride(length)
-        self._at = len(_bulk_head(length)) + first * self._stride
+    def __init__(
+        self, reply_buffer: bytes, reply_count: int, payload_bytes: int, first_reply_index: int = 0
+    ) -> None:
+        self._reply_buffer = reply_buffer
+        self._reply_count = reply_count
+        self._payload_bytes = payload_bytes
+        self._stride_bytes = frame_stride(payload_bytes)
+        self._payload_offset = (
+            len(_bulk_head(payload_bytes)) + first_reply_index * self._stride_bytes
+        )
 
     def __len__(self) -> int:
-        return self._count
+        return self._reply_count
 
     def __getitem__(self, index: int) -> bytes:  # type: ignore[override]  # nobody slices replies
-        if not 0 <= index < self._count:
+        if not 0 <= index < self._reply_count:
             raise IndexError(index)
-        start = self._at + index * self._stride
-        return self._data[start : start + self._length]
+        payload_start = self._payload_offset + index * self._stride_bytes
+        return self._reply_buffer[payload_start : payload_start + self._payload_bytes]
 
     def payloads(self) -> list[bytes]:
         """Return the payloads of all replies in order, each a copy."""
-        data, length, last = self._data, self._length, self._at + self._count * self._stride
-        return [data[at : at + length] for at in range(self._at, last, self._stride)]
+        data, payload_bytes, end_offset = (
+            self._reply_buffer,
+            self._payload_bytes,
+            self._payload_offset + self._reply_count * self._stride_bytes,
+        )
+        return [
+            data[payload_start : payload_start + payload_bytes]
+            for payload_start in range(self._payload_offset, end_offset, self._stride_bytes)
+        ]
 
-    def part(self, first: int, count: int) -> "Frames":
+    def select_range(self, first_reply_index: int, reply_count: int) -> "Frames":
         """Return `count` replies from `first` on as a view of the same buffer; raise IndexError beyond the last."""
-        if first + count > self._count:
-            raise IndexError(first + count)
-        at = first + (self._at - len(_bulk_head(self._length))) // self._stride
-        return Frames(self._data, count, self._length, at)
+        if first_reply_index + reply_count > self._reply_count:
+            raise IndexError(first_reply_index + reply_count)
+        buffer_reply_index = (
+            first_reply_index
+            + (self._payload_offset - len(_bulk_head(self._payload_bytes))) // self._stride_bytes
+        )
+        return Frames(self._reply_buffer, reply_count, self._payload_bytes, buffer_reply_index)
 
     @classmethod
-    def merged(cls, parts: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
+    def merge(cls, indexes_and_frames: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
         """Merge runs of replies of equal length into one, by the index of each reply in the result."""
-        count, length = sum(len(indexes) for indexes, _ in parts), parts[0][1]._length
-        merged_rows = np.empty(count, f"V{frame_stride(length)}")
-        for indexes, frames in parts:
-            first = frames._at - len(_bulk_head(length))
+        reply_count, payload_bytes = (
+            sum(len(indexes) for indexes, _ in indexes_and_frames),
+            indexes_and_frames[0][1]._payload_bytes,
+        )
+        merged_rows = np.empty(reply_count, f"V{frame_stride(payload_bytes)}")
+        for indexes, frames in indexes_and_frames:
+            frames_offset = frames._payload_offset - len(_bulk_head(payload_bytes))
             merged_rows[np.asarray(indexes)] = np.ndarray(
-                frames._count, merged_rows.dtype, frames._data, first, (frames._stride,)
+                frames._reply_count,
+                merged_rows.dtype,
+                frames._reply_buffer,
+                frames_offset,
+                (frames._stride_bytes,),
             )
-        return cls(merged_rows.tobytes(), count, length)
+        return cls(merged_rows.tobytes(), reply_count, payload_bytes)
 
-    def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def to_records(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return all replies as records of `dtype`: one aligned copy; raise ValueError for another size."""
-        if dtype.itemsize != self._length:
-            raise ValueError(f"a reply has {self._length} bytes, a record {dtype.itemsize}")
-        return np.ndarray((self._count,), dtype, self._data, self._at, (self._stride,)).copy()
+        if dtype.itemsize != self._payload_bytes:
+            raise ValueError(f"a reply has {self._payload_bytes} bytes, a record {dtype.itemsize}")
+        return np.ndarray(
+            (self._reply_count,),
+            dtype,
+            self._reply_buffer,
+            self._payload_offset,
+            (self._stride_bytes,),
+        ).copy()
 
-    def sound(
+    def checked_records(
         self, dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
     ) -> NDArray[Any] | None:
         """Return all replies as records; None unless all have `record_format` and their expected fingerprints."""
-        if dtype.itemsize != self._length:
+        if dtype.itemsize != self._payload_bytes:
             return None
-        copy, count = loader.kernels.records_of(
-            self._data, self._at, self._stride, self._count, self._length, fingerprints,
+        record_buffer, sound_count = loader.kernels.records_of(
+            self._reply_buffer, self._payload_offset, self._stride_bytes, self._reply_count, self._payload_bytes,
+            fingerprints,
             record_format,
         )  # fmt: skip
-        return np.frombuffer(copy, dtype) if count == self._count else None
+        return np.frombuffer(record_buffer, dtype) if sound_count == self._reply_count else None
 
 
-def frame_stride(length: int) -> int:
-    """Return the size in bytes of a RESP bulk string of `length` bytes, with header and line end."""
-    return len(_bulk_head(length)) + length + len(_LINE_END)
+def frame_stride(payload_bytes: int) -> int:
+    """Return the size in bytes of a RESP bulk string of `payload_bytes` bytes, with header and line end."""
+    return len(_bulk_head(payload_bytes)) + payload_bytes + len(_LINE_END)
 
 
-def _bulk_head(length: int) -> bytes:
-    return b"$%d\r\n" % length
+def _bulk_head(payload_bytes: int) -> bytes:
+    return b"$%d\r\n" % payload_bytes

@@ -22,7 +22,7 @@ CommandArgument = str | bytes | float
 
 # Allowed at full memory: a replica that cannot say that it lives looks dead, and what it holds would be retired. The
 # new payload before the old one goes: at no moment may what is held look as if it were not.
-_BEAT = """#!lua flags=allow-oom
+_HEARTBEAT_SCRIPT = """#!lua flags=allow-oom
 redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2])
 if ARGV[3] and ARGV[3] ~= ARGV[2] then redis.call('ZREM', KEYS[1], ARGV[3]) end
 return 1
@@ -55,12 +55,12 @@ class ControlPlane(Protocol):
 
     async def watch(self) -> tuple[bytes | None, bytes | None]:
         """Read the live pointer's JSON and the staging note's at one moment; None for a missing one."""
-        values = await self.execute("MGET", self.keyspace.live, self.keyspace.next)
-        if len(values) != 2:
+        pointer_and_note = await self.execute("MGET", self.keyspace.live, self.keyspace.next)
+        if len(pointer_and_note) != 2:
             with as_unavailable():
-                refuse_reply("MGET", values, "two values")
-        pointer, note = values
-        return cast(bytes | None, pointer), cast(bytes | None, note)
+                refuse_reply("MGET", pointer_and_note, "two values")
+        pointer, staging_note = pointer_and_note
+        return cast(bytes | None, pointer), cast(bytes | None, staging_note)
 
     async def time(self) -> float:
         """Redis' own clock, Unix seconds: replicas and publishers may run on hosts whose clocks differ."""
@@ -68,17 +68,19 @@ class ControlPlane(Protocol):
         return float(seconds) + float(microseconds) / 1e6
 
     async def heartbeat(
-        self, payload: bytes, at: float, previous_payload: bytes | None = None
+        self, payload: bytes, beat_at_s: float, previous_payload: bytes | None = None
     ) -> None:
-        """Register a replica's generations: a member of the sorted set of replicas, scored `at` (Redis' time).
+        """Register a replica's generations: a member of the sorted set of replicas, scored `beat_at_s` (Redis' time).
 
         It replaces the replica's payload `previous_payload`, in one step, also while Redis is at maxmemory.
         """
-        replicas, old = (
+        replicas_key, previous_payloads = (
             self.keyspace.replicas,
             () if previous_payload is None else (previous_payload,),
         )
-        await self.execute("EVAL", _BEAT, 1, replicas, at, payload, *old)
+        await self.execute(
+            "EVAL", _HEARTBEAT_SCRIPT, 1, replicas_key, beat_at_s, payload, *previous_payloads
+        )
 
     async def sign_off(self, payload: bytes) -> None:
         """Takes a replica's last payload away; Redis removes at maxmemory too."""
@@ -117,11 +119,11 @@ class ServerControl(ControlPlane):
     async def execute(self, *command: CommandArgument) -> Any:
         """The reply to any command."""
         with as_unavailable():
-            async with self._left_where_read_only():
+            async with self._leave_if_read_only():
                 return await self._client.execute_command(*command)  # type: ignore[no-untyped-call]
 
     @asynccontextmanager
-    async def _left_where_read_only(self) -> AsyncIterator[None]:
+    async def _leave_if_read_only(self) -> AsyncIterator[None]:
         try:
             yield
         except ReadOnlyError:
@@ -133,7 +135,7 @@ class ServerControl(ControlPlane):
         """Replies to all commands, in one round trip; the first refusal is raised."""
         with as_unavailable():
             async with (
-                self._left_where_read_only(),
+                self._leave_if_read_only(),
                 self._client.pipeline(transaction=False) as pipeline,
             ):
                 for command in commands:

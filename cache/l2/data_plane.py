@@ -11,7 +11,7 @@ from cache.l2.commands import Command, L2Result, Lease, OverlayWrite, PageRead
 from cache.l2.control_plane import ControlPlane
 
 BreakerState = Literal["closed", "open", "half_open"]
-_WORST_LAST: tuple[BreakerState, ...] = ("closed", "half_open", "open")
+_STATES_BY_SEVERITY: tuple[BreakerState, ...] = ("closed", "half_open", "open")
 T = TypeVar("T")
 
 
@@ -35,7 +35,7 @@ class DataPlaneStats:
             self.commands + addend.commands,
             self.shed + addend.shed,
             self.breaker_opened + addend.breaker_opened,
-            max(self.breaker, addend.breaker, key=_WORST_LAST.index),
+            max(self.breaker, addend.breaker, key=_STATES_BY_SEVERITY.index),
         )
 
 
@@ -103,7 +103,8 @@ class DataPlane(Protocol):
 class Breaker:
     """Circuit breaker: opens after `threshold` failures in a row; after `cooldown_s` allows one probe at a time.
 
-    Callers report `success` or `failure` of each allowed call; an unreported probe blocks others for one cooldown.
+    Callers report `note_success` or `note_failure` of each allowed call; an unreported probe blocks others for one
+    cooldown.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Breaker:
         self._threshold = threshold
         self._cooldown_s = cooldown_s
         self._timer = timer
-        self._failures = 0
+        self._failures_in_a_row = 0
         self._next_probe_at = 0.0
 
     def allow(self) -> bool:
@@ -133,17 +134,17 @@ class Breaker:
         self._next_probe_at = now_s + self._cooldown_s
         return True
 
-    def success(self) -> None:
+    def note_success(self) -> None:
         """Record an answered call: close the breaker and forget the failures."""
         self.state = "closed"
-        self._failures = 0
+        self._failures_in_a_row = 0
 
-    def failure(self) -> None:
+    def note_failure(self) -> None:
         """Record a call without an answer; open the breaker at the threshold or if it was a probe."""
-        self._failures += 1
+        self._failures_in_a_row += 1
         # A straggler from before the opening must not prolong it, or steady traffic would postpone every probe.
         if self.state == "half_open" or (
-            self.state == "closed" and self._failures >= self._threshold
+            self.state == "closed" and self._failures_in_a_row >= self._threshold
         ):
             self.state = "open"
             self.opened += 1

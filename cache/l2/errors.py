@@ -8,17 +8,19 @@ from typing import Any
 from redis import exceptions
 
 from cache.errors import ConfigError, LarderError, Refused, TierUnavailable
-from cache.l2.slots import SLOTS, join_address
+from cache.l2.slots import SLOT_COUNT, join_address
 
-HANDLER_CLOSED = "the handler is closed"
+HANDLER_CLOSED_MESSAGE = "the handler is closed"
 """End of the RuntimeError that uvloop raises if the transport closed before the command was written."""
 
 # An IPv6 address comes without brackets; a host that is empty or `?` does not say where.
-_WHERE = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII)
+_REDIRECT_PATTERN = re.compile(
+    r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII
+)
 
-NO_USER = " (the URL names no user, as in redis://USER:PASSWORD@HOST)"
+NO_USER_HINT = " (the URL names no user, as in redis://USER:PASSWORD@HOST)"
 
-_KEY_REFUSED = re.compile("access (a|one of the) keys?")
+_KEY_REFUSED_PATTERN = re.compile("access (a|one of the) keys?")
 """Pattern in the error for a user who may run the command, and not on this key."""
 
 
@@ -37,12 +39,12 @@ def is_redirect(reply: Any) -> bool:
     return str(reply).startswith(("MOVED ", "ASK "))
 
 
-def refused(reply: Any) -> TierUnavailable:
+def error_from_reply(reply: Any) -> TierUnavailable:
     """Convert an error reply to Redirected or TierUnavailable; every reply converts, so that no read waits for ever."""
     message = f"Redis refused: {reply}"
-    if redirect_match := _WHERE.match(str(reply)):
+    if redirect_match := _REDIRECT_PATTERN.match(str(reply)):
         kind, slot, host, port = redirect_match.groups()
-        if int(slot) < SLOTS and 0 < int(port) < 1 << 16:
+        if int(slot) < SLOT_COUNT and 0 < int(port) < 1 << 16:
             target_address = join_address(host.strip("[]"), int(port))
             return Redirected(message, slot=int(slot), address=target_address, is_ask=kind == "ASK")
     return TierUnavailable(message, reason="connection")
@@ -54,17 +56,17 @@ def as_unavailable() -> Iterator[None]:
     try:
         yield
     except (exceptions.RedisError, OSError) as error:
-        late = isinstance(error, exceptions.TimeoutError | TimeoutError)
-        reason = "timeout" if late else "connection"
+        is_timeout = isinstance(error, exceptions.TimeoutError | TimeoutError)
+        reason = "timeout" if is_timeout else "connection"
         raise TierUnavailable(f"Redis: {error}", reason=reason) from error
     except RuntimeError as error:
-        if not str(error).endswith(HANDLER_CLOSED):
+        if not str(error).endswith(HANDLER_CLOSED_MESSAGE):
             raise
         raise TierUnavailable("Redis closed the connection", reason="connection") from error
 
 
 @contextmanager
-def translated(
+def translate_redis_errors(
     shown_url: str = "", variable: str = "REDIS_URL", namespace: str = ""
 ) -> Iterator[None]:
     """Convert Redis errors to ones with a remedy for the operator; `shown_url` is the URL without its password.
@@ -74,12 +76,14 @@ def translated(
     try:
         yield
     except (exceptions.RedisError, exceptions.RedisClusterException) as error:
-        raise _with_remedy(
+        raise _error_with_remedy(
             error, f"{variable} {shown_url}" if shown_url else variable, variable, namespace
         ) from error
 
 
-def _with_remedy(error: Exception, where: str, variable: str, namespace: str) -> LarderError:
+def _error_with_remedy(
+    error: Exception, variable_and_url: str, variable: str, namespace: str
+) -> LarderError:
     match error:
         case exceptions.OutOfMemoryError():
             return Refused(
@@ -89,7 +93,9 @@ def _with_remedy(error: Exception, where: str, variable: str, namespace: str) ->
             )
         case exceptions.ReadOnlyError():
             message = f"Redis is a read-only replica; point {variable} at the primary"
-        case exceptions.NoPermissionError() if namespace and _KEY_REFUSED.search(str(error)):
+        case exceptions.NoPermissionError() if namespace and _KEY_REFUSED_PATTERN.search(
+            str(error)
+        ):
             return ConfigError(
                 f"Redis refused the user of {variable}: {error}; its rights are not for namespace `{namespace}`; is "
                 "LARDER_NAMESPACE right?",
@@ -102,8 +108,12 @@ def _with_remedy(error: Exception, where: str, variable: str, namespace: str) ->
             )
         case exceptions.AuthenticationError():
             return ConfigError(
-                f"Redis refused user and password ({where}): {error}; correct them in {variable}"
-                + (NO_USER if "://" in where and "@" not in where else "")
+                f"Redis refused user and password ({variable_and_url}): {error}; correct them in {variable}"
+                + (
+                    NO_USER_HINT
+                    if "://" in variable_and_url and "@" not in variable_and_url
+                    else ""
+                )
             )
         case exceptions.BusyLoadingError():
             message = (
@@ -111,26 +121,29 @@ def _with_remedy(error: Exception, where: str, variable: str, namespace: str) ->
             )
         case exceptions.TimeoutError():
             return TierUnavailable(
-                f"Redis did not answer in time ({where}): {error}; run the step again, or raise redis_timeout_s",
+                f"Redis did not answer in time ({variable_and_url}): {error}; run the step again, or raise "
+                "redis_timeout_s",
                 reason="timeout",
             )
         case exceptions.ConnectionError():
             message = (
-                f"Redis cannot be reached ({where}): {error}; start it or correct {variable}, then run the "
+                f"Redis cannot be reached ({variable_and_url}): {error}; start it or correct {variable}, then run the "
                 "step again"
             )
         case exceptions.InvalidResponse():
             message = (
-                f"the server at {where} does not answer as Redis does: {error}; check that the address is Redis', then "
+                f"the server at {variable_and_url} does not answer as Redis does: {error}; check that the address is "
+                "Redis', then "
                 "run the step again"
             )
         case exceptions.AskError():
             return ConfigError(
-                f"{where} is a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)"
+                f"{variable_and_url} is a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)"
             )
         case exceptions.RedisClusterException():
             message = (
-                f"the Redis Cluster cannot be used ({where}): {error}; start its nodes or correct {variable}, then run "
+                f"the Redis Cluster cannot be used ({variable_and_url}): {error}; start its nodes or correct "
+                f"{variable}, then run "
                 "the step again"
             )
         case _:

@@ -12,19 +12,19 @@ from redis.asyncio.connection import AbstractConnection
 
 from cache.errors import TierUnavailable
 from cache.l2.commands import Frames, deadline_for, frame_stride
-from cache.l2.resp import RECORD_REPLIES, bounds_refusal, scanner_of
+from cache.l2.resp import RECORD_REPLY_BOUNDS, bounds_refusal, create_reply_scanner
 from cache.native import loader
 
 Replies = Sequence[Any]
 SECOND_LOOK_S = 0.001
 
-_PAUSE_S = 1.0
+_RECONNECT_PAUSE_S = 1.0
 """Seconds between a refused connection and the next attempt, while other connections are open."""
 
-_RENEWED_S = 5.0
+_RENEWAL_PAUSE_S = 5.0
 """Seconds between two renewals of all connections because the server accepts no writes."""
 
-_MORE = object()
+_NOT_ENOUGH_DATA = object()
 
 
 @dataclass(slots=True, eq=False)
@@ -54,25 +54,25 @@ class PipelineConnection(asyncio.Protocol):
     """
 
     def __init__(
-        self, opened: AbstractConnection, on_lost: Callable[["PipelineConnection"], None]
+        self, redis_connection: AbstractConnection, on_lost: Callable[["PipelineConnection"], None]
     ) -> None:
-        writer = opened._writer
+        writer = redis_connection._writer
         if writer is None:
             raise TierUnavailable("the connection is not open", reason="connection")
         # Held for its life: redis-py closes the socket when the connection object goes.
-        self.redis_connection = opened
+        self.redis_connection = redis_connection
         self._on_lost = on_lost
-        self._reader = hiredis.Reader(notEnoughData=_MORE)
-        self._scanner = scanner_of(RECORD_REPLIES)
+        self._reader = hiredis.Reader(notEnoughData=_NOT_ENOUGH_DATA)
+        self._scanner = create_reply_scanner(RECORD_REPLY_BOUNDS)
         self._replies: list[Any] = []
-        self._buffer = b""
+        self._incomplete_frames = b""
         self._pipelines: deque[Pipeline] = deque()
         self._close_error: TierUnavailable | None = None
         self._transport = cast(asyncio.Transport, writer.transport)
         self._transport.set_protocol(self)
 
     @property
-    def in_flight(self) -> int:
+    def pipelines_in_flight(self) -> int:
         """Number of pipelines sent and not yet answered."""
         return len(self._pipelines)
 
@@ -82,7 +82,7 @@ class PipelineConnection(asyncio.Protocol):
         return sum(pipeline.count for pipeline in self._pipelines)
 
     @property
-    def closing(self) -> bool:
+    def is_closing(self) -> bool:
         """True if the connection takes no more pipelines."""
         return self._transport.is_closing()
 
@@ -101,25 +101,25 @@ class PipelineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Feed the parser and end every pipeline whose last reply has come."""
         gets = self._reader.gets
-        if self._buffer or (self._pipelines and self._pipelines[0].length):
-            data = self._take_frames(data)
+        if self._incomplete_frames or (self._pipelines and self._pipelines[0].length):
+            data = self._feed_frames(data)
             if not data:
                 return
         if not self._scanner.admits(data):
-            self.abort(TierUnavailable(bounds_refusal(RECORD_REPLIES), reason="connection"))
+            self.abort(TierUnavailable(bounds_refusal(RECORD_REPLY_BOUNDS), reason="connection"))
             return
         try:
             self._reader.feed(data)
             while self._pipelines:
                 replies = self._replies
-                missing = self._pipelines[0].count - len(replies)
-                while missing:
+                missing_count = self._pipelines[0].count - len(replies)
+                while missing_count:
                     reply = gets()
-                    if reply is _MORE:
+                    if reply is _NOT_ENOUGH_DATA:
                         return
                     if type(reply) is not hiredis.PushNotification:
                         replies.append(reply)
-                        missing -= 1
+                        missing_count -= 1
                 self._replies = []
                 self._pipelines.popleft().land(replies)
             if self._reader.has_data() and type(gets()) is not hiredis.PushNotification:
@@ -127,21 +127,21 @@ class PipelineConnection(asyncio.Protocol):
         except Exception as error:  # HiredisError; TypeError for a map whose key is a list
             self.abort(TierUnavailable(f"not the Redis protocol: {error}", reason="connection"))
 
-    def _take_frames(self, data: bytes) -> bytes:
+    def _feed_frames(self, data: bytes) -> bytes:
         """End the pipelines whose replies all have the expected length; return the remaining bytes for the parser."""
-        data, self._buffer = self._buffer + data, b""
+        data, self._incomplete_frames = self._incomplete_frames + data, b""
         while data and self._pipelines and not self._replies and not self._reader.has_data():
             pipeline = self._pipelines[0]
             if not pipeline.length or not loader.kernels.could_be(
                 data, pipeline.count, pipeline.length
             ):
                 return data
-            size = pipeline.count * frame_stride(pipeline.length)
-            if len(data) < size:
-                self._buffer = data
+            frames_bytes = pipeline.count * frame_stride(pipeline.length)
+            if len(data) < frames_bytes:
+                self._incomplete_frames = data
                 return b""
             self._pipelines.popleft().land(Frames(data, pipeline.count, pipeline.length))
-            data = data[size:]
+            data = data[frames_bytes:]
         return data
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -154,7 +154,7 @@ class PipelineConnection(asyncio.Protocol):
 
     def _fail_all(self) -> None:
         error = self._close_error or TierUnavailable("connection closed", reason="connection")
-        self._replies, self._buffer = [], b""
+        self._replies, self._incomplete_frames = [], b""
         while self._pipelines:
             self._pipelines.popleft().land(error)
 
@@ -176,97 +176,97 @@ class PipelinePool:
         self._max_connections = max_connections
         self._connections: list[PipelineConnection] = []
         # Insertion order: pipelines that came before the first connection was open.
-        self._waiting: dict[Pipeline, None] = {}
-        self._opening: asyncio.Task[None] | None = None
-        self._refused_until = 0.0
-        self._renewed_at = -_RENEWED_S
-        self._closing: set[asyncio.Task[None]] = set()
+        self._waiting_pipelines: dict[Pipeline, None] = {}
+        self._connect_task: asyncio.Task[None] | None = None
+        self._refused_until_s = 0.0
+        self._renewed_at_s = -_RENEWAL_PAUSE_S
+        self._closing_tasks: set[asyncio.Task[None]] = set()
 
     def send(self, pipeline: Pipeline) -> None:
         """Send the pipeline now, or as soon as a connection is open."""
         loop = asyncio.get_running_loop()
         connection = min(
-            (connection for connection in self._connections if not connection.closing),
-            key=lambda connection: connection.in_flight,
+            (connection for connection in self._connections if not connection.is_closing),
+            key=lambda connection: connection.pipelines_in_flight,
             default=None,
         )
-        commands = pipeline.count + (0 if connection is None else connection.commands)
-        deadline_s = deadline_for(self._deadline_s, commands)
+        command_count = pipeline.count + (0 if connection is None else connection.commands)
+        deadline_s = deadline_for(self._deadline_s, command_count)
         pipeline.timer = loop.call_later(deadline_s, self._expire, pipeline, deadline_s, False)
         if connection is None:
-            self._waiting[pipeline] = None
-            self._open()
+            self._waiting_pipelines[pipeline] = None
+            self._start_connecting()
             return
         if (
-            connection.in_flight
+            connection.pipelines_in_flight
             and len(self._connections) < self._max_connections
-            and loop.time() >= self._refused_until
+            and loop.time() >= self._refused_until_s
         ):
-            self._open()
+            self._start_connecting()
         connection.send(pipeline)
 
     async def connect_ahead(self) -> None:
         """Open a connection if there is none, and wait for the outcome, however long it takes; raises nothing."""
         if not self._connections:
-            self._open()
-        if (opening := self._opening) is not None:
-            await asyncio.wait({opening})
+            self._start_connecting()
+        if (connect_task := self._connect_task) is not None:
+            await asyncio.wait({connect_task})
 
     def renew(self) -> None:
         """Close all connections to a server that accepts no writes: its name may lead to another server by now.
 
-        Pipelines under way end as unavailable. Does nothing within `_RENEWED_S` of the last renewal: there may be no
-        other server.
+        Pipelines under way end as unavailable. Does nothing within `_RENEWAL_PAUSE_S` of the last renewal: there may be
+        no other server.
         """
         now_s = asyncio.get_running_loop().time()
-        if now_s < self._renewed_at + _RENEWED_S:
+        if now_s < self._renewed_at_s + _RENEWAL_PAUSE_S:
             return
-        self._renewed_at = now_s
+        self._renewed_at_s = now_s
         for connection in tuple(self._connections):
             connection.abort(TierUnavailable("Redis takes no writes any more", reason="connection"))
 
     async def aclose(self) -> None:
         """Close every connection; pipelines under way end as unavailable."""
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._connect_task is not None:
+            self._connect_task.cancel()
+            await asyncio.gather(self._connect_task, return_exceptions=True)
         closed_error = TierUnavailable("this client was closed", reason="connection")
         self._fail_waiting(closed_error)
         for connection in tuple(self._connections):
             connection.abort(closed_error)
             self._drop_connection(connection)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*self._closing_tasks, return_exceptions=True)
 
-    def _open(self) -> None:
-        if self._opening is None:
-            self._opening = asyncio.get_running_loop().create_task(self._connect())
+    def _start_connecting(self) -> None:
+        if self._connect_task is None:
+            self._connect_task = asyncio.get_running_loop().create_task(self._connect())
 
     async def _connect(self) -> None:
-        opened: AbstractConnection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        redis_connection: AbstractConnection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         try:
-            await opened.connect()  # type: ignore[no-untyped-call]
-            connection = PipelineConnection(opened, self._drop_connection)
+            await redis_connection.connect()  # type: ignore[no-untyped-call]
+            connection = PipelineConnection(redis_connection, self._drop_connection)
         except (
             Exception
         ) as error:  # RedisError, OSError, or whatever a strange greeting makes of redis-py
-            await opened.disconnect(nowait=True)
-            self._refused_until = asyncio.get_running_loop().time() + _PAUSE_S
+            await redis_connection.disconnect(nowait=True)
+            self._refused_until_s = asyncio.get_running_loop().time() + _RECONNECT_PAUSE_S
             self._fail_waiting(TierUnavailable(f"cannot connect: {error}", reason="connection"))
         except BaseException:
-            await opened.disconnect(nowait=True)
+            await redis_connection.disconnect(nowait=True)
             raise
         else:
             self.opened += 1
             self._connections.append(connection)
-            for pipeline in self._waiting:
+            for pipeline in self._waiting_pipelines:
                 connection.send(pipeline)
-            self._waiting.clear()
+            self._waiting_pipelines.clear()
         finally:
-            self._opening = None
+            self._connect_task = None
 
     def _fail_waiting(self, error: TierUnavailable) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for pipeline in waiting:
+        waiting_pipelines, self._waiting_pipelines = self._waiting_pipelines, {}
+        for pipeline in waiting_pipelines:
             pipeline.land(error)
 
     def _expire(self, pipeline: Pipeline, deadline_s: float, is_second_look: bool) -> None:
@@ -274,22 +274,24 @@ class PipelinePool:
         if not is_second_look:
             # A loop that was blocked (garbage collection, a long callback) fires its timers before it has looked
             # at its sockets: the reply may have been lying there all along, and a large one takes several reads.
-            look_s = deadline_for(SECOND_LOOK_S, pipeline.count)
-            pipeline.timer = loop.call_later(look_s, self._expire, pipeline, deadline_s, True)
+            second_look_s = deadline_for(SECOND_LOOK_S, pipeline.count)
+            pipeline.timer = loop.call_later(
+                second_look_s, self._expire, pipeline, deadline_s, True
+            )
             return
         self.timed_out += 1
-        late = TierUnavailable(f"no reply within {deadline_s} s", reason="timeout")
+        timeout_error = TierUnavailable(f"no reply within {deadline_s} s", reason="timeout")
         if pipeline.connection is not None:
-            pipeline.connection.abort(late)
-        elif pipeline in self._waiting:
-            del self._waiting[pipeline]
-            pipeline.land(late)
+            pipeline.connection.abort(timeout_error)
+        elif pipeline in self._waiting_pipelines:
+            del self._waiting_pipelines[pipeline]
+            pipeline.land(timeout_error)
 
     def _drop_connection(self, connection: PipelineConnection) -> None:
         if connection in self._connections:
             self._connections.remove(connection)
-            task = asyncio.get_running_loop().create_task(
+            disconnect_task = asyncio.get_running_loop().create_task(
                 connection.redis_connection.disconnect(nowait=True)
             )
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing_tasks.add(disconnect_task)
+            disconnect_task.add_done_callback(self._closing_tasks.discard)

@@ -19,28 +19,28 @@ from cache.native import loader
 Client = TypeVar("Client", redis.Redis, redis.asyncio.Redis)
 ReplyCheck = Callable[[Any], bool]
 
-UNREADABLE: Final = (
+UNREADABLE_REPLY_ERRORS: Final = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
 )  # fmt: skip
 """Python exceptions that code raises when it reads a reply of an unexpected type, UnicodeDecodeError included."""
 
 _EXCERPT_CHARS: Final = 80
-_BYTES: Final = frozenset([bytes])
-_BYTES_OR_NONE: Final = frozenset([bytes, type(None)])
-_POSITION: Final = re.compile(rb"[0-9]+-[0-9]+")
+_BYTES_TYPES: Final = frozenset([bytes])
+_BYTES_OR_NONE_TYPES: Final = frozenset([bytes, type(None)])
+_POSITION_PATTERN: Final = re.compile(rb"[0-9]+-[0-9]+")
 
 
 class ReplyBounds(NamedTuple):
     """Bounds of one reply: announced elements, nested ones included, and bytes of one payload."""
 
-    elements: int
-    payload_bytes: int
+    elements_max: int
+    payload_bytes_max: int
 
 
-RECORD_REPLIES: Final = ReplyBounds(elements=1_024, payload_bytes=64 << 20)
+RECORD_REPLY_BOUNDS: Final = ReplyBounds(elements_max=1_024, payload_bytes_max=64 << 20)
 """Bounds for the read path, whose replies are one string or number each; a server may push lists."""
 
-COMMAND_REPLIES: Final = ReplyBounds(elements=1 << 20, payload_bytes=512 << 20)
+COMMAND_REPLY_BOUNDS: Final = ReplyBounds(elements_max=1 << 20, payload_bytes_max=512 << 20)
 """Bounds for all other commands.
 
 The longest list that is asked for is a slot map (at most 16,384 ranges with some ten elements each) or a registry; for
@@ -48,14 +48,14 @@ a million elements hiredis takes 8 MiB. 512 MiB is the longest string that Redis
 """
 
 
-def scanner_of(bounds: ReplyBounds) -> Any:
+def create_reply_scanner(bounds: ReplyBounds) -> Any:
     """Create a scanner of one connection's replies; call `admits(data)` before a parser gets the same bytes."""
     return loader.kernels.ReplyScanner(*bounds)
 
 
 def bounds_refusal(bounds: ReplyBounds) -> str:
     """Return the error message for a connection whose replies exceed the bounds."""
-    return f"a reply announces more than {bounds.elements} elements or {bounds.payload_bytes} bytes"
+    return f"a reply announces more than {bounds.elements_max} elements or {bounds.payload_bytes_max} bytes"
 
 
 class BoundedReader(hiredis.Reader):
@@ -67,15 +67,15 @@ class BoundedReader(hiredis.Reader):
 
     def __init__(self, bounds: ReplyBounds, **settings: Any) -> None:
         super().__init__(**settings)
-        self._error = settings.get("protocolError", hiredis.ProtocolError)
+        self._error_class = settings.get("protocolError", hiredis.ProtocolError)
         self._bounds = bounds
-        self._scanner = scanner_of(bounds)
+        self._scanner = create_reply_scanner(bounds)
 
     def feed(self, buffer: Any, start: int = 0, size: int = -1, /) -> None:
         """Add bytes from the server: all of `buffer`, or `size` of them from `start`."""
         size = size if size >= 0 else len(buffer) - start
         if not self._scanner.admits(memoryview(buffer)[start : start + size]):
-            raise self._error(bounds_refusal(self._bounds))
+            raise self._error_class(bounds_refusal(self._bounds))
         super().feed(buffer, start, size)
 
 
@@ -97,8 +97,8 @@ class BoundedParser(_HiredisParser):
         """Return the next reply; an error reply is returned as an exception, not raised."""
         try:
             reply = super().read_response(*arguments, **settings)
-        except UNREADABLE as error:
-            raise _unreadable(error) from error
+        except UNREADABLE_REPLY_ERRORS as error:
+            raise _unreadable_reply_error(error) from error
         if self._is_greeting:
             self._is_greeting = False
             _check_greeting(reply)
@@ -118,15 +118,15 @@ class AsyncBoundedParser(_AsyncHiredisParser):
         """Return the next reply; an error reply is returned as an exception, not raised."""
         try:
             reply = await super().read_response(*arguments, **settings)
-        except UNREADABLE as error:
-            raise _unreadable(error) from error
+        except UNREADABLE_REPLY_ERRORS as error:
+            raise _unreadable_reply_error(error) from error
         if self._is_greeting:
             self._is_greeting = False
             _check_greeting(reply)
         return reply
 
 
-def _unreadable(error: Exception) -> InvalidResponse:
+def _unreadable_reply_error(error: Exception) -> InvalidResponse:
     return InvalidResponse(f"a reply cannot be read ({type(error).__name__}: {error})")
 
 
@@ -145,7 +145,7 @@ def _bounded_reader(parser: BoundedParser | AsyncBoundedParser, connection: Any)
     }
     if connection.encoder.decode_responses:
         settings["encoding"] = connection.encoder.encoding
-    return BoundedReader(COMMAND_REPLIES, **settings)
+    return BoundedReader(COMMAND_REPLY_BOUNDS, **settings)
 
 
 BOUNDED_POOL_SETTINGS: Final[dict[str, Any]] = {
@@ -178,16 +178,18 @@ class WrongReply(InvalidResponse, ResponseError):
     """
 
 
-class Shape(NamedTuple):
+class ReplyShape(NamedTuple):
     """Shape of a command's reply in words, and its check by protocol version."""
 
-    words: str
-    resp2: ReplyCheck
-    resp3: ReplyCheck
+    description: str
+    resp2_check: ReplyCheck
+    resp3_check: ReplyCheck
 
 
-def _shape(words: str, resp2: ReplyCheck, resp3: ReplyCheck | None = None) -> Shape:
-    return Shape(words, resp2, resp2 if resp3 is None else resp3)
+def _shape(
+    description: str, resp2_check: ReplyCheck, resp3_check: ReplyCheck | None = None
+) -> ReplyShape:
+    return ReplyShape(description, resp2_check, resp2_check if resp3_check is None else resp3_check)
 
 
 def _is_count(reply: Any) -> bool:
@@ -231,33 +233,33 @@ def _is_list(reply: Any) -> bool:
     return type(reply) is list
 
 
-def _is_texts(reply: Any) -> bool:
-    return type(reply) is list and _BYTES.issuperset(map(type, reply))
+def _is_text_list(reply: Any) -> bool:
+    return type(reply) is list and _BYTES_TYPES.issuperset(map(type, reply))
 
 
-def _is_texts_or_nothings(reply: Any) -> bool:
-    return type(reply) is list and _BYTES_OR_NONE.issuperset(map(type, reply))
+def _is_text_or_nothing_list(reply: Any) -> bool:
+    return type(reply) is list and _BYTES_OR_NONE_TYPES.issuperset(map(type, reply))
 
 
 def _is_flat_map(reply: Any) -> bool:
-    return _is_texts(reply) and len(reply) % 2 == 0
+    return _is_text_list(reply) and len(reply) % 2 == 0
 
 
 def _is_map(reply: Any) -> bool:
     return (
         type(reply) is dict
-        and _BYTES.issuperset(map(type, reply))
-        and _BYTES.issuperset(map(type, reply.values()))
+        and _BYTES_TYPES.issuperset(map(type, reply))
+        and _BYTES_TYPES.issuperset(map(type, reply.values()))
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_whole_number(value: Any) -> bool:
     # Redis sends the numbers of TIME as texts, others send integers.
     return _is_count(value) or (type(value) is bytes and value.isdigit())
 
 
 def _is_two_numbers(reply: Any) -> bool:
-    return type(reply) is list and len(reply) == 2 and all(map(_is_number, reply))
+    return type(reply) is list and len(reply) == 2 and all(map(_is_whole_number, reply))
 
 
 def _is_two_counts(reply: Any) -> bool:
@@ -287,14 +289,14 @@ def _is_scored_members(reply: Any) -> bool:
 
 
 def _is_position(value: Any) -> bool:
-    return type(value) is bytes and _POSITION.fullmatch(value) is not None
+    return type(value) is bytes and _POSITION_PATTERN.fullmatch(value) is not None
 
 
 def _is_position_or_nothing(reply: Any) -> bool:
     return reply is None or _is_position(reply)
 
 
-def _is_entry(value: Any) -> bool:
+def _is_stream_entry(value: Any) -> bool:
     # Without fields it was deleted, and is still some consumer's.
     return (
         type(value) is list
@@ -304,17 +306,17 @@ def _is_entry(value: Any) -> bool:
     )
 
 
-def _is_entries(reply: Any) -> bool:
-    return type(reply) is list and all(map(_is_entry, reply))
+def _is_stream_entries(reply: Any) -> bool:
+    return type(reply) is list and all(map(_is_stream_entry, reply))
 
 
-def _is_claimed(reply: Any) -> bool:
+def _is_claimed_entries(reply: Any) -> bool:
     return (
         type(reply) is list
         and len(reply) >= 2
         and _is_position(reply[0])
         and type(reply[1]) is list
-        and all(entry is None or _is_entry(entry) for entry in reply[1])
+        and all(entry is None or _is_stream_entry(entry) for entry in reply[1])
     )
 
 
@@ -325,7 +327,7 @@ def _is_streams(reply: Any) -> bool:
             type(stream) is list
             and len(stream) == 2
             and type(stream[0]) is bytes
-            and _is_entries(stream[1])
+            and _is_stream_entries(stream[1])
             for stream in reply
         )
     )
@@ -334,7 +336,9 @@ def _is_streams(reply: Any) -> bool:
 def _is_map_of_streams(reply: Any) -> bool:
     return reply is None or (
         type(reply) is dict
-        and all(type(name) is bytes and _is_entries(entries) for name, entries in reply.items())
+        and all(
+            type(name) is bytes and _is_stream_entries(entries) for name, entries in reply.items()
+        )
     )
 
 
@@ -360,21 +364,23 @@ def _is_slot_map(reply: Any) -> bool:
 
 
 def _is_list_of_commands(reply: Any) -> bool:
-    return type(reply) is list and all(each is None or type(each) is list for each in reply)
+    return type(reply) is list and all(
+        command_info is None or type(command_info) is list for command_info in reply
+    )
 
 
-def _is_moved(reply: Any) -> bool:
+def _is_pointer_move_result(reply: Any) -> bool:
     """True for a reply of the script that moves the pointer: a status number, and one or two texts about it."""
-    if type(reply) is not list or not reply or not _is_texts(reply[1:]):
+    if type(reply) is not list or not reply or not _is_text_list(reply[1:]):
         return False
     return (type(reply[0]), len(reply)) == (int, 3 if reply[0] == 2 else 2)
 
 
-def _is_returned(reply: Any) -> bool:
+def _is_script_result(reply: Any) -> bool:
     return reply is None or type(reply) in (int, bytes, list)
 
 
-def _is_in_transaction(reply: Any) -> bool:
+def _is_transaction_reply(reply: Any) -> bool:
     return reply is None or type(reply) in (bytes, list)
 
 
@@ -391,28 +397,28 @@ COUNT_OR_NOTHING_SHAPE: Final = _shape("a count or nothing", _is_count_or_nothin
 INTEGER_SHAPE: Final = _shape("an integer", _is_integer)
 TEXT_SHAPE: Final = _shape("a text", _is_text)
 TEXT_OR_NOTHING_SHAPE: Final = _shape("a text or nothing", _is_text_or_nothing)
-TEXTS_SHAPE: Final = _shape("a list of texts", _is_texts)
+TEXTS_SHAPE: Final = _shape("a list of texts", _is_text_list)
 OK_SHAPE: Final = _shape("OK", _is_ok)
 MAP_SHAPE: Final = _shape("a map of texts", _is_flat_map, _is_map)
-MEMBERS_SHAPE: Final = _shape("members of a sorted set", _is_texts)
+MEMBERS_SHAPE: Final = _shape("members of a sorted set", _is_text_list)
 
 SCORED_MEMBERS_SHAPE: Final = _shape(
     "members with their scores", _is_flat_scores, _is_scored_members
 )
 
-ENTRIES_SHAPE: Final = _shape("entries of a stream", _is_entries)
+ENTRIES_SHAPE: Final = _shape("entries of a stream", _is_stream_entries)
 STREAMS_SHAPE: Final = _shape("streams with entries", _is_streams, _is_map_of_streams)
-MOVED_SHAPE: Final = _shape("how the move ended, and texts", _is_moved)
-RETURNED_SHAPE: Final = _shape("a count, a text, a list or nothing", _is_returned)
+POINTER_MOVE_SHAPE: Final = _shape("how the move ended, and texts", _is_pointer_move_result)
+SCRIPT_RESULT_SHAPE: Final = _shape("a count, a text, a list or nothing", _is_script_result)
 
-REPLY_SHAPES: Final[Mapping[str, Shape]] = {
+REPLY_SHAPES: Final[Mapping[str, ReplyShape]] = {
     "CLUSTER SLOTS": _shape("a slot map", _is_slot_map),
     "COMMAND": _shape("a list of commands", _is_list_of_commands),
     "COMMAND INFO": _shape("a list of commands", _is_list_of_commands),
     "CONFIG GET": MAP_SHAPE,
     "DEL": COUNT_SHAPE,
-    "EVAL": RETURNED_SHAPE,
-    "EVALSHA": RETURNED_SHAPE,
+    "EVAL": SCRIPT_RESULT_SHAPE,
+    "EVALSHA": SCRIPT_RESULT_SHAPE,
     "EXISTS": COUNT_SHAPE,
     "EXPIRE": COUNT_SHAPE,
     "FLUSHALL": OK_SHAPE,
@@ -427,7 +433,7 @@ REPLY_SHAPES: Final[Mapping[str, Shape]] = {
     "INCR": INTEGER_SHAPE,
     "INFO": _shape("sections of name:value", _is_info),
     "MEMORY USAGE": COUNT_OR_NOTHING_SHAPE,
-    "MGET": _shape("a list of texts or nothings", _is_texts_or_nothings),
+    "MGET": _shape("a list of texts or nothings", _is_text_or_nothing_list),
     "PEXPIRE": COUNT_SHAPE,
     "PFADD": COUNT_SHAPE,
     "PFCOUNT": COUNT_SHAPE,
@@ -444,7 +450,7 @@ REPLY_SHAPES: Final[Mapping[str, Shape]] = {
     "WAITAOF": _shape("two counts", _is_two_counts),
     "XACK": COUNT_SHAPE,
     "XADD": _shape("a position or nothing", _is_position_or_nothing),
-    "XAUTOCLAIM": _shape("a position and entries of a stream", _is_claimed),
+    "XAUTOCLAIM": _shape("a position and entries of a stream", _is_claimed_entries),
     "XDEL": COUNT_SHAPE,
     "XGROUP CREATE": OK_SHAPE,
     "XLEN": COUNT_SHAPE,
@@ -460,7 +466,7 @@ REPLY_SHAPES: Final[Mapping[str, Shape]] = {
     "ZREMRANGEBYRANK": COUNT_SHAPE,
     "ZREMRANGEBYSCORE": COUNT_SHAPE,
     "ZREVRANGE": MEMBERS_SHAPE,
-    "_": _shape("OK, QUEUED or a list", _is_in_transaction),
+    "_": _shape("OK, QUEUED or a list", _is_transaction_reply),
 }
 """Shapes by command; `_` is redis-py's name for replies in a transaction, EXEC the last of them."""
 
@@ -478,37 +484,39 @@ def check_replies(client: Client) -> Client:
     return client
 
 
-def checked_reply(command: str, reply: Any, shape: Shape | None = None) -> Any:
+def checked_reply(command: str, reply: Any, shape: ReplyShape | None = None) -> Any:
     """Return the reply to a command sent by RESP2; raise WrongReply unless it has the shape (default: the table's)."""
     shape = REPLY_SHAPES[command] if shape is None else shape
-    if not shape.resp2(reply):
-        refuse_reply(command, reply, shape.words)
+    if not shape.resp2_check(reply):
+        refuse_reply(command, reply, shape.description)
     return reply
 
 
-def refuse_reply(command: str, reply: Any, words: str) -> NoReturn:
+def refuse_reply(command: str, reply: Any, expected_shape: str) -> NoReturn:
     """Raise WrongReply, which names the command, the reply, and the shape that it had to have."""
-    named = "EXEC" if command == "_" else command
-    raise WrongReply(f"{named} was answered by {reply_excerpt(reply)}, not by {words}")
+    shown_command = "EXEC" if command == "_" else command
+    raise WrongReply(
+        f"{shown_command} was answered by {reply_excerpt(reply)}, not by {expected_shape}"
+    )
 
 
 @contextmanager
-def refusing_unreadable(command: str, words: str) -> Iterator[None]:
+def refusing_unreadable(command: str, expected_shape: str) -> Iterator[None]:
     """Raise WrongReply in place of a Python exception in the block, which reads a reply to `command`."""
     try:
         yield
-    except UNREADABLE as error:
+    except UNREADABLE_REPLY_ERRORS as error:
         raise WrongReply(
-            f"{command} was answered by what is not {words} ({type(error).__name__}: {_shorten(str(error))})"
+            f"{command} was answered by what is not {expected_shape} ({type(error).__name__}: {_shorten(str(error))})"
         ) from error
 
 
-def info_number(info: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def info_number(info: Mapping[str, Any], info_field: str, default: int | None = None) -> int:
     """Return a number of INFO as redis-py parsed it; raise WrongReply if malformed, or missing without `default`."""
-    value = info.get(name, default)
-    if type(value) is not int:
-        refuse_reply("INFO", value, f"a number as {name}")
-    return value
+    info_value = info.get(info_field, default)
+    if type(info_value) is not int:
+        refuse_reply("INFO", info_value, f"a number as {info_field}")
+    return info_value
 
 
 class _ReplyExcerpt(reprlib.Repr):
@@ -518,13 +526,13 @@ class _ReplyExcerpt(reprlib.Repr):
         return repr(value[:_EXCERPT_CHARS])
 
 
-_EXCERPT: Final = _ReplyExcerpt()
-_EXCERPT.maxother = _EXCERPT.maxstring = _EXCERPT.maxlong = _EXCERPT_CHARS
+_EXCERPT_REPR: Final = _ReplyExcerpt()
+_EXCERPT_REPR.maxother = _EXCERPT_REPR.maxstring = _EXCERPT_REPR.maxlong = _EXCERPT_CHARS
 
 
 def reply_excerpt(reply: Any) -> str:
     """Return the reply as one line of at most 83 characters, control characters escaped."""
-    return "nothing" if reply is None else _shorten(_EXCERPT.repr(reply))
+    return "nothing" if reply is None else _shorten(_EXCERPT_REPR.repr(reply))
 
 
 def _shorten(text: str) -> str:
@@ -533,31 +541,33 @@ def _shorten(text: str) -> str:
 
 
 def _checking_callback(
-    command: str, shape: Shape, is_resp2: bool, parse: Callable[..., Any] | None
+    command: str, shape: ReplyShape, is_resp2: bool, parse_reply: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    words, is_right = shape.words, shape.resp2 if is_resp2 else shape.resp3
-    if parse is None:
+    description, has_shape = shape.description, shape.resp2_check if is_resp2 else shape.resp3_check
+    if parse_reply is None:
 
-        def pass_on(reply: Any, **_options: Any) -> Any:
-            if not is_right(reply):
-                refuse_reply(command, reply, words)
+        def check(reply: Any, **_options: Any) -> Any:
+            if not has_shape(reply):
+                refuse_reply(command, reply, description)
             return reply
 
-        return pass_on
+        return check
 
-    def read(reply: Any, **options: Any) -> Any:
-        if not is_right(reply):
-            refuse_reply(command, reply, words)
+    def check_and_parse(reply: Any, **options: Any) -> Any:
+        if not has_shape(reply):
+            refuse_reply(command, reply, description)
         try:
-            return parse(reply, **options)
-        except UNREADABLE:
-            refuse_reply(command, reply, words)
+            return parse_reply(reply, **options)
+        except UNREADABLE_REPLY_ERRORS:
+            refuse_reply(command, reply, description)
 
     if shape is not MEMBERS_SHAPE:
-        return read
-    read_scored = _checking_callback(command, SCORED_MEMBERS_SHAPE, is_resp2, parse)
+        return check_and_parse
+    parse_scored_members = _checking_callback(command, SCORED_MEMBERS_SHAPE, is_resp2, parse_reply)
 
-    def read_members(reply: Any, **options: Any) -> Any:
-        return (read_scored if options.get("withscores") else read)(reply, **options)
+    def parse_members(reply: Any, **options: Any) -> Any:
+        return (parse_scored_members if options.get("withscores") else check_and_parse)(
+            reply, **options
+        )
 
-    return read_members
+    return parse_members

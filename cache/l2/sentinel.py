@@ -18,14 +18,14 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 from cache.errors import ConfigError
 from cache.l2.resp import bound_replies, check_replies
 
-SENTINEL_SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
+SENTINEL_URL_SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 SENTINEL_PORT: Final = 26_379
 """Port of a sentinel whose address has none."""
 
 SENTINEL_TIMEOUT_S: Final = 0.5
 """Seconds to wait for one sentinel before the next is asked."""
 
-_SENTINEL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
+_SENTINEL_URL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class SentinelGroup:
 
 def is_sentinel(url: str) -> bool:
     """True if a URL lists sentinels, which know the primary's address."""
-    return url.startswith(SENTINEL_SCHEMES)
+    return url.startswith(SENTINEL_URL_SCHEMES)
 
 
 def read_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
@@ -51,45 +51,56 @@ def read_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     percent-encoded may reach into any.
     """
     try:
-        return _read(url)
+        return _parse_sentinel_url(url)
     except ValueError:  # of urllib and of redis-py; its text may hold the password, too
-        raise _refused(
+        raise _url_error(
             "the URL of a Redis under Sentinel, or an option behind its ?, cannot be read"
         ) from None
 
 
-def _read(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
+def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     scheme, _, location = url.partition("+sentinel://")
-    parts = urlsplit(f"{scheme}://{location}")
-    user, at, hosts = parts.netloc.rpartition("@")
-    service, _, database = parts.path.strip("/").partition("/")
+    url_parts = urlsplit(f"{scheme}://{location}")
+    user, at_sign, host_list = url_parts.netloc.rpartition("@")
+    service, _, database = url_parts.path.strip("/").partition("/")
     if not service:
-        raise _refused(
+        raise _url_error(
             "the URL of a Redis under Sentinel ends in the name of its service, redis+sentinel://host:port/SERVICE"
         )
     if "@" in service or (database and not database.isdecimal()):
-        raise _refused(
+        raise _url_error(
             "the URL of a Redis under Sentinel has no database's number behind its service, or an @ in its name"
         )
-    options = parse_qsl(parts.query)
-    redis_parts = parts._replace(
-        netloc=f"{user}{at}{hosts.partition(',')[0]}",
+    url_options = parse_qsl(url_parts.query)
+    primary_url_parts = url_parts._replace(
+        netloc=f"{user}{at_sign}{host_list.partition(',')[0]}",
         path=f"/{database}",
-        query=urlencode([option for option in options if option[0] not in _SENTINEL_OPTIONS]),
+        query=urlencode(
+            [option for option in url_options if option[0] not in _SENTINEL_URL_OPTIONS]
+        ),
     )
-    addresses = tuple(_address(host, number) for number, host in enumerate(hosts.split(","), 1))
-    settings: dict[str, Any] = dict(parse_url(redis_parts.geturl()))  # type: ignore[no-untyped-call]
-    shared = {name: value for name, value in settings.items() if name.startswith("ssl_")}
-    if scheme == "rediss":
-        shared["ssl"] = True
-    sentinel_credentials = {
-        name.removeprefix("sentinel_"): value
-        for name, value in options
-        if name in _SENTINEL_OPTIONS
+    addresses = tuple(
+        _parse_sentinel_address(host, host_number)
+        for host_number, host in enumerate(host_list.split(","), 1)
+    )
+    primary_settings: dict[str, Any] = dict(parse_url(primary_url_parts.geturl()))  # type: ignore[no-untyped-call]
+    tls_settings = {
+        setting_name: setting_value
+        for setting_name, setting_value in primary_settings.items()
+        if setting_name.startswith("ssl_")
     }
-    for name in ("host", "port", "connection_class"):
-        settings.pop(name, None)
-    return SentinelGroup(addresses, unquote(service), {**shared, **sentinel_credentials}), settings
+    if scheme == "rediss":
+        tls_settings["ssl"] = True
+    sentinel_credentials = {
+        setting_name.removeprefix("sentinel_"): setting_value
+        for setting_name, setting_value in url_options
+        if setting_name in _SENTINEL_URL_OPTIONS
+    }
+    for setting_name in ("host", "port", "connection_class"):
+        primary_settings.pop(setting_name, None)
+    return SentinelGroup(
+        addresses, unquote(service), {**tls_settings, **sentinel_credentials}
+    ), primary_settings
 
 
 def is_tls(group: SentinelGroup) -> bool:
@@ -97,18 +108,20 @@ def is_tls(group: SentinelGroup) -> bool:
     return bool(group.settings.get("ssl"))
 
 
-def _address(text: str, number: int) -> tuple[str, int]:
+def _parse_sentinel_address(host_and_port: str, host_number: int) -> tuple[str, int]:
     try:
-        parts = urlsplit(f"redis://{text}")
-        host, port = parts.hostname, parts.port
+        address_parts = urlsplit(f"redis://{host_and_port}")
+        host, port = address_parts.hostname, address_parts.port
     except ValueError:
         host, port = None, None
     if not host or port == 0:
-        raise _refused(f"address {number} in the URL of a Redis under Sentinel is not host:port")
+        raise _url_error(
+            f"address {host_number} in the URL of a Redis under Sentinel is not host:port"
+        )
     return host, port or SENTINEL_PORT
 
 
-def _refused(message: str) -> ConfigError:
+def _url_error(message: str) -> ConfigError:
     remedy = "percent-encode / # ? [ ] @ in a password (urllib.parse.quote), if it has any"
     return ConfigError(f"{message}: {remedy}", field="redis_url")
 
@@ -125,7 +138,11 @@ class PrimaryConnection(redis.Connection):
 
     def _connect(self) -> Any:
         group = self._sentinels
-        sentinel_settings = {**_patience(), "retry": Retry(NoBackoff(), 0), **group.settings}
+        sentinel_settings = {
+            **_timeout_settings(),
+            "retry": Retry(NoBackoff(), 0),
+            **group.settings,
+        }
         # One for each connection: redis-py's puts its sentinels in another order as it asks, and threads share none.
         with Sentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
@@ -150,7 +167,11 @@ class AsyncPrimaryConnection(Connection):
 
     async def _connect(self) -> None:
         group = self._sentinels
-        sentinel_settings = {**_patience(), "retry": AsyncRetry(NoBackoff(), 0), **group.settings}
+        sentinel_settings = {
+            **_timeout_settings(),
+            "retry": AsyncRetry(NoBackoff(), 0),
+            **group.settings,
+        }
         async with AsyncSentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
                 check_replies(bound_replies(client))
@@ -168,18 +189,18 @@ class AsyncPrimarySSLConnection(AsyncPrimaryConnection, SSLConnection):
 def primary_pool(url: str, **settings: Any) -> redis.ConnectionPool:
     """Return a pool of connections to the primary."""
     group, connection_settings = read_sentinel_url(url)
-    kind = PrimarySSLConnection if is_tls(group) else PrimaryConnection
+    connection_class = PrimarySSLConnection if is_tls(group) else PrimaryConnection
     return redis.ConnectionPool(
-        connection_class=kind, sentinels=group, **{**connection_settings, **settings}
+        connection_class=connection_class, sentinels=group, **{**connection_settings, **settings}
     )
 
 
 def async_primary_pool(url: str, **settings: Any) -> redis.asyncio.ConnectionPool:
     """Return a pool of connections to the primary, for an event loop."""
     group, connection_settings = read_sentinel_url(url)
-    kind = AsyncPrimarySSLConnection if is_tls(group) else AsyncPrimaryConnection
+    connection_class = AsyncPrimarySSLConnection if is_tls(group) else AsyncPrimaryConnection
     return redis.asyncio.ConnectionPool(
-        connection_class=kind, sentinels=group, **{**connection_settings, **settings}
+        connection_class=connection_class, sentinels=group, **{**connection_settings, **settings}
     )
 
 
@@ -189,7 +210,7 @@ def _primary_not_found(group: SentinelGroup) -> redis.ConnectionError:
     return redis.ConnectionError(f"no sentinel of {addresses} names a primary of {group.service!r}")
 
 
-def _patience() -> dict[str, Any]:
+def _timeout_settings() -> dict[str, Any]:
     return {
         "socket_timeout": SENTINEL_TIMEOUT_S,
         "socket_connect_timeout": SENTINEL_TIMEOUT_S,

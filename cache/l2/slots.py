@@ -9,17 +9,17 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from cache.errors import ConfigError
 from cache.format.redis_keys import Keyspace
 
-SLOTS: Final = REDIS_CLUSTER_HASH_SLOTS
-SCHEMES: Final = ("redis+cluster://", "rediss+cluster://")
-_PAGES_MAX = 1 << 16
+SLOT_COUNT: Final = REDIS_CLUSTER_HASH_SLOTS
+CLUSTER_URL_SCHEMES: Final = ("redis+cluster://", "rediss+cluster://")
+_CACHED_PAGES_MAX = 1 << 16
 
-Owners = dict[int, str]
+SlotOwners = dict[int, str]
 """Slot -> "host:port" of the master that serves it."""
 
 
 def is_cluster(url: str) -> bool:
     """True if a URL says that its server is a node of a Redis Cluster."""
-    return url.startswith(SCHEMES)
+    return url.startswith(CLUSTER_URL_SCHEMES)
 
 
 def seed_urls(url: str) -> list[str]:
@@ -28,32 +28,32 @@ def seed_urls(url: str) -> list[str]:
     Raises ConfigError, which never repeats the URL: it may hold a password.
     """
     scheme, _, location = url.partition("+cluster://")
-    parts = urlsplit(f"{scheme}://{location}")
-    user, at, hosts = parts.netloc.rpartition("@")
-    urls = []
-    for host in hosts.split(","):
-        node_parts = parts._replace(netloc=f"{user}{at}{host}")
+    url_parts = urlsplit(f"{scheme}://{location}")
+    user, at_sign, host_list = url_parts.netloc.rpartition("@")
+    node_urls = []
+    for host in host_list.split(","):
+        node_parts = url_parts._replace(netloc=f"{user}{at_sign}{host}")
         try:
-            is_host = bool(node_parts.hostname) and node_parts.port != 0
+            is_host_and_port = bool(node_parts.hostname) and node_parts.port != 0
         except ValueError:
-            is_host = False
-        if not is_host:
+            is_host_and_port = False
+        if not is_host_and_port:
             raise ConfigError(
                 f"{host!r} in the URL of a Redis Cluster is not host:port", field="redis_url"
             )
-        urls.append(node_parts.geturl())
-    if parts.path not in ("", "/", "/0"):
+        node_urls.append(node_parts.geturl())
+    if url_parts.path not in ("", "/", "/0"):
         raise ConfigError(
-            f"a Redis Cluster has database 0 only, its URL ends in {parts.path!r}",
+            f"a Redis Cluster has database 0 only, its URL ends in {url_parts.path!r}",
             field="redis_url",
         )
-    return urls
+    return node_urls
 
 
 def address_of(url: str) -> str:
     """ "host:port" of a plain URL."""
-    parts = urlsplit(url)
-    return join_address(parts.hostname or "", parts.port or 6379)
+    url_parts = urlsplit(url)
+    return join_address(url_parts.hostname or "", url_parts.port or 6379)
 
 
 def join_address(host: str, port: int) -> str:
@@ -61,36 +61,36 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def node_url(seed: str, address: str) -> str:
+def node_url(seed_url: str, address: str) -> str:
     """The URL of another node, with the credentials and options of a seed's."""
-    parts = urlsplit(seed)
-    user, at, _ = parts.netloc.rpartition("@")
-    return parts._replace(netloc=f"{user}{at}{address}").geturl()
+    url_parts = urlsplit(seed_url)
+    user, at_sign, _ = url_parts.netloc.rpartition("@")
+    return url_parts._replace(netloc=f"{user}{at_sign}{address}").geturl()
 
 
-def owners_of(reply: Sequence[Any], node_address: str) -> Owners:
+def owners_from_reply(reply: Sequence[Any], node_address: str) -> SlotOwners:
     """The slot map in a reply to `CLUSTER SLOTS`; `node_address`, "host:port", answered it.
 
     A node that does not know its own address, or is told to keep it (`?`), is where it was asked.
     """
     node_host = node_address.rpartition(":")[0].strip("[]")
-    owners: Owners = {}
-    for first, last, (host, port, *_), *_replicas in reply:
-        name = "" if host is None else host.decode() if isinstance(host, bytes) else str(host)
-        address = join_address(node_host if name in ("", "?") else name, int(port))
-        owners.update(dict.fromkeys(range(int(first), int(last) + 1), address))
+    owners: SlotOwners = {}
+    for first_slot, last_slot, (host, port, *_), *_replicas in reply:
+        host_name = "" if host is None else host.decode() if isinstance(host, bytes) else str(host)
+        address = join_address(node_host if host_name in ("", "?") else host_name, int(port))
+        owners.update(dict.fromkeys(range(int(first_slot), int(last_slot) + 1), address))
     return owners
 
 
 class PageSlots(dict[int, int]):
     """Page number -> slot, of one table of one generation."""
 
-    def __init__(self, keys: Keyspace, generation: str, table: str) -> None:
+    def __init__(self, keyspace: Keyspace, generation: str, table: str) -> None:
         super().__init__()
-        self._prefix = keys.page(generation, table, 0)[:-1].encode()
+        self._page_key_prefix = keyspace.page(generation, table, 0)[:-1].encode()
 
-    def __missing__(self, page: int) -> int:
-        if len(self) >= _PAGES_MAX:
+    def __missing__(self, page_number: int) -> int:
+        if len(self) >= _CACHED_PAGES_MAX:
             self.clear()
-        slot = self[page] = key_slot(b"%b%d" % (self._prefix, page))
+        slot = self[page_number] = key_slot(b"%b%d" % (self._page_key_prefix, page_number))
         return slot

@@ -14,15 +14,15 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from cache.errors import ConfigError
-from cache.l2.errors import translated
-from cache.l2.resp import BOUNDED_POOL_SETTINGS, UNREADABLE, check_replies
+from cache.l2.errors import translate_redis_errors
+from cache.l2.resp import BOUNDED_POOL_SETTINGS, UNREADABLE_REPLY_ERRORS, check_replies
 from cache.l2.sentinel import is_sentinel, primary_pool
-from cache.l2.slots import SLOTS, address_of, is_cluster, join_address, seed_urls
+from cache.l2.slots import SLOT_COUNT, address_of, is_cluster, join_address, seed_urls
 
 CLUSTER_RETRIES = 2
 """Times that a command is sent again after an error, each time by a new slot map."""
 
-Pool = Callable[..., redis.ConnectionPool]
+PoolFactory = Callable[..., redis.ConnectionPool]
 
 
 def open_client(url: str, **settings: Any) -> "redis.Redis":
@@ -52,7 +52,7 @@ def connect(
             f"no Redis is configured: set {variable}, or run through a command that starts one"
         )
     try:
-        with translated(_without_password(url), variable):
+        with translate_redis_errors(_without_password(url), variable):
             client = open_client(
                 url,
                 protocol=3,
@@ -62,7 +62,7 @@ def connect(
     except ValueError as error:
         raise ConfigError(f"{variable} cannot be used: {error}") from error
     try:
-        with translated(_without_password(url), variable, namespace):
+        with translate_redis_errors(_without_password(url), variable, namespace):
             yield client
     finally:
         client.close()
@@ -70,9 +70,9 @@ def connect(
 
 def _without_password(url: str) -> str:
     """A URL without its password."""
-    credentials, at, after = urlsplit(url).netloc.rpartition("@")
+    credentials, at_sign, host_and_port = urlsplit(url).netloc.rpartition("@")
     user = credentials.partition(":")[0]
-    netloc = f"{user}@{after}" if at and user else after
+    netloc = f"{user}@{host_and_port}" if at_sign and user else host_and_port
     return urlsplit(url)._replace(netloc=netloc, query="").geturl()
 
 
@@ -84,11 +84,11 @@ class Cluster(RedisCluster):
 
     def __init__(self, url: str, settings: dict[str, Any]) -> None:
         seed, *node_urls = seed_urls(url)
-        self.named = url, settings
+        self.url_and_settings = url, settings
         try:
             super().__init__(
                 url=seed,
-                startup_nodes=[_node(node_url) for node_url in node_urls],
+                startup_nodes=[_startup_node(node_url) for node_url in node_urls],
                 require_full_coverage=False,
                 retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), CLUSTER_RETRIES),
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
@@ -96,7 +96,9 @@ class Cluster(RedisCluster):
                 connection_pool_class=partial(redis.ConnectionPool, **BOUNDED_POOL_SETTINGS),
                 **settings,
             )
-        except UNREADABLE as error:  # the first map is read before a client could be checked
+        except (
+            UNREADABLE_REPLY_ERRORS
+        ) as error:  # the first map is read before a client could be checked
             raise RedisClusterException(
                 f"CLUSTER SLOTS was answered by what is not a slot map ({type(error).__name__}: {error})"
             ) from error
@@ -104,15 +106,15 @@ class Cluster(RedisCluster):
 
     def _check_nodes(self) -> None:
         """Has the clients of all nodes, also of those that are met later, check their replies."""
-        nodes = self.nodes_manager
-        create = nodes.create_redis_node
+        nodes_manager = self.nodes_manager
+        create_redis_node = nodes_manager.create_redis_node
 
         def create_checked(*arguments: Any, **named: Any) -> "redis.Redis":
-            client: redis.Redis = create(*arguments, **named)  # type: ignore[no-untyped-call]
+            client: redis.Redis = create_redis_node(*arguments, **named)  # type: ignore[no-untyped-call]
             return check_replies(client)
 
-        nodes.create_redis_node = create_checked  # type: ignore[method-assign]
-        for node in {*nodes.nodes_cache.values(), *nodes.startup_nodes.values()}:
+        nodes_manager.create_redis_node = create_checked  # type: ignore[method-assign]
+        for node in {*nodes_manager.nodes_cache.values(), *nodes_manager.startup_nodes.values()}:
             if node.redis_connection is not None:
                 check_replies(node.redis_connection)
 
@@ -123,7 +125,7 @@ class Cluster(RedisCluster):
                 disconnect(node.redis_connection)
 
 
-def _node(url: str) -> ClusterNode:
+def _startup_node(url: str) -> ClusterNode:
     host, _, port = address_of(url).rpartition(":")
     return ClusterNode(host.strip("[]"), int(port))  # type: ignore[no-untyped-call]
 
@@ -136,26 +138,28 @@ def disconnect(client: "redis.Redis") -> None:
         client.connection_pool.disconnect()
 
 
-def another(client: "redis.Redis", pool: Pool = redis.ConnectionPool, **changes: Any) -> Any:
-    """A client of the same server or cluster whose connections are its own, from `pool`, with other settings."""
+def clone_client(
+    client: "redis.Redis", create_pool: PoolFactory = redis.ConnectionPool, **changed_settings: Any
+) -> Any:
+    """A client of the same server or cluster whose connections are its own, from `create_pool`, with other settings."""
     if not isinstance(client, Cluster):
-        mine = client.connection_pool
-        settings = {**mine.connection_kwargs, **BOUNDED_POOL_SETTINGS, **changes}
-        own = pool(connection_class=mine.connection_class, **settings)
-        return check_replies(redis.Redis(connection_pool=own))
-    changes.pop("retry", None)
+        client_pool = client.connection_pool
+        settings = {**client_pool.connection_kwargs, **BOUNDED_POOL_SETTINGS, **changed_settings}
+        own_pool = create_pool(connection_class=client_pool.connection_class, **settings)
+        return check_replies(redis.Redis(connection_pool=own_pool))
+    changed_settings.pop("retry", None)
     url, settings = client.named
-    cluster = Cluster(url, {**settings, **changes})
-    nodes = cluster.nodes_manager
-    nodes.connection_pool_class = partial(pool, **BOUNDED_POOL_SETTINGS)
-    for node in nodes.nodes_cache.values():
+    cluster = Cluster(url, {**settings, **changed_settings})
+    nodes_manager = cluster.nodes_manager
+    nodes_manager.connection_pool_class = partial(create_pool, **BOUNDED_POOL_SETTINGS)
+    for node in nodes_manager.nodes_cache.values():
         if node.redis_connection is not None:
             disconnect(node.redis_connection)
             node.redis_connection = None
     return cluster
 
 
-def masters(client: "redis.Redis") -> dict[str, "redis.Redis"]:
+def primary_clients(client: "redis.Redis") -> dict[str, "redis.Redis"]:
     """A plain client of each server that takes writes: "primary", in a cluster "primary host:port"."""
     if not isinstance(client, Cluster):
         return {"primary": client}
@@ -165,42 +169,42 @@ def masters(client: "redis.Redis") -> dict[str, "redis.Redis"]:
     }
 
 
-def home(client: "redis.Redis", key: str) -> "redis.Redis":
+def client_for_key(client: "redis.Redis", key: str) -> "redis.Redis":
     """A plain client of the server that holds `key`."""
     if not isinstance(client, Cluster):
         return client
     return client.get_redis_connection(client.get_node_from_key(key))
 
 
-def by_server(
-    client: "redis.Redis", names: Sequence[str] | Sequence[bytes]
+def group_keys_by_server(
+    client: "redis.Redis", keys: Sequence[str] | Sequence[bytes]
 ) -> Iterable[tuple["redis.Redis", Sequence[int]]]:
-    """A plain client of each server that holds some of these keys, and the places of those in `names`."""
+    """A plain client of each server that holds some of these keys, and the places of those in `keys`."""
     if not isinstance(client, Cluster):
-        return [(client, range(len(names)))]
+        return [(client, range(len(keys)))]
     group_by_node: dict[str, tuple[redis.Redis, list[int]]] = {}
-    for index, name in enumerate(names):
-        node = client.get_node_from_key(name)
-        entry = group_by_node.get(node.name)
-        if entry is None:
-            entry = group_by_node[node.name] = (client.get_redis_connection(node), [])
-        entry[1].append(index)
+    for index, key in enumerate(keys):
+        node = client.get_node_from_key(key)
+        client_and_indexes = group_by_node.get(node.name)
+        if client_and_indexes is None:
+            client_and_indexes = group_by_node[node.name] = (client.get_redis_connection(node), [])
+        client_and_indexes[1].append(index)
     return group_by_node.values()
 
 
 def compute_keyspace_shares(client: "redis.Redis") -> dict[str, float]:
-    """Share of the keyspace, of 1, that is each server's own, by the names of `masters`."""
+    """Share of the keyspace, of 1, that is each server's own, by the names of `primary_clients`."""
     if not isinstance(client, Cluster):
         return {"primary": 1.0}
-    slots = client.nodes_manager.slots_cache
-    fraction_by_server = dict.fromkeys(masters(client), 0.0)
-    for nodes in slots.values():
-        name = f"primary {join_address(nodes[0].host, nodes[0].port)}"
-        fraction_by_server[name] = fraction_by_server.get(name, 0.0) + 1 / SLOTS
+    nodes_by_slot = client.nodes_manager.slots_cache
+    fraction_by_server = dict.fromkeys(primary_clients(client), 0.0)
+    for slot_nodes in nodes_by_slot.values():
+        server_name = f"primary {join_address(slot_nodes[0].host, slot_nodes[0].port)}"
+        fraction_by_server[server_name] = fraction_by_server.get(server_name, 0.0) + 1 / SLOT_COUNT
     return fraction_by_server
 
 
-class OwnConnections:
+class BulkConnections:
     """Connections out of the client's pools, taken when first wanted, for as long as the `with` block lasts.
 
     One to each server, for commands of bulk work that are sent ahead of their replies.
@@ -212,13 +216,13 @@ class OwnConnections:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, error_class: object, *_: object) -> None:
         for pool, connection in self._connection_by_pool.items():
-            if kind is not None:  # replies may still be on their way: it serves nothing more
+            if error_class is not None:  # replies may still be on their way: it serves nothing more
                 connection.disconnect()
             pool.release(connection)
 
-    def to(self, server: "redis.Redis") -> Any:
+    def connection_to(self, server: "redis.Redis") -> Any:
         """The connection to a server, always the same."""
         pool = server.connection_pool
         if pool not in self._connection_by_pool:

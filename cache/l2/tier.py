@@ -36,13 +36,13 @@ from cache.l2.sentinel import async_primary_pool, is_sentinel
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 2
+RESP_VERSION = 2
 """RESP version, explicit as redis-py's default has changed. Reads need no push messages; subscribing works in both."""
 
-_CONTROL_MAX = 16
+_CONTROL_CONNECTIONS_MAX = 16
 """Connections for all but readers' pipelines: a dozen background commands may run at once, and page reads."""
 
-_LANDINGS = 1_024
+_REMEMBERED_ROUND_TRIPS = 1_024
 """Number of round trips remembered: every heartbeat reports the slowest of the last seconds."""
 
 
@@ -101,21 +101,21 @@ class RemoteTier:
     ) -> None:
         self.config = config
         self.breaker = breaker or Breaker()
-        self._batches = self._commands = self._shed = 0
+        self._batch_count = self._command_count = self._shed_command_count = 0
         open_pool = async_primary_pool if is_sentinel(config.url) else ConnectionPool.from_url
         pool = open_pool(
             config.url,
-            protocol=PROTOCOL,
+            protocol=RESP_VERSION,
             socket_connect_timeout=config.connect_timeout_s,
             socket_timeout=config.control_timeout_s,
-            max_connections=_CONTROL_MAX,
+            max_connections=_CONTROL_CONNECTIONS_MAX,
             **ASYNC_BOUNDED_POOL_SETTINGS,
         )
         self.pool = PipelinePool(pool, config.deadline_s, config.connections_max)
         self.control = ServerControl(keyspace, pool, self.pool.renew)
         self._queued_parts: list[PipelinePart] = []
-        self._in_flight = 0
-        self._landings: deque[tuple[float, float]] = deque(maxlen=_LANDINGS)
+        self._commands_in_flight = 0
+        self._round_trips: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED_ROUND_TRIPS)
         self._counted_failure: TierUnavailable | None = None
         self._packer = Packer(keyspace)
 
@@ -123,7 +123,11 @@ class RemoteTier:
     def stats(self) -> DataPlaneStats:
         """Counts since the start, and the breaker's current state."""
         return DataPlaneStats(
-            self._batches, self._commands, self._shed, self.breaker.opened, self.breaker.state
+            self._batch_count,
+            self._command_count,
+            self._shed_command_count,
+            self.breaker.opened,
+            self.breaker.state,
         )
 
     def submit(
@@ -131,23 +135,33 @@ class RemoteTier:
     ) -> asyncio.Future[T]:
         """Send at least one command; return a future of `keep` applied to the answers the moment they land."""
         loop = asyncio.get_running_loop()
-        answers: asyncio.Future[T] = loop.create_future()
-        if self._in_flight + len(commands) > self.config.commands_in_flight_max:
-            self._shed += len(commands)
-            full = TierUnavailable(f"{self._in_flight} commands are under way", reason="timeout")
-            answers.set_result(keep([full] * len(commands)))
-            return answers
-        length = 0
+        answers_future: asyncio.Future[T] = loop.create_future()
+        if self._commands_in_flight + len(commands) > self.config.commands_in_flight_max:
+            self._shed_command_count += len(commands)
+            shed_error = TierUnavailable(
+                f"{self._commands_in_flight} commands are under way", reason="timeout"
+            )
+            answers_future.set_result(keep([shed_error] * len(commands)))
+            return answers_future
+        payload_bytes = 0
         if type(commands) is PageReads:
-            packed, count, length = self._packer.pages(commands), len(commands), commands.length
+            packed_commands, reply_count, payload_bytes = (
+                self._packer.pack_page_reads(commands),
+                len(commands),
+                commands.length,
+            )
         else:
-            packed, count = self._packer.pack(commands)
-        self._in_flight += count
+            packed_commands, reply_count = self._packer.pack(commands)
+        self._commands_in_flight += reply_count
         if not self._queued_parts:
             # Runs after every callback that is ready now, so whoever reads in this turn travels along.
             loop.call_soon(self._flush)
-        self._queued_parts.append(PipelinePart(commands, packed, count, answers, keep, length))
-        return answers
+        self._queued_parts.append(
+            PipelinePart(
+                commands, packed_commands, reply_count, answers_future, keep, payload_bytes
+            )
+        )
+        return answers_future
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
         """Send a lease command with the reads of this loop iteration; return a future of the answer."""
@@ -161,7 +175,7 @@ class RemoteTier:
     def _flush(self) -> None:
         queued_parts, self._queued_parts = self._queued_parts, []
         parts: list[PipelinePart] = []
-        count = 0
+        reply_count = 0
         # What is answered at one length lies together: such replies need no parser.
         for part in (
             sorted(queued_parts, key=attrgetter("length"))
@@ -169,86 +183,94 @@ class RemoteTier:
             else queued_parts
         ):
             if parts and (
-                count + part.count > self.config.batch_commands_max
+                reply_count + part.count > self.config.batch_commands_max
                 or part.length != parts[0].length
             ):
-                self._send(parts, count)
-                parts, count = [], 0
+                self._send(parts, reply_count)
+                parts, reply_count = [], 0
             parts.append(part)
-            count += part.count
-        self._send(parts, count)
+            reply_count += part.count
+        self._send(parts, reply_count)
 
-    def _send(self, parts: list[PipelinePart], count: int) -> None:
+    def _send(self, parts: list[PipelinePart], reply_count: int) -> None:
         if not self.breaker.allow():
             self._answer_all(parts, TierUnavailable("Redis is resting", reason="breaker_open"))
             return
-        self._batches += 1
-        self._commands += count
-        packed = b"".join([part.packed for part in parts])
+        self._batch_count += 1
+        self._command_count += reply_count
+        packed_commands = b"".join([part.packed for part in parts])
         sent_at = time.monotonic()
         self.pool.send(
             Pipeline(
-                packed,
-                count,
-                lambda outcome: self._landed(parts, outcome, sent_at),
+                packed_commands,
+                reply_count,
+                lambda outcome: self._take_outcome(parts, outcome, sent_at),
                 parts[0].length,
             )
         )
 
-    def _landed(
+    def _take_outcome(
         self, parts: list[PipelinePart], outcome: Replies | TierUnavailable, sent_at: float
     ) -> None:
         landed_at = time.monotonic()
-        self._landings.append((landed_at, landed_at - sent_at))
+        self._round_trips.append((landed_at, landed_at - sent_at))
         if isinstance(outcome, TierUnavailable):
             # All that was under way on a connection fails as one: the stall counts, not how much waited for it.
             if outcome is not self._counted_failure:
                 self._counted_failure = outcome
-                self.breaker.failure()
+                self.breaker.note_failure()
             self._answer_all(parts, outcome)
             return
         if all(
             isinstance(reply, hiredis.ReplyError) and not is_redirect(reply) for reply in outcome
         ):
             # Loading, no permission: there, but no use. Of writes alone it says nothing of reads: out of memory, say.
-            reads = any(isinstance(command, Read) for part in parts for command in part.commands)
-            self.breaker.failure() if reads else self.breaker.success()
+            has_reads = any(
+                isinstance(command, Read) for part in parts for command in part.commands
+            )
+            self.breaker.note_failure() if has_reads else self.breaker.note_success()
         else:
-            self.breaker.success()
-        start = 0
+            self.breaker.note_success()
+        first_reply_index = 0
         for part in parts:
             replies = outcome
             if part.count != len(outcome):
                 replies = (
-                    outcome.part(start, part.count)
+                    outcome.select_range(first_reply_index, part.count)
                     if type(outcome) is Frames
-                    else outcome[start : start + part.count]
+                    else outcome[first_reply_index : first_reply_index + part.count]
                 )
-            start += part.count
-            self._in_flight -= part.count
-            part.land(_unpacked(part.commands, replies))
+            first_reply_index += part.count
+            self._commands_in_flight -= part.count
+            part.land(_unpack_or_fail(part.commands, replies))
 
     def _answer_all(self, parts: list[PipelinePart], error: TierUnavailable) -> None:
         for part in parts:
-            self._in_flight -= part.count
+            self._commands_in_flight -= part.count
             part.land([error] * len(part.commands))
 
     def bound_s(self) -> float:
         """Return the bound in seconds for a read sent now, including the commands sent with it and before it."""
-        commands = self._in_flight + self.config.batch_commands_max
-        return deadline_for(self.config.deadline_s + SECOND_LOOK_S, commands)
+        command_count = self._commands_in_flight + self.config.batch_commands_max
+        return deadline_for(self.config.deadline_s + SECOND_LOOK_S, command_count)
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
         """Return the 99th percentile in ms of round trips, failures too, in the last `within_s`; None without any."""
         window_start_s = time.monotonic() - within_s
-        seconds = sorted(elapsed_s for at, elapsed_s in self._landings if at >= window_start_s)
-        return 1000 * seconds[(99 * len(seconds)) // 100] if seconds else None
+        round_trip_times_s = sorted(
+            elapsed_s for landed_at, elapsed_s in self._round_trips if landed_at >= window_start_s
+        )
+        return (
+            1000 * round_trip_times_s[(99 * len(round_trip_times_s)) // 100]
+            if round_trip_times_s
+            else None
+        )
 
     async def page(self, read: PageRead) -> bytes | None:
         """Read a page or a part of it, None if there is none, on a connection that no reader waits for."""
-        key = self.control.keyspace.page(read.generation, read.table, read.page)
-        last = read.offset + read.length - 1
-        page_part = cast(bytes, await self.control.execute("GETRANGE", key, read.offset, last))
+        key = self.control.keyspace.page(read.generation, read.table, read.page_number)
+        last_byte = read.offset + read.length - 1
+        page_part = cast(bytes, await self.control.execute("GETRANGE", key, read.offset, last_byte))
         return page_part if len(page_part) == read.length else None
 
     async def connect_ahead(self) -> None:
@@ -261,12 +283,14 @@ class RemoteTier:
         await self.control.aclose()
 
 
-def _unpacked(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Result]:
+def _unpack_or_fail(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Result]:
     try:
         return unpack(commands, replies)
     except (
         Exception
     ) as error:  # one part's strange reply must not leave the others of its batch without an end
         log.exception("a reply of Redis cannot be read")
-        strange = TierUnavailable(f"a reply that cannot be read: {error!r}", reason="connection")
-        return [strange] * len(commands)
+        unreadable_error = TierUnavailable(
+            f"a reply that cannot be read: {error!r}", reason="connection"
+        )
+        return [unreadable_error] * len(commands)

@@ -19,66 +19,74 @@ SKEW_DEPTH: Final = 20
 class ErrorSummary(NamedTuple):
     """Differences of numbers without their signs: the largest and the mean."""
 
-    largest: float
-    mean: float
+    largest_error: float
+    mean_error: float
 
 
-def overlap(first_items: Iterable[Hashable], theirs: Iterable[Hashable], of: int) -> float:
-    """Different items that both hold, as a share of `of` items; 1 where there are none to share."""
-    return len(set(first_items).intersection(theirs)) / of if of else 1.0
+def overlap(
+    first_items: Iterable[Hashable], second_items: Iterable[Hashable], item_count: int
+) -> float:
+    """Different items that both hold, as a share of `item_count` items; 1 where there are none to share."""
+    return len(set(first_items).intersection(second_items)) / item_count if item_count else 1.0
 
 
-def jaccard(first_items: Iterable[Hashable], theirs: Iterable[Hashable]) -> float:
+def jaccard(first_items: Iterable[Hashable], second_items: Iterable[Hashable]) -> float:
     """Different items that both hold, as a share of those that either does; 1 where neither holds any."""
-    a, b = set(first_items), set(theirs)
-    return overlap(a, b, len(a | b))
+    first_set, second_set = set(first_items), set(second_items)
+    return overlap(first_set, second_set, len(first_set | second_set))
 
 
 def recalls(expected_ids: NDArray[Any], retrieved_ids: NDArray[Any]) -> NDArray[np.float64]:
     """float64 [n]: share of each row of `expected_ids` [n, k] that is in the same row of `retrieved_ids` [n, m]."""
     pairs = zip(expected_ids.tolist(), retrieved_ids.tolist(), strict=True)
     return np.array(
-        [overlap(expected_row, theirs, len(expected_row)) for expected_row, theirs in pairs]
+        [
+            overlap(expected_row, retrieved_row, len(expected_row))
+            for expected_row, retrieved_row in pairs
+        ]
     )
 
 
-def cosine(first_vector: NDArray[np.floating], theirs: NDArray[np.floating]) -> float | None:
+def cosine(first_vector: NDArray[np.floating], second_vector: NDArray[np.floating]) -> float | None:
     """Cosine of two vectors of one size; None where one of them has no direction."""
-    lengths = float(np.linalg.norm(first_vector) * np.linalg.norm(theirs))
-    return float(first_vector @ theirs) / lengths if lengths else None
+    length_product = float(np.linalg.norm(first_vector) * np.linalg.norm(second_vector))
+    return float(first_vector @ second_vector) / length_product if length_product else None
 
 
 def row_cosines(
-    first_vectors: NDArray[np.floating], theirs: NDArray[np.floating]
+    first_vectors: NDArray[np.floating], second_vectors: NDArray[np.floating]
 ) -> NDArray[np.float64]:
     """float64 [n] cosines of rows; two zero rows agree, one with another does not."""
-    a, b = first_vectors.astype(np.float64), theirs.astype(np.float64)
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    both_zero = ~a.any(axis=1) & ~b.any(axis=1)
+    a, b = first_vectors.astype(np.float64), second_vectors.astype(np.float64)
+    length_products = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    both_zero_mask = ~a.any(axis=1) & ~b.any(axis=1)
     products = np.einsum("nd,nd->n", a, b)
     cosines: NDArray[np.float64] = np.divide(
-        products, lengths, out=np.asarray(both_zero, np.float64), where=lengths > 0
+        products,
+        length_products,
+        out=np.asarray(both_zero_mask, np.float64),
+        where=length_products > 0,
     )
     return cosines
 
 
 def absolute_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> ErrorSummary:
     """Errors of one or more numbers in their own unit."""
-    sizes = np.abs(approximate - exact)
-    return ErrorSummary(float(sizes.max()), float(sizes.mean()))
+    error_sizes = np.abs(approximate - exact)
+    return ErrorSummary(float(error_sizes.max()), float(error_sizes.mean()))
 
 
 def relative_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> ErrorSummary:
     """Errors as shares of the largest of the exact numbers; in their own unit where all of these are 0."""
-    largest = float(np.abs(exact).max()) or 1.0
+    largest_exact = float(np.abs(exact).max()) or 1.0
     errors = absolute_errors(approximate, exact)
-    return ErrorSummary(errors.largest / largest, errors.mean / largest)
+    return ErrorSummary(errors.largest_error / largest_exact, errors.mean_error / largest_exact)
 
 
-def worst_errors(
+def worst_row_errors(
     approximate: NDArray[np.floating], exact: NDArray[np.floating]
 ) -> NDArray[np.float64]:
     """[n]: the largest error of each row [n, d] as a share of the largest number of its exact row."""
-    largest = np.maximum(np.abs(exact).max(axis=1), 1e-30)
-    errors: NDArray[np.float64] = np.abs(exact - approximate).max(axis=1) / largest
+    largest_exact = np.maximum(np.abs(exact).max(axis=1), 1e-30)
+    errors: NDArray[np.float64] = np.abs(exact - approximate).max(axis=1) / largest_exact
     return errors

@@ -18,15 +18,15 @@ faiss: Any = faiss_module  # its type stubs lag behind what the module has
 Vectors = NDArray[np.float32]
 Ordinals = NDArray[np.int64]
 
-Ranked = tuple[NDArray[np.uint32], Vectors]
+RankedLists = tuple[NDArray[np.uint32], Vectors]
 """Ordinals and scores [n, width], best first; unused slots are NO_ITEM and 0."""
 
 _QUERIES_PER_CALL = 16
 """Queries per FAISS call: more would select another kernel, which changes the last bits."""
 
 _ROWS_AT_ONCE = 1 << 16
-_SLACK_MIN = 32
-_FILTER_ABOVE = 64
+_EXTRA_CANDIDATES_MIN = 32
+_BLOCKED_FILTERED_ABOVE = 64
 
 
 class Searcher:
@@ -35,10 +35,10 @@ class Searcher:
     def __init__(self, index: Any, metric: Metric, threads: int) -> None:
         self.count: int = index.ntotal
         self.metric = metric
-        kind = faiss.downcast_index(index)
-        self.is_exact = isinstance(kind, faiss.IndexFlat)
-        is_graph = isinstance(kind, faiss.IndexHNSW)
-        self.depth_max: int = kind.hnsw.efSearch if is_graph else self.count
+        concrete_index = faiss.downcast_index(index)
+        self.is_exact = isinstance(concrete_index, faiss.IndexFlat)
+        is_graph = isinstance(concrete_index, faiss.IndexHNSW)
+        self.depth_max: int = concrete_index.hnsw.efSearch if is_graph else self.count
         """Number of candidates up to which a larger request explores no more and finds the same ones first."""
         self._index = index
         self._threads = threads
@@ -68,8 +68,10 @@ class Searcher:
         Rounded up by the row's own numbers only (k plus a power of two), so that rows with like needs
         search together and no row's answer depends on the others.
         """
-        slack = 1 << np.ceil(np.log2(np.maximum(excluded + 16, _SLACK_MIN))).astype(np.int64)
-        counts: NDArray[np.int64] = np.minimum(k + slack, self.count)
+        extra_counts = 1 << np.ceil(
+            np.log2(np.maximum(excluded + 16, _EXTRA_CANDIDATES_MIN))
+        ).astype(np.int64)
+        counts: NDArray[np.int64] = np.minimum(k + extra_counts, self.count)
         return counts
 
     def search(
@@ -82,27 +84,29 @@ class Searcher:
         # OpenMP keeps this per thread; searches come from any thread of a pool.
         faiss.omp_set_num_threads(self._threads)
         if self.metric == "cosine":
-            lengths = np.linalg.norm(queries, axis=1, keepdims=True)
+            query_lengths = np.linalg.norm(queries, axis=1, keepdims=True)
             # A model may give infinity for a blank input, such as the logarithm of a price of 0.
             with np.errstate(invalid="ignore"):
-                queries = (queries / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+                queries = (queries / np.where(query_lengths > 0, query_lengths, 1)).astype(
+                    np.float32
+                )
         ordinals = np.empty((len(queries), count), np.int64)
-        parameters = None if blocked is None else self._without(blocked)
+        search_parameters = None if blocked is None else self._parameters_without(blocked)
         for start in range(0, len(queries), _QUERIES_PER_CALL):
             rows = slice(start, start + _QUERIES_PER_CALL)
-            part = np.ascontiguousarray(queries[rows], np.float32)
-            ordinals[rows] = self._index.search(part, count, params=parameters)[1]
+            query_chunk = np.ascontiguousarray(queries[rows], np.float32)
+            ordinals[rows] = self._index.search(query_chunk, count, params=search_parameters)[1]
         return ordinals
 
     @staticmethod
-    def filters(blocked: NDArray[np.int64]) -> bool:
+    def should_filter(blocked: NDArray[np.int64]) -> bool:
         """True if so many items are blocked that the index should skip them itself."""
-        return len(blocked) > _FILTER_ABOVE
+        return len(blocked) > _BLOCKED_FILTERED_ABOVE
 
-    def _without(self, blocked: NDArray[np.int64]) -> Any:
-        allowed = np.ones(self.count, np.bool_)
-        allowed[blocked[(blocked >= 0) & (blocked < self.count)]] = False
-        selector = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+    def _parameters_without(self, blocked: NDArray[np.int64]) -> Any:
+        allowed_mask = np.ones(self.count, np.bool_)
+        allowed_mask[blocked[(blocked >= 0) & (blocked < self.count)]] = False
+        selector = faiss.IDSelectorBitmap(np.packbits(allowed_mask, bitorder="little"))
         index = faiss.downcast_index(self._index)
         if isinstance(index, faiss.IndexIVF):
             return faiss.SearchParametersIVF(sel=selector, nprobe=index.nprobe)
@@ -121,7 +125,7 @@ class ListSearch:
 
     def excluded(self, batch: Sequence[PreparedInput], blocked: Ordinals) -> list[Ordinals]:
         """Return the ordinals that the re-score excludes from each list; the index itself skips many blocked ones."""
-        if not len(blocked) or self.searcher.filters(blocked):
+        if not len(blocked) or self.searcher.should_filter(blocked):
             return [prepared.excluded for prepared in batch]
         return [np.concatenate([prepared.excluded, blocked]) for prepared in batch]
 
@@ -133,17 +137,17 @@ class ListSearch:
 
     def candidates(self, vectors: Vectors, counts: Ordinals, blocked: Ordinals) -> list[Ordinals]:
         """Search the index for `counts[i]` ordinals per vector, best first, padded with -1."""
-        inside = blocked if self.searcher.filters(blocked) else None
+        filtered_ordinals = blocked if self.searcher.should_filter(blocked) else None
         candidate_lists: list[Ordinals] = [np.empty(0, np.int64)] * len(vectors)
         for count, rows in _rows_by_count(counts.tolist()):
-            searched = self.searcher.search(vectors[rows], count, inside)
-            for row, row_candidates in zip(rows, searched, strict=True):
+            found_candidates = self.searcher.search(vectors[rows], count, filtered_ordinals)
+            for row, row_candidates in zip(rows, found_candidates, strict=True):
                 candidate_lists[row] = row_candidates
         return candidate_lists
 
     def rank_candidates(
         self, vectors: Vectors, candidates: Sequence[Ordinals], excluded: Sequence[Ordinals]
-    ) -> Ranked:
+    ) -> RankedLists:
         """Rank each input's candidates by exact score, without its exclusions."""
         ordinals = np.empty((len(vectors), self.width), np.uint32)
         scores = np.empty((len(vectors), self.width), np.float32)
@@ -159,7 +163,9 @@ class ListSearch:
             )
         return ordinals, scores
 
-    def lists(self, batch: Sequence[PreparedInput], vectors: Vectors, blocked: Ordinals) -> Ranked:
+    def lists(
+        self, batch: Sequence[PreparedInput], vectors: Vectors, blocked: Ordinals
+    ) -> RankedLists:
         """Return the list of each input, by both steps."""
         excluded = self.excluded(batch, blocked)
         candidates = self.candidates(vectors, self.counts(excluded), blocked)
@@ -170,7 +176,7 @@ class ListSearch:
         scores = score(vectors, self.items.vectors, ordinals[:, None], self.searcher.metric)
         return scores[:, 0]
 
-    def reach(self) -> float | None:
+    def score_change_max(self) -> float | None:
         """Return the largest change of an item's score over a distance of one; None unless the index is exact.
 
         The length of the longest item (Cauchy-Schwarz). It reads all vectors: call it once.
@@ -180,11 +186,15 @@ class ListSearch:
         if self.searcher.metric == "cosine":
             return 1.0
         vectors, count = self.items.vectors, self.items.count
-        parts = (
-            np.asarray(vectors[at : at + _ROWS_AT_ONCE]) for at in range(0, count, _ROWS_AT_ONCE)
+        vector_chunks = (
+            np.asarray(vectors[start : start + _ROWS_AT_ONCE])
+            for start in range(0, count, _ROWS_AT_ONCE)
         )
-        squares = [float(np.einsum("nd,nd->n", part, part).max()) for part in parts]
-        return float(max(squares, default=0.0) ** 0.5)
+        largest_squares = [
+            float(np.einsum("nd,nd->n", vector_chunk, vector_chunk).max())
+            for vector_chunk in vector_chunks
+        ]
+        return float(max(largest_squares, default=0.0) ** 0.5)
 
 
 def _rows_by_count(counts: Sequence[int]) -> list[tuple[int, list[int]]]:

@@ -13,7 +13,7 @@ Mask = NDArray[np.bool_]
 class FilterMask:
     """Items that pass, one bit each (little-endian within a byte), and how many they are."""
 
-    bits: NDArray[np.uint8]
+    packed_bits: NDArray[np.uint8]
     count: int
 
     @classmethod
@@ -24,21 +24,24 @@ class FilterMask:
     def among(self, ordinals: NDArray[Any]) -> Mask:
         """Mask of the ordinals that pass."""
         bit_indexes = np.asarray(ordinals, np.int64)
-        mask: Mask = (self.bits[bit_indexes >> 3] >> (bit_indexes & 7).astype(np.uint8) & 1).astype(
-            np.bool_
-        )
+        mask: Mask = (
+            self.packed_bits[bit_indexes >> 3] >> (bit_indexes & 7).astype(np.uint8) & 1
+        ).astype(np.bool_)
         return mask
 
-    def followed_by(self, appended_mask: "FilterMask", items: int) -> "FilterMask":
-        """Return this mask of `items` items with the mask of further items appended, numbered from `items` on."""
-        full_byte_count = items >> 3
-        last = np.unpackbits(self.bits[full_byte_count:], count=items & 7, bitorder="little")
-        more = np.unpackbits(appended_mask.bits, bitorder="little")
-        tail = np.packbits(np.concatenate([last, more]), bitorder="little")
+    def append_mask(self, appended_mask: "FilterMask", item_count: int) -> "FilterMask":
+        """Return this mask of `item_count` items with that of further items appended, numbered from `item_count` on."""
+        full_byte_count = item_count >> 3
+        last_bits = np.unpackbits(
+            self.packed_bits[full_byte_count:], count=item_count & 7, bitorder="little"
+        )
+        appended_bits = np.unpackbits(appended_mask.packed_bits, bitorder="little")
+        tail_bytes = np.packbits(np.concatenate([last_bits, appended_bits]), bitorder="little")
         return FilterMask(
-            np.concatenate([self.bits[:full_byte_count], tail]), self.count + appended_mask.count
+            np.concatenate([self.packed_bits[:full_byte_count], tail_bytes]),
+            self.count + appended_mask.count,
         )
 
     def ordinals(self) -> NDArray[np.int64]:
         """All that pass, ascending."""
-        return np.flatnonzero(np.unpackbits(self.bits, bitorder="little")).astype(np.int64)
+        return np.flatnonzero(np.unpackbits(self.packed_bits, bitorder="little")).astype(np.int64)

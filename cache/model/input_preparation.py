@@ -61,14 +61,14 @@ def prepare_all(
             ids += keep_last_occurrences(source.history)
         ends.append(len(ids))
     ordinals = items.ordinals_of(ids)
-    indices = items.to_model(ordinals)
+    indices = items.model_indices_of(ordinals)
     known_indices, known_ends = _drop_unknown(indices, ends)
     excluded, excluded_ends = _drop_unknown(ordinals, ends)
     item_ordinals = np.array(
         [-1 if source.item is None else source.item for source in sources], np.int64
     )
     own_indices = (
-        items.to_model(Ordinals(item_ordinals)).tolist()
+        items.model_indices_of(Ordinals(item_ordinals)).tolist()
         if item_ordinals.max(initial=-1) >= 0
         else None
     )
@@ -79,7 +79,7 @@ def prepare_all(
         dropped_count = ends[row + 1] - ends[row] - len(history)
         excluded_ordinals = excluded[excluded_ends[row] : excluded_ends[row + 1]]
         if len(excluded_ordinals) > history_limit:
-            newest_indices = items.to_model(Ordinals(excluded_ordinals[-history_limit:]))
+            newest_indices = items.model_indices_of(Ordinals(excluded_ordinals[-history_limit:]))
             history = newest_indices[newest_indices >= 0]
         item_index = -1
         if source.item is not None:
@@ -124,19 +124,19 @@ def check_features(
     inputs: Sequence[InputSpec], features: Mapping[str, FeatureValue]
 ) -> dict[str, FeatureValue]:
     """Values by input name; raises InvalidInput (`field`) for a missing, unknown or unfit feature."""
-    columns = {str(input_spec.column): input_spec for input_spec in inputs}
+    spec_by_column = {str(input_spec.column): input_spec for input_spec in inputs}
     for name in features:
-        if name not in columns:
-            column_names = ", ".join(sorted(columns)) or "none"
+        if name not in spec_by_column:
+            column_names = ", ".join(sorted(spec_by_column)) or "none"
             raise InvalidInput(
                 f"the model has no feature {name!r}; it takes {column_names}", field=name
             )
-    checked: dict[str, FeatureValue] = {}
-    for column, input_spec in columns.items():
+    value_by_input: dict[str, FeatureValue] = {}
+    for column, input_spec in spec_by_column.items():
         if column not in features:
             raise InvalidInput(f"feature {column!r} is missing", field=column)
-        checked[input_spec.name] = _fitting_value(input_spec, features[column])
-    return checked
+        value_by_input[input_spec.name] = _fitting_value(input_spec, features[column])
+    return value_by_input
 
 
 def stack_features(input_spec: InputSpec, values: Sequence[FeatureValue]) -> NDArray[Any]:
@@ -158,8 +158,8 @@ def _fitting_value(input_spec: InputSpec, value: FeatureValue) -> FeatureValue:
             field=input_spec.column,
         )
     # One look per distinct type, not per number: a batch may hold millions of them.
-    for kind in set(map(type, value)):
-        _scalar_value(input_spec, kind(0))
+    for value_type in set(map(type, value)):
+        _scalar_value(input_spec, value_type(0))
     if input_spec.dtype != "string":
         _scalar_value(input_spec, min(value))
         _scalar_value(input_spec, max(value))

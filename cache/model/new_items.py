@@ -14,7 +14,7 @@ from cache.format.item_table import ItemTable
 from cache.model.ranking import Metric, score
 from cache.records import NO_ITEM, Layout, unfit_rows
 
-Ranked = tuple[NDArray[np.uint32], NDArray[np.float32]]
+RankedLists = tuple[NDArray[np.uint32], NDArray[np.float32]]
 """Numbers and scores [n, width], best first; unused slots are NO_ITEM and 0."""
 
 _NO_VECTORS: Final = np.empty((0, 0), np.float32)
@@ -23,35 +23,35 @@ _NO_VECTORS: Final = np.empty((0, 0), np.float32)
 class NewItem(NamedTuple):
     """Item that an event brought: the number of its newest position, and its vector if it came with one."""
 
-    raw: bytes
-    number: int
+    raw_id: bytes
+    position_number: int
     vector: NDArray[np.float32] | None = None
 
 
 class NextTry(NamedTuple):
     """Input on which the models raised: how often, and from when on they are asked again (monotonic seconds)."""
 
-    tries: int
-    at: float
+    try_count: int
+    retry_at_s: float
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the numbers by id are kept beside the fields
 class NewItems:
     """New items of one generation, in the order of their positions, with vectors float32 [n, dims].
 
-    Their numbers begin behind the generation's own items, at `first`: of two equal scores that of an own item comes
-    first, then the earlier one. `inputs` are what each vector was made of, and with the positions name the whole; the
-    models could make none of what is `refused`, and are not asked again. On what `failed` they raised, which may pass.
-    `left_out` are the ids of both.
+    Their numbers begin behind the generation's own items, at `first_number`: of two equal scores that of an own item
+    comes first, then the earlier one. `input_keys` are what each vector was made of, and with the positions name the
+    whole; the models could make none of what is `refused_inputs`, and are not asked again. On what `next_try_by_input`
+    they raised, which may pass. `left_out_ids` are the ids of both.
     """
 
-    first: int = 0
+    first_number: int = 0
     items: tuple[NewItem, ...] = ()
     vectors: NDArray[np.float32] = field(default_factory=lambda: _NO_VECTORS)
-    inputs: tuple[bytes, ...] = ()
-    refused: frozenset[bytes] = frozenset()
-    failed: Mapping[bytes, NextTry] = field(default_factory=dict)
-    left_out: frozenset[bytes] = frozenset()
+    input_keys: tuple[bytes, ...] = ()
+    refused_inputs: frozenset[bytes] = frozenset()
+    next_try_by_input: Mapping[bytes, NextTry] = field(default_factory=dict)
+    left_out_ids: frozenset[bytes] = frozenset()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -59,12 +59,14 @@ class NewItems:
     @property
     def newest_number(self) -> int:
         """Number of the newest one's position; 0 without any."""
-        return self.items[-1].number if self.items else 0
+        return self.items[-1].position_number if self.items else 0
 
     @cached_property
     def retry_at(self) -> float:
         """Time of the first next try, monotonic; infinite without any."""
-        return min((next_try.at for next_try in self.failed.values()), default=math.inf)
+        return min(
+            (next_try.retry_at_s for next_try in self.next_try_by_input.values()), default=math.inf
+        )
 
     @cached_property
     def digest(self) -> bytes:
@@ -72,44 +74,52 @@ class NewItems:
         if not self.items:
             return b""
         hasher = xxhash.xxh3_128()
-        for item, input_key in zip(self.items, self.inputs, strict=True):
-            for part in (item.raw, item.number.to_bytes(8, "little"), input_key):
+        for item, input_key in zip(self.items, self.input_keys, strict=True):
+            for part in (item.raw_id, item.position_number.to_bytes(8, "little"), input_key):
                 hasher.update(len(part).to_bytes(4, "little") + part)
         return hasher.digest()
 
     @cached_property
-    def numbers(self) -> Mapping[bytes, int]:
+    def number_by_id(self) -> Mapping[bytes, int]:
         """Numbers by id."""
-        return {item.raw: self.first + index for index, item in enumerate(self.items)}
+        return {item.raw_id: self.first_number + index for index, item in enumerate(self.items)}
 
     def ids_of(self, item_table: ItemTable, numbers: NDArray[np.uint32]) -> list[str]:
         """External ids by number, of the generation's own items too."""
-        if not self.items or not (is_new := numbers >= self.first).any():
+        if not self.items or not (is_new := numbers >= self.first_number).any():
             return item_table.ids_of(numbers)
         ids = iter(item_table.ids_of(numbers[~is_new]))
         return [
-            self.items[number - self.first].raw.decode() if number >= self.first else next(ids)
+            self.items[number - self.first_number].raw_id.decode()
+            if number >= self.first_number
+            else next(ids)
             for number in numbers.tolist()
         ]
 
-    def numbers_of(self, raws: Sequence[bytes], ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
+    def numbers_of(
+        self, raw_ids: Sequence[bytes], ordinals: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """int64 [n] numbers of items whose `ordinals` among the generation's own are known, -1 for no item."""
         if not self.items or not (ordinals < 0).any():
             return ordinals
-        pairs = zip(raws, ordinals.tolist(), strict=True)
-        numbers = [at if at >= 0 else self.numbers.get(raw, -1) for raw, at in pairs]
+        pairs = zip(raw_ids, ordinals.tolist(), strict=True)
+        numbers = [
+            ordinal if ordinal >= 0 else self.number_by_id.get(raw, -1) for raw, ordinal in pairs
+        ]
         return np.array(numbers, np.int64)
 
     def up_to(self, position: int) -> Self:
         """Return only the new items up to the position number `position`; their own numbers do not change."""
-        count = sum(item.number <= position for item in self.items)
+        count = sum(item.position_number <= position for item in self.items)
         if count == len(self.items):
             return self
-        return type(self)(self.first, self.items[:count], self.vectors[:count], self.inputs[:count])
+        return type(self)(
+            self.first_number, self.items[:count], self.vectors[:count], self.input_keys[:count]
+        )
 
-    def merged(
+    def merge_into(
         self,
-        ranked: Ranked,
+        ranked: RankedLists,
         row: int,
         vector: NDArray[np.float32],
         excluded_numbers: frozenset[int],
@@ -117,21 +127,29 @@ class NewItems:
     ) -> None:
         """Puts new items but the `excluded_numbers` into one row of lists found for a vector, in place."""
         remaining_indexes = [
-            index for index in range(len(self.items)) if self.first + index not in excluded_numbers
+            index
+            for index in range(len(self.items))
+            if self.first_number + index not in excluded_numbers
         ]
         if not remaining_indexes:
             return
         numbers, scores = ranked[0][row], ranked[1][row]
-        used = numbers != NO_ITEM
+        used_mask = numbers != NO_ITEM
         new_scores = score(
             vector[None], self.vectors, np.array([remaining_indexes], np.int64), metric
         )[0]
         all_numbers = np.concatenate(
-            [numbers[used], np.array(remaining_indexes, np.uint32) + np.uint32(self.first)]
+            [
+                numbers[used_mask],
+                np.array(remaining_indexes, np.uint32) + np.uint32(self.first_number),
+            ]
         )
-        all_scores = np.concatenate([scores[used], new_scores])
-        order = np.lexsort((all_numbers, -all_scores))[: len(numbers)]
-        numbers[: len(order)], scores[: len(order)] = all_numbers[order], all_scores[order]
+        all_scores = np.concatenate([scores[used_mask], new_scores])
+        rank_order = np.lexsort((all_numbers, -all_scores))[: len(numbers)]
+        numbers[: len(rank_order)], scores[: len(rank_order)] = (
+            all_numbers[rank_order],
+            all_scores[rank_order],
+        )
 
 
 NO_NEW_ITEMS: Final = NewItems()
@@ -141,34 +159,34 @@ NO_NEW_ITEMS: Final = NewItems()
 class EligibleNewItems(NamedTuple):
     """New items that one answer may name, and numbers of items that it leaves out.
 
-    `own_print` is the fingerprint of the record that the same input has without them.
+    `own_fingerprint` is the fingerprint of the record that the same input has without them.
     """
 
     items: NewItems = NO_NEW_ITEMS
     excluded_numbers: frozenset[int] = frozenset()
-    own_print: int = 0
+    own_fingerprint: int = 0
 
 
 NO_ELIGIBLE_NEW_ITEMS: Final = EligibleNewItems()
 
 
-def merged_lists(
-    ranked: Ranked,
+def merge_new_items(
+    ranked: RankedLists,
     vectors: NDArray[np.float32],
-    new: Sequence[EligibleNewItems],
+    eligible_by_row: Sequence[EligibleNewItems],
     metric: Metric,
     layout: Layout,
-) -> Ranked:
+) -> RankedLists:
     """Lists with the new items of each row among them; the lists that come in stay as they are.
 
     So does a row whose scores a record of this layout would not hold with them: anybody sends events.
     """
-    if not any(len(row_items.items) for row_items in new):
+    if not any(len(row_items.items) for row_items in eligible_by_row):
         return ranked
     merged = ranked[0].copy(), ranked[1].copy()
-    for row, (items, excluded_numbers, _) in enumerate(new):
+    for row, (items, excluded_numbers, _) in enumerate(eligible_by_row):
         if len(items):
-            items.merged(merged, row, vectors[row], excluded_numbers, metric)
+            items.merge_into(merged, row, vectors[row], excluded_numbers, metric)
     unfit_mask = unfit_rows(layout, merged[1])
     merged[0][unfit_mask], merged[1][unfit_mask] = ranked[0][unfit_mask], ranked[1][unfit_mask]
     return merged

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cache.errors import InvalidInput, LarderError
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Artefact, Manifest, Model, Table
-from cache.model.candidate_search import ListSearch, Ranked, Searcher
+from cache.model.candidate_search import ListSearch, RankedLists, Searcher
 from cache.model.input_preparation import (
     HISTORY_LIMIT,
     LiveInput,
@@ -45,12 +45,12 @@ class Predictor:
         searchers: Mapping[str, Searcher],
         precisions: Mapping[str, ModelPrecision],
         model_digest: str,
-        fallback: str | None = None,
+        fallback_reason: str | None = None,
         history_limit: int = sys.maxsize,
     ) -> None:
         self._history_limit = history_limit
         self.model_digest = model_digest
-        self.fallback = fallback
+        self.fallback_reason = fallback_reason
         self.precisions = precisions
         self._tables = tables
         self._items = items
@@ -61,7 +61,7 @@ class Predictor:
     def open(
         cls,
         manifest: Manifest,
-        root: Path,
+        generation_folder: Path,
         items: ItemTable,
         *,
         precision: ModelPrecision = "int8",
@@ -72,43 +72,53 @@ class Predictor:
         """Load the models and indexes of the tables' producers; `threads` per inference and search, towers on `cores`.
 
         A model that the night could not quantize runs in fp32, and `precisions` says so. Where the `accelerator` cannot
-        be used, or would leave most of an int8 model to the processor, the towers run there, and `fallback` says why.
+        be used, or would leave most of an int8 model to the processor, the towers run there, and `fallback_reason` says
+        why.
         """
         model_names = {table.producer.model for table in manifest.tables.values()}
         models = {name: model for name, model in manifest.models.items() if name in model_names}
-        files = {name: _model_file(model, precision) for name, model in models.items()}
-        precisions = {name: model_precision for name, (model_precision, _) in files.items()}
-        fallback = None if accelerator is None else accelerator.missing()
-        if accelerator is not None and fallback is None and "int8" in precisions.values():
-            fallback = f"{accelerator.provider} has few of the operators of int8 models: set precision to fp32"
-        if fallback is not None:
+        file_by_model = {name: _model_file(model, precision) for name, model in models.items()}
+        precisions = {name: model_precision for name, (model_precision, _) in file_by_model.items()}
+        fallback_reason = None if accelerator is None else accelerator.missing_reason()
+        if accelerator is not None and fallback_reason is None and "int8" in precisions.values():
+            fallback_reason = f"{accelerator.provider} has few of the operators of int8 models: set precision to fp32"
+        if fallback_reason is not None:
             accelerator = None
         towers: dict[str, Tower] = {}
-        for name, (_, file) in files.items():
+        for name, (_, file_path) in file_by_model.items():
             spec = TowerSpec.from_json(models[name].spec)
             towers[name] = Tower.open(
-                root / file, spec, threads=threads, cores=cores, accelerator=accelerator
+                generation_folder / file_path,
+                spec,
+                threads=threads,
+                cores=cores,
+                accelerator=accelerator,
             )
         if accelerator is not None:
-            fallback = accelerator.left_out(tower.provider for tower in towers.values())
+            fallback_reason = accelerator.fallback_reason(
+                tower.provider for tower in towers.values()
+            )
         searchers = {
             name: Searcher.open(
-                root / index.file.path, index.metric, count=items.count, threads=threads
+                generation_folder / index.file.path,
+                index.metric,
+                count=items.count,
+                threads=threads,
             )
             for name, index in manifest.indexes.items()
         }
-        digest = hashlib.sha256()
+        hasher = hashlib.sha256()
         for name, model_precision in sorted(precisions.items()):
-            digest.update(f"{name}\0{model_precision}\0{manifest.models[name].digest}\0".encode())
+            hasher.update(f"{name}\0{model_precision}\0{manifest.models[name].digest}\0".encode())
         return cls(
-            manifest.tables, items, towers, searchers, precisions, digest.hexdigest(), fallback,
+            manifest.tables, items, towers, searchers, precisions, hasher.hexdigest(), fallback_reason,
             int(manifest.facts.get(HISTORY_LIMIT, sys.maxsize)),
         )  # fmt: skip
 
-    def in_full(
+    def with_fp32_models(
         self,
         models: Mapping[str, Model],
-        root: Path,
+        generation_folder: Path,
         *,
         threads: int = 1,
         cores: Sequence[int] = (),
@@ -121,7 +131,7 @@ class Predictor:
             else:
                 spec = TowerSpec.from_json(model.spec)
                 towers[name] = Tower.open(
-                    root / model.fp32.path, spec, threads=threads, cores=cores
+                    generation_folder / model.fp32.path, spec, threads=threads, cores=cores
                 )
         precisions: dict[str, ModelPrecision] = dict.fromkeys(towers, "fp32")
         return Predictor(
@@ -190,7 +200,7 @@ class Predictor:
     def lists(
         self,
         table: str,
-        ranked: Ranked,
+        ranked: RankedLists,
         fingerprints: Sequence[int],
         scored_at: int,
         *,
@@ -216,7 +226,7 @@ class Predictor:
             layout, encode_numbers(layout, fingerprint_array, outputs, scored_at, flags=FLAG_LIVE)
         )
 
-    def takes_numbers_alone(self, table: str) -> bool:
+    def takes_floats_only(self, table: str) -> bool:
         """True if the table's model takes only float32 features."""
         inputs = self._tower(table).spec.inputs
         return all(
@@ -282,9 +292,9 @@ def live_files(manifest: Manifest, precision: ModelPrecision | None = None) -> I
     yield from (index.file for index in manifest.indexes.values())
 
 
-def open_warm(
+def open_warmed(
     manifest: Manifest,
-    root: Path,
+    generation_folder: Path,
     items: ItemTable,
     *,
     precision: ModelPrecision,
@@ -292,13 +302,13 @@ def open_warm(
     cores: Sequence[int] = (),
     accelerator: Accelerator | None = None,
 ) -> Predictor:
-    """Open the models of a generation's folder `root` and run each of them once; raise ONNX Runtime's errors.
+    """Open the models in `generation_folder` and run each of them once; raise ONNX Runtime's errors.
 
     Replicas open models with it, and so does the gate that judges a generation before it is published.
     """
     predictor = Predictor.open(
         manifest,
-        root,
+        generation_folder,
         items,
         precision=precision,
         threads=threads,
@@ -319,12 +329,12 @@ def open_predictor(
     accelerator: Accelerator | None,
 ) -> tuple[Predictor | None, str | None, str | None]:
     """Return (warmed predictor or None, error without one, reason for the processor in place of the accelerator)."""
-    root = store.local(generation_path(manifest.generation))
+    generation_folder = store.local(generation_path(manifest.generation))
 
     def open_on(device: Accelerator | None) -> Predictor:
-        return open_warm(
+        return open_warmed(
             manifest,
-            root,
+            generation_folder,
             items,
             precision=precision,
             threads=threads,
@@ -337,7 +347,7 @@ def open_predictor(
             fetch_checked(store, manifest.generation, artefact)
         try:
             predictor = open_on(accelerator)
-            fallback = predictor.fallback
+            fallback_reason = predictor.fallback_reason
         except Exception as error:  # a GPU fails for lack of memory, an operator or a driver
             if accelerator is None:
                 raise
@@ -348,42 +358,47 @@ def open_predictor(
                 exc_info=error,
             )
             predictor = open_on(None)
-            fallback = (
+            fallback_reason = (
                 f"the models failed on {accelerator.provider} ({type(error).__name__}, see the log)"
             )
     except Exception as error:  # a broken model must not take the stored answers along
         log.exception("generation %s has no working model", manifest.generation)
-        return None, _reason(error), None
-    if fallback is not None:
+        return None, _error_text(error), None
+    if fallback_reason is not None:
         log.warning(
-            "generation %s: live models run on the processor: %s", manifest.generation, fallback
+            "generation %s: live models run on the processor: %s",
+            manifest.generation,
+            fallback_reason,
         )
-    return predictor, None, fallback
+    return predictor, None, fallback_reason
 
 
 def open_event_models(
     store: ArtefactStore,
     manifest: Manifest,
     open_models: Callable[[], EventModels],
-    without: EventModels,
+    fallback_models: EventModels,
 ) -> tuple[EventModels, str | None]:
-    """Return (models for newer events, or `without` if they failed to open; the error)."""
+    """Return (models for newer events, or `fallback_models` if they failed to open; the error)."""
     try:
         for artefact in [file for model in manifest.models.values() for file in model.fp32_files]:
             fetch_checked(store, manifest.generation, artefact)
         return open_models(), None
     except Exception as error:  # as with the predictor
         log.exception("generation %s has no working model for newer events", manifest.generation)
-        return without, _reason(error)
+        return fallback_models, _error_text(error)
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return error.message if isinstance(error, LarderError) else type(error).__name__
 
 
 def _split_records(layout: Layout, records: NDArray[Any]) -> list[bytes]:
-    data, size = records.tobytes(), layout.size_bytes
-    return [data[start : start + size] for start in range(0, len(data), size)]
+    records_bytes, record_bytes = records.tobytes(), layout.size_bytes
+    return [
+        records_bytes[start : start + record_bytes]
+        for start in range(0, len(records_bytes), record_bytes)
+    ]
 
 
 def _model_file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]:

@@ -10,40 +10,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import BundleError, ModelFailed
-from cache.model.runtime import Accelerator, ort, provider_of
-from cache.model.tower_spec import TowerSpec, check_fits
+from cache.model.runtime import Accelerator, first_provider_of, ort
+from cache.model.tower_spec import TowerSpec, check_padded_lengths
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Largest size of one run: rows, and gathered numbers (rows x padded length x dims)."""
 
-    rows: int
-    numbers: int
+    rows_max: int
+    numbers_max: int
 
     def halved(self) -> "Tile":
         """Return a tile of half the numbers and half the rows, at least one."""
-        return Tile(max(1, self.rows // 2), self.numbers // 2)
+        return Tile(max(1, self.rows_max // 2), self.numbers_max // 2)
 
 
-OF_CACHES = Tile(4096, 1 << 21)
+CPU_TILE = Tile(4096, 1 << 21)
 """Tile for a processor: 8 MB fit its caches, and memory stays bounded."""
 
 
-_REPEATED_BY_NUMPY = 1 << 14
+_NUMPY_REPEAT_MAX = 1 << 14
 """Number of values up to which `np.repeat` is faster than a sum; it holds the GIL, which other threads need."""
 
 
-def repeated(values: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def repeat_values(values: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return `np.repeat(values, counts)`, mostly without holding the GIL."""
-    ends = np.cumsum(counts)
-    if not len(ends) or ends[-1] <= _REPEATED_BY_NUMPY:
+    run_ends = np.cumsum(counts)
+    if not len(run_ends) or run_ends[-1] <= _NUMPY_REPEAT_MAX:
         return np.repeat(values, counts)
-    filled = np.flatnonzero(counts)
-    steps = np.zeros(int(ends[-1]), np.int64)
-    filled_values = values[filled]
-    steps[(ends - counts)[filled]] = np.diff(filled_values, prepend=np.int64(0))
-    return np.cumsum(steps, out=steps)
+    filled_indexes = np.flatnonzero(counts)
+    value_steps = np.zeros(int(run_ends[-1]), np.int64)
+    filled_values = values[filled_indexes]
+    value_steps[(run_ends - counts)[filled_indexes]] = np.diff(filled_values, prepend=np.int64(0))
+    return np.cumsum(value_steps, out=value_steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,29 +65,29 @@ class Histories:
     def __len__(self) -> int:
         return len(self.indptr) - 1
 
-    def select_rows(self, rows: NDArray[np.int64]) -> Self:
+    def select_rows(self, row_indexes: NDArray[np.int64]) -> Self:
         """Return the given rows, in the order given."""
-        starts, ends = self.indptr[rows], self.indptr[rows + 1]
+        starts, ends = self.indptr[row_indexes], self.indptr[row_indexes + 1]
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])
-        shifts = repeated(starts - indptr[:-1], ends - starts)
-        return type(self)(indptr, self.indices[np.arange(indptr[-1]) + shifts])
+        index_shifts = repeat_values(starts - indptr[:-1], ends - starts)
+        return type(self)(indptr, self.indices[np.arange(indptr[-1]) + index_shifts])
 
-    def padded(
+    def pad_rows(
         self,
-        rows: NDArray[np.int64],
+        row_indexes: NDArray[np.int64],
         length: int,
         pad: int,
         dtype: str,
         buffer: NDArray[Any] | None = None,
     ) -> NDArray[np.int32] | NDArray[np.int64]:
         """Return a matrix [len(rows), length], in `buffer` if given: each row's last `length` indices, then `pad`."""
-        ends = self.indptr[rows + 1]
-        counts = np.minimum(ends - self.indptr[rows], length)
-        slots = np.arange(length)
-        used = slots < counts[:, None]
-        matrix = np.empty((len(rows), length), dtype) if buffer is None else buffer
+        ends = self.indptr[row_indexes + 1]
+        kept_counts = np.minimum(ends - self.indptr[row_indexes], length)
+        slot_indexes = np.arange(length)
+        used_mask = slot_indexes < kept_counts[:, None]
+        matrix = np.empty((len(row_indexes), length), dtype) if buffer is None else buffer
         matrix.fill(pad)
-        matrix[used] = self.indices[((ends - counts)[:, None] + slots)[used]]
+        matrix[used_mask] = self.indices[((ends - kept_counts)[:, None] + slot_indexes)[used_mask]]
         return matrix
 
 
@@ -95,7 +95,7 @@ Inputs = Mapping[str, Histories | NDArray[Any]]
 """Input arrays by the tower's input names; all have the same number of rows."""
 
 
-def _remedy(error: str) -> str:
+def _error_remedy(error: str) -> str:
     """Return a remedy to append to an error of ONNX Runtime; empty if the error's text suffices."""
     if "Failed to construct locale" in error:
         return "; export it for the locale that every host has: options={TfidfVectorizer: {'locale': 'C'}}"
@@ -106,14 +106,18 @@ class Tower:
     """ONNX Runtime session of one model; thread-safe, and a row's output does not depend on the other rows."""
 
     def __init__(
-        self, session: ort.InferenceSession, spec: TowerSpec, buckets: tuple[int, ...], name: str
+        self,
+        session: ort.InferenceSession,
+        spec: TowerSpec,
+        padded_lengths: tuple[int, ...],
+        model_name: str,
     ) -> None:
         self.spec = spec
-        self.name = name
-        self.buckets = buckets
-        self.provider = provider_of(session)
+        self.name = model_name
+        self.buckets = padded_lengths
+        self.provider = first_provider_of(session)
         self._session = session
-        self._buffers = _Buffers()
+        self._buffers = _HistoryBuffers()
 
     @classmethod
     def open(
@@ -130,16 +134,16 @@ class Tower:
         `threads` run one inference, the caller's being one of them; the others stay on `cores`, if any are named. On an
         `accelerator`, if its provider can be loaded, other rows may change a row's last bits; see `provider`.
         """
-        options = _options(threads, cores)
+        session_options = _session_options(threads, cores)
         providers = ["CPUExecutionProvider"] if accelerator is None else accelerator.providers()
         try:
-            session = ort.InferenceSession(str(path), options, providers=providers)
+            session = ort.InferenceSession(str(path), session_options, providers=providers)
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
             reason = " ".join(str(error).split())
             raise BundleError(
-                f"{path.name} is not a model that ONNX Runtime opens: {reason}{_remedy(reason)}"
+                f"{path.name} is not a model that ONNX Runtime opens: {reason}{_error_remedy(reason)}"
             ) from error
-        return cls(session, spec, check_fits(path.name, session, spec), path.name)
+        return cls(session, spec, check_padded_lengths(path.name, session, spec), path.name)
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
         """Run the model; return float32 [n, output_dims].
@@ -148,34 +152,36 @@ class Tower:
         `max_length`), and run grouped by it: so neither padding nor order of summation depends on
         the batch.
         """
-        outputs = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
-        for rows, feed in self.batches(inputs, self._buffers):
-            outputs[rows] = self.fed(feed)[: len(rows)]
+        outputs = np.empty((row_count_of(inputs), self.spec.output_dims), np.float32)
+        for row_indexes, feed in self.batches(inputs, self._buffers):
+            outputs[row_indexes] = self.run_batch(feed)[: len(row_indexes)]
         return outputs
 
-    def fed(self, feed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    def run_batch(self, feed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
         """Run the model for one batch of `batches`; raise ModelFailed, or MemoryError if there is no room for it."""
         try:
             outputs: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
             if "allocate" in str(error) or "out of memory" in str(error):
                 raise MemoryError(f"{self.name}: {error}") from error
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in feed.items())
+            error_lines = str(error).strip().splitlines() or [type(error).__name__]
+            input_shapes = ", ".join(
+                f"{name} {list(values.shape)}" for name, values in feed.items()
+            )
             raise ModelFailed(
-                f"{self.name} cannot be run on {shapes}: {lines[-1]}", model=self.name
+                f"{self.name} cannot be run on {input_shapes}: {error_lines[-1]}", model=self.name
             ) from error
         return outputs
 
     def batches(
-        self, inputs: Inputs, buffers: "_Buffers | None" = None, tile: Tile | None = None
+        self, inputs: Inputs, buffers: "_HistoryBuffers | None" = None, tile: Tile | None = None
     ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
         """Yield (row numbers, ONNX Runtime's input arrays) of each batch that `run` runs.
 
         A single row is fed twice, and the first output used: sums over a single row, and products with one, take other
         code, whose last bits differ. A `tile` other than that of a processor is a device's.
         """
-        tile = tile or OF_CACHES
+        tile = tile or CPU_TILE
         histories = next(
             (
                 input_values
@@ -185,94 +191,100 @@ class Tower:
             None,
         )
         if histories is None:
-            lengths: tuple[int, ...] = (0,)
-            bucket_by_row = np.zeros(rows_of(inputs), np.int64)
+            padded_lengths: tuple[int, ...] = (0,)
+            bucket_by_row = np.zeros(row_count_of(inputs), np.int64)
         else:
-            lengths = self.buckets
+            padded_lengths = self.buckets
             bucket_by_row = np.minimum(
-                np.searchsorted(lengths, np.diff(histories.indptr)), len(lengths) - 1
+                np.searchsorted(padded_lengths, np.diff(histories.indptr)), len(padded_lengths) - 1
             )
-        for bucket in np.flatnonzero(np.bincount(bucket_by_row)).tolist():
-            length = lengths[bucket]
-            members = np.flatnonzero(bucket_by_row == bucket)
-            numbers = max(1, length) * self.spec.output_dims
-            step = max(1, min(tile.rows, tile.numbers // numbers))
-            for start in range(0, len(members), step):
-                rows = members[start : start + step]
-                fed = rows if len(rows) > 1 else np.repeat(rows, 2)
-                yield rows, self._feed(inputs, fed, length, buffers)
+        for length_index in np.flatnonzero(np.bincount(bucket_by_row)).tolist():
+            padded_length = padded_lengths[length_index]
+            bucket_rows = np.flatnonzero(bucket_by_row == length_index)
+            numbers_per_row = max(1, padded_length) * self.spec.output_dims
+            rows_at_once = max(1, min(tile.rows_max, tile.numbers_max // numbers_per_row))
+            for start in range(0, len(bucket_rows), rows_at_once):
+                row_indexes = bucket_rows[start : start + rows_at_once]
+                fed_rows = row_indexes if len(row_indexes) > 1 else np.repeat(row_indexes, 2)
+                yield row_indexes, self._build_feed(inputs, fed_rows, padded_length, buffers)
 
-    def _feed(
+    def _build_feed(
         self,
         inputs: Inputs,
-        rows: NDArray[np.int64],
-        length: int,
-        buffers: "_Buffers | None",
+        row_indexes: NDArray[np.int64],
+        padded_length: int,
+        buffers: "_HistoryBuffers | None",
     ) -> dict[str, NDArray[Any]]:
         feed: dict[str, NDArray[Any]] = {}
         for input_spec in self.spec.inputs:
-            value = inputs[input_spec.name]
-            if isinstance(value, Histories):
-                space = None
+            input_values = inputs[input_spec.name]
+            if isinstance(input_values, Histories):
+                buffer = None
                 if buffers is not None:
-                    space = buffers.matrix(input_spec.name, len(rows), length, input_spec.dtype)
-                feed[input_spec.name] = value.padded(
-                    rows, length, input_spec.pad or 0, input_spec.dtype, space
+                    buffer = buffers.matrix(
+                        input_spec.name, len(row_indexes), padded_length, input_spec.dtype
+                    )
+                feed[input_spec.name] = input_values.pad_rows(
+                    row_indexes, padded_length, input_spec.pad or 0, input_spec.dtype, buffer
                 )
             elif input_spec.dtype == "string":
-                feed[input_spec.name] = value[rows].astype(object)
+                feed[input_spec.name] = input_values[row_indexes].astype(object)
             else:
-                feed[input_spec.name] = np.ascontiguousarray(value[rows], input_spec.dtype)
+                feed[input_spec.name] = np.ascontiguousarray(
+                    input_values[row_indexes], input_spec.dtype
+                )
         return feed
 
 
-class _Buffers(threading.local):
+class _HistoryBuffers(threading.local):
     """Buffers for padded histories, per thread and input: made once for the largest batch so far, then reused.
 
     A tile bounds it: 16 MB at most.
     """
 
     def __init__(self) -> None:
-        self._flat: dict[str, NDArray[Any]] = {}
+        self._buffer_by_input: dict[str, NDArray[Any]] = {}
 
-    def matrix(self, name: str, rows: int, length: int, dtype: str) -> NDArray[Any]:
+    def matrix(self, input_name: str, row_count: int, length: int, dtype: str) -> NDArray[Any]:
         """Return an uninitialised matrix [rows, length], valid until the thread's next call for this input."""
-        size = rows * length
-        flat = self._flat.get(name)
-        if flat is None or len(flat) < size:
-            flat = self._flat[name] = np.empty(1 << (size - 1).bit_length(), dtype)
-        return flat[:size].reshape(rows, length)
+        number_count = row_count * length
+        flat_buffer = self._buffer_by_input.get(input_name)
+        if flat_buffer is None or len(flat_buffer) < number_count:
+            flat_buffer = self._buffer_by_input[input_name] = np.empty(
+                1 << (number_count - 1).bit_length(), dtype
+            )
+        return flat_buffer[:number_count].reshape(row_count, length)
 
 
-def _options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = (
+def _session_options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
+    session_options = ort.SessionOptions()
+    session_options.intra_op_num_threads = threads
+    session_options.inter_op_num_threads = 1
+    session_options.log_severity_level = (
         4  # its errors are raised: a value that an event set would fill the log
     )
     # An idle pool that spins would take the cores from the event loop beside it.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session_options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     if cores and threads > 1:
         # ONNX Runtime counts processors from 1, and wants a set for each thread but the caller's own.
         thread_affinity = ",".join(str(core + 1) for core in cores)
         affinities = ";".join([thread_affinity] * (threads - 1))
-        options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
-    return options
+        session_options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
+    return session_options
 
 
-def rows_of(inputs: Inputs) -> int:
+def row_count_of(inputs: Inputs) -> int:
     """Return the number of rows in a set of inputs."""
     return len(next(iter(inputs.values())))
 
 
-def rows_taken(inputs: Inputs, rows: NDArray[np.int64]) -> Inputs:
+def select_input_rows(inputs: Inputs, row_indexes: NDArray[np.int64]) -> Inputs:
     """Return the given rows of a set of inputs, in the order given."""
     return {
-        name: input_values.select_rows(rows)
+        name: input_values.select_rows(row_indexes)
         if isinstance(input_values, Histories)
-        else input_values[rows]
+        else input_values[row_indexes]
         for name, input_values in inputs.items()
     }
 
@@ -286,22 +298,27 @@ class AnyTower(Protocol):
         """Run the model; return float32 [n, output_dims]."""
 
 
-def run_apart(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+def run_isolating_failures(
+    tower: AnyTower, inputs: Inputs
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return (outputs float32 [n, output_dims], mask of the rows on which the model raises, which are NaN).
 
     The model runs again on halves until each failing row is alone; the other rows keep their outputs.
     """
-    count = rows_of(inputs)
-    outputs = np.full((count, tower.spec.output_dims), np.nan, np.float32)
-    raised = np.zeros(count, np.bool_)
-    pending_rows = [np.arange(count)] if count else []
+    row_count = row_count_of(inputs)
+    outputs = np.full((row_count, tower.spec.output_dims), np.nan, np.float32)
+    failed_mask = np.zeros(row_count, np.bool_)
+    pending_rows = [np.arange(row_count)] if row_count else []
     while pending_rows:
-        rows = pending_rows.pop()
+        row_indexes = pending_rows.pop()
         try:
-            outputs[rows] = tower.run(rows_taken(inputs, rows))
+            outputs[row_indexes] = tower.run(select_input_rows(inputs, row_indexes))
         except Exception:  # ONNX Runtime's errors share no base class of their own
-            if len(rows) == 1:
-                raised[rows] = True
+            if len(row_indexes) == 1:
+                failed_mask[row_indexes] = True
             else:
-                pending_rows += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
-    return outputs, raised
+                pending_rows += [
+                    row_indexes[len(row_indexes) // 2 :],
+                    row_indexes[: len(row_indexes) // 2],
+                ]
+    return outputs, failed_mask

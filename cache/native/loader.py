@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from cache.errors import ConfigError
 from cache.native import pure
-from cache.records import OFFSETS
+from cache.records import OFFSET_BY_FIELD
 
 if TYPE_CHECKING:
     kernels = pure
 
-VERSION = 6
+FUNCTIONS_VERSION = 6
 """Version of the functions and their arguments: a build of other sources is ignored."""
 
 NUMERAL_DROPPED_BITS: Final = 13
@@ -27,7 +27,7 @@ NUMERAL_DROPPED_BITS: Final = 13
 NUMERAL_BYTES: Final = 16
 """Bytes of `Numerals` for each number: how many follow, 0 where it was not written yet, then its text."""
 
-_NUMERAL_TOO_LONG: Final = NUMERAL_BYTES
+_NUMERAL_TOO_LONG_MARK: Final = NUMERAL_BYTES
 _log = logging.getLogger(__name__)
 
 
@@ -35,40 +35,44 @@ def __getattr__(name: str) -> ModuleType:
     """Load `kernels`, the functions that this process uses, at first use, which raises for a bad LARDER_COLUMNS."""
     if name != "kernels":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = module = load(os.environ)
+    globals()[name] = module = load_kernels(os.environ)
     return module
 
 
-def load(environ: Mapping[str, str]) -> ModuleType:
+def load_kernels(environ: Mapping[str, str]) -> ModuleType:
     """The compiled functions; `pure` if they are missing, of other sources, or LARDER_COLUMNS is off.
 
     Raises ConfigError unless that is auto or off, and for records laid out otherwise than in `cache.records`.
     """
-    mode = environ.get("LARDER_COLUMNS", "auto")
-    if mode not in ("auto", "off"):
-        raise ConfigError(f"LARDER_COLUMNS must be auto or off, not {mode!r}")
-    if mode == "off":
+    columns_setting = environ.get("LARDER_COLUMNS", "auto")
+    if columns_setting not in ("auto", "off"):
+        raise ConfigError(f"LARDER_COLUMNS must be auto or off, not {columns_setting!r}")
+    if columns_setting == "off":
         return pure
     try:
         module = importlib.import_module("cache.native._columns")
     except ImportError as error:
         _log.info("batches without what is compiled (%s)", error)
         return pure
-    if module.VERSION != VERSION:
+    if module.VERSION != FUNCTIONS_VERSION:
         _log.warning("cache.native._columns was built from other sources: install again")
         return pure
     _demand_layout(module.LAYOUT)
     return module
 
 
-def _demand_layout(compiled: Mapping[str, int]) -> None:
-    described = {**OFFSETS, "numeral": NUMERAL_BYTES, "dropped_bits": NUMERAL_DROPPED_BITS}
-    for name, number in compiled.items():
-        if described.get(name) != number:
+def _demand_layout(compiled_layout: Mapping[str, int]) -> None:
+    expected_layout = {
+        **OFFSET_BY_FIELD,
+        "numeral": NUMERAL_BYTES,
+        "dropped_bits": NUMERAL_DROPPED_BITS,
+    }
+    for layout_field, compiled_number in compiled_layout.items():
+        if expected_layout.get(layout_field) != compiled_number:
             raise ConfigError(
-                f"cache.native._columns was compiled with {name} = {number}, cache.records has "
-                f"{described.get(name)}: change cache/native/rows.h and install again",
-                name=name,
+                f"cache.native._columns was compiled with {layout_field} = {compiled_number}, cache.records has "
+                f"{expected_layout.get(layout_field)}: change cache/native/rows.h and install again",
+                name=layout_field,
             )
 
 
@@ -85,10 +89,10 @@ class Numerals:
 
     def write(self, keys: Iterable[int]) -> None:
         """Writes numbers that are missing, finite ones; one whose text is too long is marked as such."""
-        new = np.unique(np.fromiter(keys, np.uint32))
-        numbers = (new << np.uint32(NUMERAL_DROPPED_BITS)).view(np.float32)
+        new_keys = np.unique(np.fromiter(keys, np.uint32))
+        numbers = (new_keys << np.uint32(NUMERAL_DROPPED_BITS)).view(np.float32)
         number_texts = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
-        for key, text in zip(new.tolist(), number_texts, strict=True):
+        for key, text in zip(new_keys.tolist(), number_texts, strict=True):
             if len(text) < NUMERAL_BYTES:
                 self.table[key, 1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
-            self.table[key, 0] = min(len(text), _NUMERAL_TOO_LONG)
+            self.table[key, 0] = min(len(text), _NUMERAL_TOO_LONG_MARK)

@@ -20,8 +20,8 @@ from cache.records import FORMAT_SHIFT, HEADER_DTYPE, Layout, dequantize
 Buffer = Any
 """Object that exports its bytes as one contiguous buffer for the length of a call."""
 _INT32_MAX = 2**31 - 1
-_BULK, _PAIRS = (b"$", b"="), (b"%", b"|")
-_SIZED = (*_BULK, *_PAIRS, b"*", b"~", b">")
+_BULK_PREFIXES, _PAIR_PREFIXES = (b"$", b"="), (b"%", b"|")
+_SIZED_PREFIXES = (*_BULK_PREFIXES, *_PAIR_PREFIXES, b"*", b"~", b">")
 """First bytes of replies with a number in the header: of bytes, of pairs, or of elements."""
 _DIGITS_MAX = 19
 """Digits of a header's number that are read: a longer number exceeds every bound already."""
@@ -29,52 +29,64 @@ _BOUND_MAX = 1 << 48
 _HEADER_BYTES = 64
 """Number of digits from which on the parser, too, rejects a header."""
 _INT64_MAX = 2**63 - 1
-DENSE = 2
+DENSE_ROWS_RATIO = 2
 """Rows per chosen row below which all rows are multiplied: gathering costs more than reading on."""
 
 
 class HashParts:
     """Sorted hashes of an entity set: the first hash of each part, and its uint64 hashes, which stay exported."""
 
-    def __init__(self, firsts: tuple[int, ...], parts: tuple[Buffer, ...], /) -> None:
+    def __init__(self, first_hashes: tuple[int, ...], hash_parts: tuple[Buffer, ...], /) -> None:
         # A Python int makes numpy compare in float64 (wrong above 2**53): uint64 throughout.
-        self._firsts = np.array(firsts, np.uint64)
-        self._parts = [np.frombuffer(part, np.uint64) for part in parts]
-        self._starts = np.cumsum([0, *map(len, self._parts)], dtype=np.int64)
+        self._first_hashes = np.array(first_hashes, np.uint64)
+        self._hash_parts = [np.frombuffer(hash_part, np.uint64) for hash_part in hash_parts]
+        self._part_starts = np.cumsum([0, *map(len, self._hash_parts)], dtype=np.int64)
 
     def find(self, hashes: Buffer, /) -> Buffer:
         """Return int64 positions of uint64 hashes, -1 for an absent one."""
         hashes = np.frombuffer(hashes, np.uint64)
-        if len(self._parts) == 1:
-            return _search_part(self._parts[0], hashes)
-        order = hashes.argsort()
-        sorted_hashes = hashes[order]
-        ends = [*sorted_hashes.searchsorted(self._firsts[1:]).tolist(), len(sorted_hashes)]
+        if len(self._hash_parts) == 1:
+            return _search_part(self._hash_parts[0], hashes)
+        hash_order = hashes.argsort()
+        sorted_hashes = hashes[hash_order]
+        part_ends = [
+            *sorted_hashes.searchsorted(self._first_hashes[1:]).tolist(),
+            len(sorted_hashes),
+        ]
         positions = np.full(len(hashes), -1, np.int64)
         start = 0
-        for part, part_start, end in zip(self._parts, self._starts.tolist(), ends, strict=False):
-            part_positions = _search_part(part, sorted_hashes[start:end])
+        for hash_part, part_start, part_end in zip(
+            self._hash_parts, self._part_starts.tolist(), part_ends, strict=False
+        ):
+            part_positions = _search_part(hash_part, sorted_hashes[start:part_end])
             part_positions[part_positions >= 0] += part_start
-            positions[order[start:end]] = part_positions
-            start = end
+            positions[hash_order[start:part_end]] = part_positions
+            start = part_end
         return positions
 
     def locate(
-        self, positions: Buffer, first_pages: Buffer, per_page: int, size_bytes: int, /
+        self, positions: Buffer, first_pages: Buffer, records_per_page: int, size_bytes: int, /
     ) -> tuple[Buffer, Buffer]:
         """Return (int64 pages, int64 offsets) of int64 positions.
 
         Raises ValueError for a position that no part has, and for a result that does not fit 64 bits.
         """
-        at = np.frombuffer(positions, np.int64)
-        if at.size and not 0 <= at.min() <= at.max() < self._starts[-1]:
+        position_array = np.frombuffer(positions, np.int64)
+        if (
+            position_array.size
+            and not 0 <= position_array.min() <= position_array.max() < self._part_starts[-1]
+        ):
             raise ValueError("a position that no part has")
-        parts = self._starts.searchsorted(at, "right") - 1
-        pages, slots = np.divmod(at - self._starts[parts], per_page)
-        firsts = np.frombuffer(first_pages, np.int64)[parts]
-        if (firsts > _INT64_MAX - pages).any() or (slots > _INT64_MAX // size_bytes).any():
+        part_indexes = self._part_starts.searchsorted(position_array, "right") - 1
+        page_numbers, page_slots = np.divmod(
+            position_array - self._part_starts[part_indexes], records_per_page
+        )
+        part_first_pages = np.frombuffer(first_pages, np.int64)[part_indexes]
+        if (part_first_pages > _INT64_MAX - page_numbers).any() or (
+            page_slots > _INT64_MAX // size_bytes
+        ).any():
             raise ValueError("a page number or an offset does not fit 64 bits")
-        return pages + firsts, slots * size_bytes
+        return page_numbers + part_first_pages, page_slots * size_bytes
 
 
 class ReplyScanner:
@@ -83,54 +95,60 @@ class ReplyScanner:
     `elements` bounds the elements that one reply may announce, nested ones included, `payload` the bytes of one string.
     """
 
-    def __init__(self, elements: int, payload: int, /) -> None:
-        if not (0 <= elements <= _BOUND_MAX and 0 <= payload <= _BOUND_MAX):
+    def __init__(self, elements_max: int, payload_bytes_max: int, /) -> None:
+        if not (0 <= elements_max <= _BOUND_MAX and 0 <= payload_bytes_max <= _BOUND_MAX):
             raise ValueError("no such bounds")
-        self._elements, self._payload = elements, payload
-        self._skip = self._open = self._announced = 0
-        self._header = b""
+        self._elements_max, self._payload_bytes_max = elements_max, payload_bytes_max
+        self._bytes_to_skip = self._open_elements = self._announced_elements = 0
+        self._incomplete_header = b""
         self._is_refused = False
 
-    def admits(self, data: Buffer, /) -> bool:
+    def admits(self, received: Buffer, /) -> bool:
         """Scan the next bytes; return False from the first one on with which a reply announces more than the bounds."""
-        data = self._header + bytes(data)
-        at, end, self._header = 0, len(data), b""
-        while at < end and not self._is_refused:
-            passed = min(self._skip, end - at)
-            self._skip -= passed
-            at += passed
-            if at == end:
+        received = self._incomplete_header + bytes(received)
+        offset, received_bytes, self._incomplete_header = 0, len(received), b""
+        while offset < received_bytes and not self._is_refused:
+            skipped_bytes = min(self._bytes_to_skip, received_bytes - offset)
+            self._bytes_to_skip -= skipped_bytes
+            offset += skipped_bytes
+            if offset == received_bytes:
                 break
-            if (stop := data.find(b"\r\n", at)) < 0:
+            if (line_end := received.find(b"\r\n", offset)) < 0:
                 # Of a long line, which announces nothing, it only matters whether the next byte ends it.
-                is_long = end - at > _HEADER_BYTES + len(b"\r\n")
-                self._header = b"+" + data[-1:] if is_long else data[at:]
+                is_long = received_bytes - offset > _HEADER_BYTES + len(b"\r\n")
+                self._incomplete_header = b"+" + received[-1:] if is_long else received[offset:]
                 break
-            self._is_refused = not self._judge(data[at : at + 1], data[at + 1 : stop])
-            at = stop + 2
+            self._is_refused = not self._judge(
+                received[offset : offset + 1], received[offset + 1 : line_end]
+            )
+            offset = line_end + 2
         return not self._is_refused
 
-    def _judge(self, kind: bytes, text: bytes) -> bool:
+    def _judge(self, type_byte: bytes, header_text: bytes) -> bool:
         """Count the elements that a complete header announces; return True if they are within the bounds."""
-        if not self._open:
-            self._open, self._announced = 1, 0
-        self._open -= 1
-        if kind not in _SIZED or not text.isdigit() or len(text) >= _HEADER_BYTES:
+        if not self._open_elements:
+            self._open_elements, self._announced_elements = 1, 0
+        self._open_elements -= 1
+        if (
+            type_byte not in _SIZED_PREFIXES
+            or not header_text.isdigit()
+            or len(header_text) >= _HEADER_BYTES
+        ):
             return True
-        number = int(text.lstrip(b"0")[:_DIGITS_MAX] or b"0")
-        if kind in _BULK:
-            self._skip = number + 2
-            return number <= self._payload
-        self._announced += number
-        self._open += 2 * number if kind in _PAIRS else number
-        return self._announced <= self._elements
+        announced = int(header_text.lstrip(b"0")[:_DIGITS_MAX] or b"0")
+        if type_byte in _BULK_PREFIXES:
+            self._bytes_to_skip = announced + 2
+            return announced <= self._payload_bytes_max
+        self._announced_elements += announced
+        self._open_elements += 2 * announced if type_byte in _PAIR_PREFIXES else announced
+        return self._announced_elements <= self._elements_max
 
 
-def _search_part(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    if not len(part):
+def _search_part(hash_part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    if not len(hash_part):
         return np.full(len(hashes), -1, np.int64)
-    positions = part.searchsorted(hashes)
-    part_hashes: NDArray[np.uint64] = part.take(positions, mode="clip")
+    positions = hash_part.searchsorted(hashes)
+    part_hashes: NDArray[np.uint64] = hash_part.take(positions, mode="clip")
     positions[part_hashes != hashes] = -1
     return positions
 
@@ -150,13 +168,13 @@ def dots(vector: Buffer, matrix: Buffer, ordinals: Buffer, /) -> Buffer:
 
     Raises ValueError for a row that is not there.
     """
-    query, row_indexes = np.frombuffer(vector, np.float32), np.frombuffer(ordinals, np.int64)
-    rows = np.frombuffer(matrix, np.float32).reshape(-1, len(query))
+    query_vector, row_indexes = np.frombuffer(vector, np.float32), np.frombuffer(ordinals, np.int64)
+    rows = np.frombuffer(matrix, np.float32).reshape(-1, len(query_vector))
     if row_indexes.size and not 0 <= row_indexes.min() <= row_indexes.max() < len(rows):
         raise ValueError("a row that the matrix does not have")
-    if len(row_indexes) * DENSE > len(rows):
-        return (rows @ query)[row_indexes]
-    return rows[row_indexes] @ query
+    if len(row_indexes) * DENSE_ROWS_RATIO > len(rows):
+        return (rows @ query_vector)[row_indexes]
+    return rows[row_indexes] @ query_vector
 
 
 def are_ids(ids: list[bytes], length_max: int, /) -> bool:
@@ -164,50 +182,65 @@ def are_ids(ids: list[bytes], length_max: int, /) -> bool:
     return all(isinstance(raw, bytes) and 0 < len(raw) <= length_max for raw in ids)
 
 
-def could_be(data: bytes, count: int, length: int, /) -> bool:
-    """True if `data` is a prefix of, or starts with, `count` bulk strings of `length` bytes."""
-    head, end = b"$%d\r\n" % length, b"\r\n"
-    step = len(head) + length + len(end)
-    full_count = min(count, len(data) // step)
+def could_be(received: bytes, count: int, payload_bytes: int, /) -> bool:
+    """True if `received` is a prefix of, or starts with, `count` bulk strings of `payload_bytes` bytes."""
+    string_head, line_end = b"$%d\r\n" % payload_bytes, b"\r\n"
+    stride_bytes = len(string_head) + payload_bytes + len(line_end)
+    full_count = min(count, len(received) // stride_bytes)
     if full_count and not (
-        _every(data, 0, full_count, len(head), step) == head * full_count
-        and _every(data, step - len(end), full_count, len(end), step) == end * full_count
+        _bytes_at_steps(received, 0, full_count, len(string_head), stride_bytes)
+        == string_head * full_count
+        and _bytes_at_steps(
+            received, stride_bytes - len(line_end), full_count, len(line_end), stride_bytes
+        )
+        == line_end * full_count
     ):
         return False
     # A reply of another length shows in its first bytes: none is waited for in vain.
     partial_head = (
-        data[full_count * step : full_count * step + len(head)] if full_count < count else b""
+        received[full_count * stride_bytes : full_count * stride_bytes + len(string_head)]
+        if full_count < count
+        else b""
     )
-    return head.startswith(partial_head)
+    return string_head.startswith(partial_head)
 
 
-def _every(data: bytes, at: int, count: int, size: int, step: int) -> bytes:
-    """Return `size` bytes at `at` and at each `step` from there."""
-    return np.ndarray((count,), f"V{size}", data, at, (step,)).tobytes()
+def _bytes_at_steps(
+    data: bytes, first_offset: int, count: int, piece_bytes: int, stride_bytes: int
+) -> bytes:
+    """Return `piece_bytes` bytes at `first_offset` and at each `stride_bytes` from there."""
+    return np.ndarray((count,), f"V{piece_bytes}", data, first_offset, (stride_bytes,)).tobytes()
 
 
 def records_of(
     data: bytes,
-    first: int,
-    step: int,
+    first_offset: int,
+    stride_bytes: int,
     count: int,
-    size: int,
+    record_bytes: int,
     fingerprints: Buffer,
     record_format: int,
     /,
 ) -> tuple[Buffer, int]:
-    """Copy `count` records at intervals of `step` bytes; return also how many have the format and their fingerprint."""
-    heads = np.ndarray((count,), HEADER_DTYPE, data, first, (step,))
-    sound = heads["flags"] >> FORMAT_SHIFT == record_format
-    sound &= heads["fingerprint"] == np.frombuffer(fingerprints, np.uint64)
-    return np.ndarray((count,), f"V{size}", data, first, (step,)).copy(), int(sound.sum())
+    """Copy `count` records, one every `stride_bytes`; return also how many have the format and their fingerprint."""
+    headers = np.ndarray((count,), HEADER_DTYPE, data, first_offset, (stride_bytes,))
+    sound_mask = headers["flags"] >> FORMAT_SHIFT == record_format
+    sound_mask &= headers["fingerprint"] == np.frombuffer(fingerprints, np.uint64)
+    return np.ndarray(
+        (count,), f"V{record_bytes}", data, first_offset, (stride_bytes,)
+    ).copy(), int(sound_mask.sum())
 
 
 def spread(
-    count: int, size: int, rows: Buffer, indexes: list[int], record_by_index: dict[int, bytes], /
+    count: int,
+    record_bytes: int,
+    rows: Buffer,
+    indexes: list[int],
+    record_by_index: dict[int, bytes],
+    /,
 ) -> Buffer:
     """Build `count` records: `rows` at `indexes`, `record_by_index` at its keys, zeros elsewhere."""
-    records = np.zeros(count, f"V{size}")
+    records = np.zeros(count, f"V{record_bytes}")
     records[indexes] = np.frombuffer(rows, records.dtype)
     records[list(record_by_index)] = np.frombuffer(
         b"".join(record_by_index.values()), records.dtype
@@ -215,39 +248,39 @@ def spread(
     return records
 
 
-def board(flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
+def board(flight_by_key: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
     """Insert `flight` under each key that is absent; return the positions of the other keys."""
     joined_indexes: list[int] = []
     for index, key in enumerate(keys):
-        if key in flights:
+        if key in flight_by_key:
             joined_indexes.append(index)
         else:
-            flights[key] = flight
+            flight_by_key[key] = flight
     return joined_indexes
 
 
-def leave(flights: dict[Any, Any], keys: list[Any], /) -> None:
+def leave(flight_by_key: dict[Any, Any], keys: list[Any], /) -> None:
     """Remove each key that is present."""
-    deque(map(flights.pop, keys, repeat(None)), maxlen=0)
+    deque(map(flight_by_key.pop, keys, repeat(None)), maxlen=0)
 
 
-def getranges(prefix: bytes, pages: Buffer, offsets: Buffer, length: int, /) -> bytes:
-    """Format RESP commands that read `length` bytes per int64 page and offset; keys are `prefix` and page number."""
-    keys = map(_key, repeat(prefix), np.frombuffer(pages, np.int64).tolist())
-    ranges = map(_range, np.frombuffer(offsets, np.int64).tolist(), repeat(length))
+def getranges(prefix: bytes, page_numbers: Buffer, offsets: Buffer, record_bytes: int, /) -> bytes:
+    """Format RESP commands that read `record_bytes` per int64 page and offset; keys are `prefix` and page number."""
+    keys = map(_getrange_head, repeat(prefix), np.frombuffer(page_numbers, np.int64).tolist())
+    ranges = map(_getrange_tail, np.frombuffer(offsets, np.int64).tolist(), repeat(record_bytes))
     return b"".join(map(bytes.__add__, keys, ranges))
 
 
 @lru_cache(maxsize=1 << 14)
-def _key(prefix: bytes, page: int) -> bytes:
-    key = b"%b%d" % (prefix, page)
+def _getrange_head(prefix: bytes, page_number: int) -> bytes:
+    key = b"%b%d" % (prefix, page_number)
     return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(key), key)
 
 
 @lru_cache(maxsize=1 << 14)
-def _range(offset: int, length: int) -> bytes:
-    first, last = b"%d" % offset, b"%d" % (offset + length - 1)
-    return b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(first), first, len(last), last)
+def _getrange_tail(offset: int, record_bytes: int) -> bytes:
+    first_byte, last_byte = b"%d" % offset, b"%d" % (offset + record_bytes - 1)
+    return b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(first_byte), first_byte, len(last_byte), last_byte)
 
 
 def cut_texts(_data: Buffer, _cuts: Buffer, /) -> list[bytes] | None:
@@ -282,30 +315,32 @@ def plain_record_mask(
     width: int,
     is_list: bool,
     is_half: bool,
-    mask: int,
-    flags: int,
+    flag_mask: int,
+    expected_flags: int,
     count_min: int,
     safe_exponent: int,
-    items: int,
+    item_count: int,
     /,
 ) -> Buffer:
-    """Return a byte per record: 1 if complete, `flags` in bits `mask`, `count_min` numbers, ordinals below `items`."""
-    records, _ = _records(rows, width, is_list, is_half)
+    """Return a byte per record: 1 if whole, `expected_flags` in `flag_mask`, `count_min` numbers and known items."""
+    records, _ = _records_and_layout(rows, width, is_list, is_half)
     counts = records["count"]
-    usable = (records["flags"] & mask == flags) & (counts >= count_min) & (counts <= width)
-    usable &= np.isfinite(records["numbers"]).all(axis=1)
+    usable_mask = (
+        (records["flags"] & flag_mask == expected_flags) & (counts >= count_min) & (counts <= width)
+    )
+    usable_mask &= np.isfinite(records["numbers"]).all(axis=1)
     if is_half:
-        usable &= records["exponent"] <= safe_exponent
+        usable_mask &= records["exponent"] <= safe_exponent
     if is_list:
         # Beyond a record's count its slots are no item: only what is used must be of the catalogue.
-        used = np.arange(width) < counts[:, None]
-        usable &= ~((records["items"] >= items) & used).any(axis=1)
-    return usable
+        used_mask = np.arange(width) < counts[:, None]
+        usable_mask &= ~((records["items"] >= item_count) & used_mask).any(axis=1)
+    return usable_mask
 
 
 def numbers(rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -> Buffer:
     """Return the first `k` numbers of each record as float32."""
-    records, layout = _records(rows, width, is_list, is_half)
+    records, layout = _records_and_layout(rows, width, is_list, is_half)
     return np.ascontiguousarray(dequantize(layout, records, np.float32)[:, :k])
 
 
@@ -313,18 +348,20 @@ def names(
     rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /
 ) -> tuple[bytes, bytes]:
     """Return (concatenated ids of the first `k` items of each record, int32 cuts, one more than ids)."""
-    ordinals = _records(rows, width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
-    bounds, texts = np.frombuffer(offsets, np.int64), np.frombuffer(ids, np.uint8)
-    if ordinals.max(initial=0) >= len(bounds) - 1:
+    ordinals = (
+        _records_and_layout(rows, width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
+    )
+    id_offsets, id_bytes = np.frombuffer(offsets, np.int64), np.frombuffer(ids, np.uint8)
+    if ordinals.max(initial=0) >= len(id_offsets) - 1:
         raise ValueError("an item that the catalogue does not have")
-    starts, ends = bounds[ordinals], bounds[ordinals + 1]
-    cuts = np.zeros(len(ordinals) + 1, np.int64)
-    np.cumsum(sizes := ends - starts, out=cuts[1:])
-    is_there = (starts >= 0) & (starts <= ends) & (ends <= len(texts))
-    if not is_there.all() or cuts[-1] > _INT32_MAX:
+    starts, ends = id_offsets[ordinals], id_offsets[ordinals + 1]
+    result_cuts = np.zeros(len(ordinals) + 1, np.int64)
+    np.cumsum(sizes := ends - starts, out=result_cuts[1:])
+    valid_mask = (starts >= 0) & (starts <= ends) & (ends <= len(id_bytes))
+    if not valid_mask.all() or result_cuts[-1] > _INT32_MAX:
         raise ValueError("an item that the catalogue does not have")
-    byte_indexes = np.arange(cuts[-1]) + np.repeat(starts - cuts[:-1], sizes)
-    return texts[byte_indexes].tobytes(), cuts.astype(np.int32).tobytes()
+    byte_indexes = np.arange(result_cuts[-1]) + np.repeat(starts - result_cuts[:-1], sizes)
+    return id_bytes[byte_indexes].tobytes(), result_cuts.astype(np.int32).tobytes()
 
 
 def answers(
@@ -350,6 +387,8 @@ def answers(
     return None
 
 
-def _records(rows: Buffer, width: int, is_list: bool, is_half: bool) -> tuple[NDArray[Any], Layout]:
+def _records_and_layout(
+    rows: Buffer, width: int, is_list: bool, is_half: bool
+) -> tuple[NDArray[Any], Layout]:
     layout = Layout("topk" if is_list else "value", width, "f2" if is_half else "f4")
     return np.frombuffer(rows, layout.dtype), layout

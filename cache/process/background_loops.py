@@ -7,25 +7,25 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cache.errors import LarderError, masked
+from cache.errors import LarderError, mask_secrets
 
-FAILING_AFTER: Final = 3
+FAILING_AFTER_FAILURES: Final = 3
 """Failures in a row from which on a loop counts as failing."""
-STEADY_S: Final = 10.0
+STEADY_AFTER_S: Final = 10.0
 """Seconds that an endless body runs, after a failure, before its loop counts as well again."""
 PAUSE_MAX_S: Final = 1.0
 """Longest pause after a failure: changes of a blocklist or a token file must not wait for longer."""
-_PAUSE_S: Final = 0.05
+_FIRST_PAUSE_S: Final = 0.05
 _CANCEL_AGAIN_S: Final = 0.1
 
-Body = Callable[[], Awaitable[Any]]
+LoopBody = Callable[[], Awaitable[Any]]
 
 log = logging.getLogger(__name__)
 
 
-def pause_s(failures: int) -> float:
+def pause_s(failures_in_a_row: int) -> float:
     """Seconds to wait after so many failures in a row: doubled each time, PAUSE_MAX_S at most."""
-    return min(PAUSE_MAX_S, _PAUSE_S * 2.0 ** min(failures - 1, 10))
+    return min(PAUSE_MAX_S, _FIRST_PAUSE_S * 2.0 ** min(failures_in_a_row - 1, 10))
 
 
 @dataclass(slots=True, eq=False)
@@ -33,9 +33,9 @@ class BackgroundLoop:
     """One loop: its body, the task that runs it, and its failures since the body last did well."""
 
     name: str
-    body: Body
-    failures: int = 0
-    error: str = ""
+    body: LoopBody
+    failures_in_a_row: int = 0
+    last_error: str = ""
     """Last error of the body, for a log line."""
     iterations: int = 0
     """Turns begun."""
@@ -43,18 +43,18 @@ class BackgroundLoop:
 
     @property
     def is_failing(self) -> bool:
-        """True if the body failed FAILING_AFTER times in a row."""
-        return self.failures >= FAILING_AFTER
+        """True if the body failed FAILING_AFTER_FAILURES times in a row."""
+        return self.failures_in_a_row >= FAILING_AFTER_FAILURES
 
 
 class BackgroundLoops:
     """The background loops of one process; for its event loop only."""
 
     def __init__(self) -> None:
-        self.failures: Counter[str] = Counter()
+        self.failure_count_by_loop: Counter[str] = Counter()
         """Failures by the name of the loop, of those that have ended too."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called whenever `failing` may be another."""
+        """Called whenever `error_by_failing_loop` may be another."""
         self._running: set[BackgroundLoop] = set()
 
     @property
@@ -63,25 +63,26 @@ class BackgroundLoops:
         return tuple(sorted(self._running, key=lambda loop: loop.name))
 
     @property
-    def failing(self) -> dict[str, str]:
+    def error_by_failing_loop(self) -> dict[str, str]:
         """Last error by name, of the loops that keep failing."""
-        return {loop.name: loop.error for loop in self.running if loop.is_failing}
+        return {loop.name: loop.last_error for loop in self.running if loop.is_failing}
 
     def start(
         self,
         name: str,
-        body: Body,
+        body: LoopBody,
         *,
-        wait: Body | None = None,
+        wait: LoopBody | None = None,
         is_due: Callable[[], bool] | None = None,
     ) -> asyncio.Task[None]:
         """Start a loop on the running event loop: `wait`, then `body`, again and again; returns its task.
 
         The loop ends when its task is cancelled, or when `is_due` says so before a turn; nothing else ends it. A body
-        that returns did well. Without `wait` and `is_due` a body may also run for ever: it did well after STEADY_S.
+        that returns did well. Without `wait` and `is_due` a body may also run for ever: it did well after
+        STEADY_AFTER_S.
         """
         loop = BackgroundLoop(name, body)
-        self.failures[name] += 0
+        self.failure_count_by_loop[name] += 0
         is_endless = wait is None and is_due is None
         loop.task = asyncio.get_running_loop().create_task(
             self._run(loop, wait, is_due, is_endless=is_endless), name=f"larder loop {name}"
@@ -93,16 +94,16 @@ class BackgroundLoops:
     async def _run(
         self,
         loop: BackgroundLoop,
-        wait: Body | None,
+        wait: LoopBody | None,
         is_due: Callable[[], bool] | None,
         *,
         is_endless: bool,
     ) -> None:
-        event_loop, steady = asyncio.get_running_loop(), None
+        event_loop, steady_timer = asyncio.get_running_loop(), None
         while is_due is None or is_due():
             loop.iterations += 1
-            if is_endless and loop.failures:
-                steady = event_loop.call_later(STEADY_S, self._did_well, loop)
+            if is_endless and loop.failures_in_a_row:
+                steady_timer = event_loop.call_later(STEADY_AFTER_S, self._note_success, loop)
             try:
                 if wait is not None:
                     await wait()
@@ -111,34 +112,34 @@ class BackgroundLoops:
                 # Raised by what the body awaits, as a closed executor does: nobody asked this loop to end.
                 if loop.task.cancelling():
                     raise
-                self._failed(loop, error)
+                self._note_failure(loop, error)
             except Exception as error:
-                self._failed(loop, error)
+                self._note_failure(loop, error)
             else:
-                self._did_well(loop)
+                self._note_success(loop)
                 continue
             finally:
-                if steady is not None:
-                    steady.cancel()
-            await asyncio.sleep(pause_s(loop.failures))
+                if steady_timer is not None:
+                    steady_timer.cancel()
+            await asyncio.sleep(pause_s(loop.failures_in_a_row))
 
-    def _failed(self, loop: BackgroundLoop, error: BaseException) -> None:
-        self.failures[loop.name] += 1
-        loop.failures += 1
-        loop.error = masked(str(error)) or type(error).__name__
+    def _note_failure(self, loop: BackgroundLoop, error: BaseException) -> None:
+        self.failure_count_by_loop[loop.name] += 1
+        loop.failures_in_a_row += 1
+        loop.last_error = mask_secrets(str(error)) or type(error).__name__
         # Each doubling alone: a loop that fails every second must not fill the log with tracebacks.
-        if not loop.failures & (loop.failures - 1):
+        if not loop.failures_in_a_row & (loop.failures_in_a_row - 1):
             # An error of Larder's says by itself what is wrong.
             log.error(
                 "background loop %s failed (%d in a row); it runs again in %.2f s: %s",
-                loop.name, loop.failures, pause_s(loop.failures), loop.error,
+                loop.name, loop.failures_in_a_row, pause_s(loop.failures_in_a_row), loop.last_error,
                 exc_info=None if isinstance(error, LarderError) else error,
             )  # fmt: skip
-        if loop.failures == FAILING_AFTER:
+        if loop.failures_in_a_row == FAILING_AFTER_FAILURES:
             self.on_change()
 
-    def _did_well(self, loop: BackgroundLoop) -> None:
-        was_failing, loop.failures = loop.is_failing, 0
+    def _note_success(self, loop: BackgroundLoop) -> None:
+        was_failing, loop.failures_in_a_row = loop.is_failing, 0
         if was_failing:
             log.warning("background loop %s does well again", loop.name)
             self.on_change()
@@ -149,7 +150,7 @@ class BackgroundLoops:
             self.on_change()
 
 
-async def stop(tasks: Iterable[asyncio.Task[None] | None]) -> None:
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[None] | None]) -> None:
     """Cancel tasks, and return once all of them have ended."""
     pending = {task for task in tasks if task is not None}
     while pending:

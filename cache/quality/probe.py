@@ -20,9 +20,9 @@ from cache.format.item_table import ItemTable
 from cache.model.input_preparation import LiveInput
 from cache.store.artefacts import write_atomically
 
-FILE: Final = "probe.npz"
-FACT: Final = "probe"
-USERS_MAX: Final = 8_192
+PROBE_FILE: Final = "probe.npz"
+PROBE_FACT: Final = "probe"
+PROBE_USERS_MAX: Final = 8_192
 """Number of users in the probe, some 2 MB at 50 items each; a smaller generation has all of its users in it."""
 
 
@@ -41,42 +41,49 @@ def probe_part(
     indptr: NDArray[np.int64],
     ordinals: NDArray[np.int64],
     features: Mapping[str, Any],
-    rows: NDArray[np.int64],
+    row_indexes: NDArray[np.int64],
 ) -> ProbePart:
-    """The entities at `rows`, ascending, of a shard in hash order; features are Arrow columns."""
-    histories = [ordinals[indptr[row] : indptr[row + 1]] for row in rows.tolist()]
-    names, columns = list(features), [column.take(rows) for column in features.values()]
-    # Row by row: a wide feature of all of them would be millions of Python numbers at once.
-    texts = [
-        orjson.dumps(
-            {name: column[row].as_py() for name, column in zip(names, columns, strict=True)}
-        )
-        for row in range(len(rows))
-    ]
-    return ProbePart(hashes[rows], histories, texts)
-
-
-def write_probe(root: Path, parts: Sequence[ProbePart]) -> str:
-    """Writes the parts, in hash order, as one file; returns its path relative to `root`."""
-    ends, flat = _joined([history for part in parts for history in part.histories], np.uint32)
-    texts = [text for part in parts for text in part.features]
-    feature_ends, characters = _joined([np.frombuffer(text, np.uint8) for text in texts], np.uint8)
-    sink = io.BytesIO()
-    np.savez(
-        sink,
-        hashes=np.concatenate([part.hashes for part in parts]),
-        history_ends=ends,
-        histories=flat,
-        feature_ends=feature_ends,
-        features=characters,
+    """The entities at `row_indexes`, ascending, of a shard in hash order; features are Arrow columns."""
+    histories = [ordinals[indptr[row] : indptr[row + 1]] for row in row_indexes.tolist()]
+    feature_names, columns = (
+        list(features),
+        [column.take(row_indexes) for column in features.values()],
     )
-    write_atomically(root / FILE, sink.getvalue())
-    return FILE
+    # Row by row: a wide feature of all of them would be millions of Python numbers at once.
+    feature_texts = [
+        orjson.dumps(
+            {name: column[row].as_py() for name, column in zip(feature_names, columns, strict=True)}
+        )
+        for row in range(len(row_indexes))
+    ]
+    return ProbePart(hashes[row_indexes], histories, feature_texts)
 
 
-def probe_bytes(users: int, history: float) -> int:
+def write_probe(generation_folder: Path, parts: Sequence[ProbePart]) -> str:
+    """Writes the parts, in hash order, as one file; returns its path relative to `generation_folder`."""
+    history_ends, joined_histories = _join_with_ends(
+        [history for part in parts for history in part.histories], np.uint32
+    )
+    feature_texts = [text for part in parts for text in part.features]
+    feature_ends, feature_bytes = _join_with_ends(
+        [np.frombuffer(text, np.uint8) for text in feature_texts], np.uint8
+    )
+    npz_buffer = io.BytesIO()
+    np.savez(
+        npz_buffer,
+        hashes=np.concatenate([part.hashes for part in parts]),
+        history_ends=history_ends,
+        histories=joined_histories,
+        feature_ends=feature_ends,
+        features=feature_bytes,
+    )
+    write_atomically(generation_folder / PROBE_FILE, npz_buffer.getvalue())
+    return PROBE_FILE
+
+
+def probe_bytes(user_count: int, mean_history_items: float) -> int:
     """Approximate bytes of the file: a hash, two offsets, `{}` and so many ordinals for each user."""
-    return round(min(users, USERS_MAX) * (8 + 16 + 2 + 4 * history))
+    return round(min(user_count, PROBE_USERS_MAX) * (8 + 16 + 2 + 4 * mean_history_items))
 
 
 class Probe:
@@ -89,34 +96,36 @@ class Probe:
         self._features, self._feature_ends = arrays["features"], arrays["feature_ends"]
 
     @classmethod
-    def open(cls, file: Path, items: ItemTable) -> Self:
+    def open(cls, probe_file: Path, items: ItemTable) -> Self:
         """Open a probe file; raise CorruptArtefact if it is malformed."""
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            with np.load(probe_file, allow_pickle=False) as arrays:
                 return cls(dict(arrays), items)
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise CorruptArtefact(f"{file.name} cannot be read: {error}") from error
+            raise CorruptArtefact(f"{probe_file.name} cannot be read: {error}") from error
 
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def of(self, hash_: int) -> LiveInput | None:
+    def input_of(self, entity_hash: int) -> LiveInput | None:
         """The input of the user with this hash, as a caller would send it."""
-        user_hash = np.uint64(hash_)
+        user_hash = np.uint64(entity_hash)
         row = int(self._hashes.searchsorted(user_hash))
         if row >= len(self._hashes) or self._hashes[row] != user_hash:
             return None
         history = self._histories[self._history_ends[row] : self._history_ends[row + 1]].tolist()
-        text = self._features[self._feature_ends[row] : self._feature_ends[row + 1]].tobytes()
+        features_json = self._features[
+            self._feature_ends[row] : self._feature_ends[row + 1]
+        ].tobytes()
         features: dict[str, FeatureValue] = {
             name: tuple(value) if isinstance(value, list) else value
-            for name, value in orjson.loads(text).items()
+            for name, value in orjson.loads(features_json).items()
             if value is not None
         }
         return LiveInput(tuple(map(self._items.raw_id, history)), features or None)
 
 
-def _joined(
+def _join_with_ends(
     pieces: Sequence[NDArray[Any]], dtype: type[np.generic]
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Offsets where each piece begins and the last one ends, int64 [pieces + 1]; and the pieces joined."""

@@ -15,8 +15,8 @@ from pathlib import Path
 import orjson
 
 from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
-from cache.format.manifest import GENERATION, Artefact, Manifest
-from cache.store.object_store import PROBE, ObjectStore
+from cache.format.manifest import GENERATION_PATTERN, Artefact, Manifest
+from cache.store.object_store import PROBE_OBJECT_NAME, ObjectStore
 
 COPIES_FOLDER = "copies"
 """Folder of the store with a record for each generation and each host that has copies of it."""
@@ -27,7 +27,7 @@ COPY_IDLE_S = 3_600.0
 FETCH_TRIES = 3
 """Number of attempts to fetch a file: a sweep may remove a folder while a copy is being written into it."""
 
-NO_MANIFEST = "has no manifest in"
+NO_MANIFEST_WORDS = "has no manifest in"
 """Words of the error about a generation that the store does not have; replicas report it by heartbeat."""
 
 _RECORDED_MARKER = ".recorded"
@@ -52,8 +52,8 @@ class ArtefactStore:
         self, url: str, host_cache: Path | None = None, *, is_ephemeral: bool = False
     ) -> None:
         is_local = "://" not in url or url.startswith("file://")
-        self._objects = None if is_local else ObjectStore(url.rstrip("/"))
-        self.url = url.rstrip("/") if self._objects is None else self._objects.display_url
+        self._object_store = None if is_local else ObjectStore(url.rstrip("/"))
+        self.url = url.rstrip("/") if self._object_store is None else self._object_store.display_url
         self.folder: Path | None = (
             Path(url.removeprefix("file://")).absolute() if is_local else None
         )
@@ -65,15 +65,15 @@ class ArtefactStore:
         self._root = root
         self.copies = (
             None
-            if self._objects is None
-            else HostCopies(root, self._objects, is_ephemeral=is_ephemeral)
+            if self._object_store is None
+            else HostCopies(root, self._object_store, is_ephemeral=is_ephemeral)
         )
 
     def read(self, path: str) -> bytes | None:
         """Read a small file; None if it does not exist."""
         try:
-            if self._objects is not None:
-                return self._objects.read(path)
+            if self._object_store is not None:
+                return self._object_store.read(path)
             return (self._root / path).read_bytes()
         except FileNotFoundError:
             return None
@@ -82,15 +82,15 @@ class ArtefactStore:
 
     def read_many(self, paths: Sequence[str]) -> dict[str, bytes]:
         """Read small files; return those that exist, by path. A remote store reads many at once."""
-        if self._objects is not None:
-            return self._objects.read_many(paths)
+        if self._object_store is not None:
+            return self._object_store.read_many(paths)
         data_by_path = {path: self.read(path) for path in paths}
         return {path: data for path, data in data_by_path.items() if data is not None}
 
     def write(self, path: str, data: bytes) -> None:
         """Write a small file atomically."""
-        if self._objects is not None:
-            self._objects.write(path, data)
+        if self._object_store is not None:
+            self._object_store.write(path, data)
             return
         try:
             write_atomically(self._root / path, data)
@@ -99,8 +99,8 @@ class ArtefactStore:
 
     def write_once(self, path: str, data: bytes) -> bool:
         """Create a file atomically; return False if it exists."""
-        if self._objects is not None:
-            return self._objects.create(path, data)
+        if self._object_store is not None:
+            return self._object_store.create(path, data)
         try:
             with open_draft(self._root / path, os.link) as draft_path:
                 draft_path.write_bytes(data)
@@ -108,19 +108,19 @@ class ArtefactStore:
             return False
         except OSError as error:
             raise StoreError(
-                f"cannot write {path} in {self.url}: {error}{links_needed(error)}"
+                f"cannot write {path} in {self.url}: {error}{hard_link_remedy(error)}"
             ) from error
         return True
 
     def demand_write_once(self) -> None:
         """Raise StoreError if the store cannot create files exclusively: a check before hours of work that need it."""
-        self.write_once(PROBE, b"")
+        self.write_once(PROBE_OBJECT_NAME, b"")
 
     def names(self, path: str) -> list[str]:
         """Return the names of the files and folders in a folder, sorted, without hidden ones (unfinished writes)."""
         try:
-            if self._objects is not None:
-                entry_names = self._objects.names(path)
+            if self._object_store is not None:
+                entry_names = self._object_store.names(path)
             else:
                 entry_names = [entry.name for entry in (self._root / path).iterdir()]
         except FileNotFoundError:
@@ -131,15 +131,20 @@ class ArtefactStore:
 
     def delete(self, path: str) -> None:
         """Remove a file or a folder with its contents, if it exists."""
-        target = self._root / path
+        local_path = self._root / path
         try:
-            if self._objects is not None:
-                if self.copies is not None and (generation := _generation_of(path)) == target.name:
+            if self._object_store is not None:
+                if (
+                    self.copies is not None
+                    and (generation := _generation_of(path)) == local_path.name
+                ):
                     self.copies.drop(generation)
-                shutil.rmtree(target, ignore_errors=True)
-                self._objects.delete(path)
+                shutil.rmtree(local_path, ignore_errors=True)
+                self._object_store.delete(path)
             else:
-                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+                shutil.rmtree(local_path) if local_path.is_dir() else local_path.unlink(
+                    missing_ok=True
+                )
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -158,7 +163,7 @@ class ArtefactStore:
     def sweep_unfinished(self, *, cutoff_at: float) -> int:
         """Remove files that killed writers left on this host (`.*.part`) before `cutoff_at`; return their number."""
         unfinished_paths = [
-            path for path in self._root.rglob(".*.part") if 0.0 < last_change(path) < cutoff_at
+            path for path in self._root.rglob(".*.part") if 0.0 < last_change_time(path) < cutoff_at
         ]
         for path in unfinished_paths:
             with contextlib.suppress(OSError):
@@ -171,53 +176,55 @@ class ArtefactStore:
 
     def fetch(self, path: str) -> Path:
         """Return the local path of an existing file; download it if the store is remote and this host has no copy."""
-        target = self.local(path)
+        local_path = self.local(path)
         for _ in range(FETCH_TRIES):
-            if self._objects is None or target.exists():
+            if self._object_store is None or local_path.exists():
                 break
             if self.copies is not None and (generation := _generation_of(path)):
                 self.copies.try_to_record(generation)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            draft_path = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+            local_path.parent.mkdir(parents=True, exist_ok=True)
+            draft_path = local_path.with_name(f".{local_path.name}.{secrets.token_hex(4)}.part")
             try:
-                self._objects.get(path, draft_path)
-                put_in_place(draft_path, target)
+                self._object_store.get(path, draft_path)
+                put_in_place(draft_path, local_path)
             except FileNotFoundError as error:
-                if target.parent.is_dir():  # else swept while the copy was on its way
+                if local_path.parent.is_dir():  # else swept while the copy was on its way
                     raise StoreError(f"{path} is not in {self.url}") from error
             except OSError as error:
                 raise StoreError(f"cannot fetch {path} from {self.url}: {error}") from error
             finally:
                 draft_path.unlink(missing_ok=True)
-        return target
+        return local_path
 
     def put(self, path: str) -> None:
         """Upload a finished local file to the same path; does nothing for a local store."""
-        if self._objects is not None:
-            self._objects.put(self.local(path), path)
+        if self._object_store is not None:
+            self._object_store.put(self.local(path), path)
 
 
 def _generation_of(path: str) -> str | None:
     folder, _, subpath = path.partition("/")
-    name = subpath.partition("/")[0]
-    return name if folder == "generations" and GENERATION.fullmatch(name) else None
+    generation = subpath.partition("/")[0]
+    return (
+        generation if folder == "generations" and GENERATION_PATTERN.fullmatch(generation) else None
+    )
 
 
 def generation_path(generation: str, path: str = "") -> str:
     """Return the store path of a generation or one of its files; raise UnknownGeneration for a malformed id."""
-    if not GENERATION.fullmatch(generation):
+    if not GENERATION_PATTERN.fullmatch(generation):
         raise UnknownGeneration(f"{generation!r} is not a generation id", generation=generation)
     return f"generations/{generation}/{path}".rstrip("/")
 
 
 def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
     """Read a finished generation's manifest; raise UnknownGeneration for none, CorruptArtefact for another's."""
-    raw = store.read(generation_path(generation, "manifest.json"))
-    if raw is None:
+    manifest_bytes = store.read(generation_path(generation, "manifest.json"))
+    if manifest_bytes is None:
         raise UnknownGeneration(
-            f"generation {generation} {NO_MANIFEST} {store.url}", generation=generation
+            f"generation {generation} {NO_MANIFEST_WORDS} {store.url}", generation=generation
         )
-    manifest = Manifest.from_bytes(raw)
+    manifest = Manifest.from_bytes(manifest_bytes)
     if manifest.generation != generation:
         raise CorruptArtefact(
             f"the manifest of generation {generation} calls itself {manifest.generation!r}",
@@ -231,45 +238,45 @@ def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> 
 
     A damaged copy of a remote store's file is downloaded once more.
     """
-    root, path = (
+    generation_folder, store_path = (
         store.local(generation_path(generation)),
         generation_path(generation, artefact.path),
     )
-    local_path = store.fetch(path)
+    local_path = store.fetch(store_path)
     try:
-        check(root, artefact)
+        check_file(generation_folder, artefact)
     except CorruptArtefact:
         if store.folder is not None:
             raise
         # Unlinked, not overwritten: whoever has the damaged copy mapped keeps the bytes it saw.
         local_path.unlink(missing_ok=True)
-        store.fetch(path)
-        check(root, artefact)
+        store.fetch(store_path)
+        check_file(generation_folder, artefact)
     return local_path
 
 
-def check(root: Path, artefact: Artefact) -> None:
+def check_file(generation_folder: Path, artefact: Artefact) -> None:
     """Raise CorruptArtefact unless the file has the size and checksum that the manifest states."""
-    path = root / artefact.path
-    if not path.is_file():
+    file_path = generation_folder / artefact.path
+    if not file_path.is_file():
         raise CorruptArtefact(f"{artefact.path} is missing", path=artefact.path)
-    size_bytes = path.stat().st_size
+    size_bytes = file_path.stat().st_size
     if size_bytes != artefact.size_bytes:
         raise CorruptArtefact(
             f"{artefact.path} has {size_bytes} bytes, the manifest says {artefact.size_bytes}",
             path=artefact.path,
         )
-    if (checksum := sha256_of(path)) != artefact.sha256:
+    if (checksum := sha256_of(file_path)) != artefact.sha256:
         raise CorruptArtefact(
             f"{artefact.path} has SHA-256 {checksum}, the manifest says {artefact.sha256}",
             path=artefact.path,
         )
 
 
-def describe(root: Path, path: str) -> Artefact:
+def describe_file(generation_folder: Path, path: str) -> Artefact:
     """Return the manifest entry of a finished file."""
-    file = root / path
-    return Artefact(path, file.stat().st_size, sha256_of(file))
+    file_path = generation_folder / path
+    return Artefact(path, file_path.stat().st_size, sha256_of(file_path))
 
 
 def sha256_of(path: Path) -> str:
@@ -287,19 +294,21 @@ class HostCopies:
 
     def __init__(self, root: Path, objects: ObjectStore, *, is_ephemeral: bool) -> None:
         self._root = root
-        self._objects = objects
+        self._object_store = objects
         self._is_ephemeral = is_ephemeral
-        self._unrecorded: set[str] = set()
+        self._unrecorded_generations: set[str] = set()
 
     @property
     def host(self) -> str:
         """Name of the host with an id of its state folder, stable for as long as the folder exists."""
-        path = self._root / _HOST_FILE
-        if not path.exists():
-            name = "".join(c if c.isalnum() or c in "._" else "-" for c in socket.gethostname())
-            with open_draft(path, put_in_place) as draft_path:
-                draft_path.write_text(f"{name}-{secrets.token_hex(4)}")
-        return path.read_text()
+        host_file = self._root / _HOST_FILE
+        if not host_file.exists():
+            host_name = "".join(
+                c if c.isalnum() or c in "._" else "-" for c in socket.gethostname()
+            )
+            with open_draft(host_file, put_in_place) as draft_path:
+                draft_path.write_text(f"{host_name}-{secrets.token_hex(4)}")
+        return host_file.read_text()
 
     def generations(self) -> list[str]:
         """Return the generations of which this host has files."""
@@ -309,7 +318,7 @@ class HostCopies:
         return sorted(
             generation_folder.name
             for generation_folder in folder.iterdir()
-            if GENERATION.fullmatch(generation_folder.name)
+            if GENERATION_PATTERN.fullmatch(generation_folder.name)
         )
 
     def record(self, generation: str) -> None:
@@ -318,18 +327,20 @@ class HostCopies:
         if self._is_ephemeral or marker_path.exists():
             return
         copy_record = {"host": self.host, "at": time.time()}
-        self._objects.write(copies_record_path(generation, self.host), orjson.dumps(copy_record))
+        self._object_store.write(
+            copies_record_path(generation, self.host), orjson.dumps(copy_record)
+        )
         marker_path.parent.mkdir(parents=True, exist_ok=True)
         marker_path.touch()
 
     def try_to_record(self, generation: str) -> None:
         """Record copies for callers that may only read the store, or can wait; one attempt per program if it fails."""
-        if generation in self._unrecorded:
+        if generation in self._unrecorded_generations:
             return
         try:
             self.record(generation)
         except (StoreError, OSError) as error:
-            self._unrecorded.add(generation)
+            self._unrecorded_generations.add(generation)
             log.warning("copies of %s on this host stay unrecorded: %s", generation, error)
 
     def sweep(
@@ -340,12 +351,14 @@ class HostCopies:
         Never one `in_use`, nor one that changed since `cutoff_at` (Unix seconds): it may be in the making here. A store
         that shows no generation at all proves nothing and loses no copy. Mapped files live on until they are closed.
         """
-        copies = [generation for generation in self.generations() if generation not in in_use]
-        stored_generations = set(list_stored()) if copies else set()
+        copied_generations = [
+            generation for generation in self.generations() if generation not in in_use
+        ]
+        stored_generations = set(list_stored()) if copied_generations else set()
         removed_generations = []
-        for generation in copies:
+        for generation in copied_generations:
             is_needed = not stored_generations or generation in stored_generations
-            if is_needed or last_change(self._root / "generations" / generation) >= cutoff_at:
+            if is_needed or last_change_time(self._root / "generations" / generation) >= cutoff_at:
                 self.try_to_record(generation)
             elif self.drop(generation):
                 removed_generations.append(generation)
@@ -369,7 +382,7 @@ class HostCopies:
 
     def _unrecord(self, generation: str) -> bool:
         try:
-            self._objects.delete(copies_record_path(generation, self.host))
+            self._object_store.delete(copies_record_path(generation, self.host))
         except FileNotFoundError:
             pass
         except StoreError as error:
@@ -395,10 +408,10 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
-        full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
+        disk_full_texts = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
         if (
             disk_error := next(
-                (error_text for error_text in full if error_text in str(error)), None
+                (error_text for error_text in disk_full_texts if error_text in str(error)), None
             )
         ) is None:
             raise
@@ -430,7 +443,7 @@ def open_draft(path: Path, put: Callable[[Path, Path], object] = os.replace) -> 
     sync_folder(path.parent)
 
 
-def take_file(source: Path, path: Path) -> None:
+def link_or_copy_file(source: Path, path: Path) -> None:
     """Link or copy a file to another path, atomically.
 
     `source` must never be written to again: where the file system can, both names are one file.
@@ -460,7 +473,7 @@ def file_version(path: Path) -> tuple[int, int, int] | None:
     return file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns
 
 
-def last_change(path: Path) -> float:
+def last_change_time(path: Path) -> float:
     """Return the time of the last change of a file or anything in a folder, Unix seconds; 0 when it is gone.
 
     By the inode's own time: a copied file keeps the modification time of its original.
@@ -484,7 +497,7 @@ def put_in_place(draft_path: Path, target: Path) -> None:
         draft_path.rename(target)  # the same bytes: who has mapped the file before keeps it
 
 
-def links_needed(error: OSError) -> str:
+def hard_link_remedy(error: OSError) -> str:
     """Return the remedy for a file system without hard links; empty for any other error."""
     if error.errno not in _NO_LINKS_ERRNOS:
         return ""

@@ -17,26 +17,26 @@ from typing import Any, Literal, get_args
 
 import orjson
 
-from cache.errors import Conflict, LarderError, masked
+from cache.errors import Conflict, LarderError, mask_secrets
 from cache.store.artefacts import ArtefactStore
 from cache.store.object_store import without_secrets
 from cache.store.write_once import pack_files, read_files
 
-Audited = Literal[
+AuditedAction = Literal[
     "publish", "roll_back", "override", "block", "unblock", "erase", "forget", "declare_gone",
     "token_add", "token_revoke", "experiment",
 ]  # fmt: skip
 """Actions in the audit log: changes to the answers of all callers, to stored data, and to access."""
-ACTIONS: tuple[Audited, ...] = get_args(Audited)
+ACTIONS: tuple[AuditedAction, ...] = get_args(AuditedAction)
 
-WRITE_TRIES = 64
-TEXT_MAX = 1_000
+WRITE_TRIES_MAX = 64
+TEXT_CHARS_MAX = 1_000
 """Characters of a reason, a subject or an error; a longer text is cut."""
 
-_FOLDER = "audit"
-_INTENT = re.compile(r"([0-9]{12})\.json")
-_FILE = re.compile(r"[0-9]{12}\.(json|outcome)")
-_IDS_SHOWN = 20
+_AUDIT_FOLDER = "audit"
+_INTENT_FILE_PATTERN = re.compile(r"([0-9]{12})\.json")
+_AUDIT_FILE_PATTERN = re.compile(r"[0-9]{12}\.(json|outcome)")
+_SHOWN_IDS_MAX = 20
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class AuditRecord:
 @contextlib.contextmanager
 def audited(
     store: ArtefactStore,
-    action: Audited,
+    action: AuditedAction,
     subject: str,
     *,
     actor: str = "",
@@ -78,9 +78,10 @@ def audited(
     Raises StoreError or Conflict, and the block is not run, if the intent cannot be written: nothing is done
     unrecorded. An outcome that cannot be written is a warning: the record stays, without one.
     """
-    number = _begin(store, {
-        "at": clock(), "actor": _text(actor or this_user()), "action": action, "subject": _text(subject),
-        "reason": _text(reason), "attempt": _text(attempt),
+    number = _write_intent(store, {
+        "at": clock(), "actor": _printable_text(actor or user_and_host()), "action": action,
+        "subject": _printable_text(subject),
+        "reason": _printable_text(reason), "attempt": _printable_text(attempt),
     })  # fmt: skip
     findings: dict[str, Any] = {}
     outcome, failure_text = "failed", ""
@@ -97,40 +98,45 @@ def audited(
         outcome_document = {
             "at": clock(),
             "outcome": outcome,
-            "error": _text(failure_text),
+            "error": _printable_text(failure_text),
             "found": findings,
         }
         try:
-            store.write_once(f"{_FOLDER}/{number:012d}.outcome", _json(outcome_document))
+            store.write_once(
+                f"{_AUDIT_FOLDER}/{number:012d}.outcome", _json_bytes(outcome_document)
+            )
         except LarderError as error:
             log.warning("how %s of %s ended is not in the audit log: %s", action, subject, error)
 
 
-def _begin(store: ArtefactStore, fields: Mapping[str, Any]) -> int:
+def _write_intent(store: ArtefactStore, intent_fields: Mapping[str, Any]) -> int:
     number = 0
-    for _ in range(WRITE_TRIES):
+    for _ in range(WRITE_TRIES_MAX):
         # The next one after a failure, too: what a listing does not show yet is taken all the same.
-        number = max(number, *_numbers(store.names(_FOLDER)), 0) + 1
-        if store.write_once(f"{_FOLDER}/{number:012d}.json", _json({"number": number, **fields})):
+        number = max(number, *_record_numbers(store.names(_AUDIT_FOLDER)), 0) + 1
+        if store.write_once(
+            f"{_AUDIT_FOLDER}/{number:012d}.json", _json_bytes({"number": number, **intent_fields})
+        ):
             return number
     raise Conflict(
-        f"{WRITE_TRIES} other actions were written into the audit log at once; try again"
+        f"{WRITE_TRIES_MAX} other actions were written into the audit log at once; try again"
     )
 
 
 def audit_records(store: ArtefactStore) -> list[AuditRecord]:
     """Return every record, oldest first, including missing and unreadable ones."""
-    file_names = frozenset(store.names(_FOLDER))
-    files, loose = read_files(
+    file_names = frozenset(store.names(_AUDIT_FOLDER))
+    content_by_name, unpacked_names = read_files(
         store,
-        _FOLDER,
+        _AUDIT_FOLDER,
         file_names,
-        [file_name for file_name in sorted(file_names) if _FILE.fullmatch(file_name)],
+        [file_name for file_name in sorted(file_names) if _AUDIT_FILE_PATTERN.fullmatch(file_name)],
     )
     records = [
-        _record(files, number) for number in range(1, max(_numbers(file_names), default=0) + 1)
+        _parse_record(content_by_name, number)
+        for number in range(1, max(_record_numbers(file_names), default=0) + 1)
     ]
-    pack_files(store, _FOLDER, {name: files[name] for name in loose})
+    pack_files(store, _AUDIT_FOLDER, {name: content_by_name[name] for name in unpacked_names})
     return records
 
 
@@ -139,20 +145,22 @@ def entity_digest(raw: bytes) -> str:
     return f"sha256:{hashlib.sha256(raw).hexdigest()[:16]}"
 
 
-def ids_in_words(items: list[bytes], entities: list[bytes]) -> str:
+def describe_blocked_ids(item_ids: list[bytes], entity_ids: list[bytes]) -> str:
     """Return the subject of a blocklist change: items by name, entities by digest, the first of many."""
     phrases = []
     for kind, ids in (
-        ("items", [item.decode() for item in items]),
-        ("entities", [entity_digest(entity) for entity in entities]),
+        ("items", [item.decode() for item in item_ids]),
+        ("entities", [entity_digest(entity) for entity in entity_ids]),
     ):
         if ids:
-            more = f" and {len(ids) - _IDS_SHOWN} more" if len(ids) > _IDS_SHOWN else ""
-            phrases.append(f"{kind} {', '.join(ids[:_IDS_SHOWN])}{more}")
+            more_words = (
+                f" and {len(ids) - _SHOWN_IDS_MAX} more" if len(ids) > _SHOWN_IDS_MAX else ""
+            )
+            phrases.append(f"{kind} {', '.join(ids[:_SHOWN_IDS_MAX])}{more_words}")
     return "; ".join(phrases)
 
 
-def this_user() -> str:
+def user_and_host() -> str:
     """Return the system's user and host."""
     try:
         user = getpass.getuser()
@@ -161,20 +169,26 @@ def this_user() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _numbers(names: Any) -> list[int]:
-    return [int(intent_match[1]) for name in names if (intent_match := _INTENT.fullmatch(name))]
+def _record_numbers(file_names: Any) -> list[int]:
+    return [
+        int(intent_match[1])
+        for file_name in file_names
+        if (intent_match := _INTENT_FILE_PATTERN.fullmatch(file_name))
+    ]
 
 
-def _record(files: Mapping[str, bytes], number: int) -> AuditRecord:
-    intent, outcome = (files.get(f"{number:012d}.{end}") for end in ("json", "outcome"))
-    if intent is None:
+def _parse_record(content_by_name: Mapping[str, bytes], number: int) -> AuditRecord:
+    intent_bytes, outcome_bytes = (
+        content_by_name.get(f"{number:012d}.{suffix}") for suffix in ("json", "outcome")
+    )
+    if intent_bytes is None:
         return AuditRecord(number, outcome="missing")
     try:
-        intent_document = orjson.loads(intent)
+        intent_document = orjson.loads(intent_bytes)
         record = AuditRecord(number, **{name: intent_document[name] for name in _INTENT_FIELDS})
-        if outcome is None:
+        if outcome_bytes is None:
             return record
-        outcome_document = orjson.loads(outcome)
+        outcome_document = orjson.loads(outcome_bytes)
         intent_fields = {name: getattr(record, name) for name in _INTENT_FIELDS}
         return AuditRecord(
             number, **intent_fields, outcome=outcome_document["outcome"], ended_at=outcome_document["at"],
@@ -187,17 +201,17 @@ def _record(files: Mapping[str, bytes], number: int) -> AuditRecord:
 _INTENT_FIELDS = ("at", "actor", "action", "subject", "reason", "attempt")
 
 
-def _text(text: str) -> str:
+def _printable_text(text: str) -> str:
     """Return the text as a printable line without secrets."""
     printable_text = without_secrets(
-        masked("".join(character if character.isprintable() else " " for character in text))
+        mask_secrets("".join(character if character.isprintable() else " " for character in text))
     )
     return (
         printable_text
-        if len(printable_text) <= TEXT_MAX
-        else f"{printable_text[:TEXT_MAX]}... (cut)"
+        if len(printable_text) <= TEXT_CHARS_MAX
+        else f"{printable_text[:TEXT_CHARS_MAX]}... (cut)"
     )
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+def _json_bytes(document: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)

@@ -8,7 +8,7 @@ import orjson
 
 from cache.errors import CorruptArtefact
 from cache.format.ids import canonical_id
-from cache.formats import BLOCKLIST, demand, stamp, version_of
+from cache.formats import BLOCKLIST, demand_readable, version_of, version_stamp
 from cache.store.artefacts import ArtefactStore
 from cache.store.write_once import Versioned, Versions
 
@@ -37,7 +37,7 @@ class Blocklist(Versioned):
         """JSON with sorted ids."""
         return orjson.dumps(
             {
-                **stamp(BLOCKLIST),
+                **version_stamp(BLOCKLIST),
                 "version": self.version,
                 "items": sorted(raw.decode() for raw in self.items),
                 "entities": sorted(raw.decode() for raw in self.entities),
@@ -47,26 +47,26 @@ class Blocklist(Versioned):
         )
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Self:
+    def from_bytes(cls, blocklist_bytes: bytes) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            data = orjson.loads(raw)
-            demand(BLOCKLIST, version_of(data))
-            ids = (data["items"], data["entities"], data.get("users", ()))
+            document = orjson.loads(blocklist_bytes)
+            demand_readable(BLOCKLIST, version_of(document))
+            id_lists = (document["items"], document["entities"], document.get("users", ()))
             return cls(
-                data["version"],
-                *(frozenset(canonical_id(raw_id) for raw_id in raw_ids) for raw_ids in ids),
+                document["version"],
+                *(frozenset(canonical_id(raw_id) for raw_id in raw_ids) for raw_ids in id_lists),
             )
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a blocklist: {error}") from error
 
 
-VERSIONS = Versions("blocklist", Blocklist(), Blocklist.from_bytes)
+BLOCKLIST_VERSIONS = Versions("blocklist", Blocklist(), Blocklist.from_bytes)
 
 
 def latest_blocklist(store: ArtefactStore) -> Blocklist:
     """The blocklist in force."""
-    return VERSIONS.latest(store)
+    return BLOCKLIST_VERSIONS.latest(store)
 
 
 def change_blocklist(
@@ -92,4 +92,4 @@ def change_blocklist(
             blocklist.users - drop_users | add_users,
         )
 
-    return VERSIONS.change(store, change)
+    return BLOCKLIST_VERSIONS.change(store, change)

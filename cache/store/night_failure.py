@@ -8,7 +8,7 @@ import orjson
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
 
-FILE: Final = "night_failed.json"
+NIGHT_FAILURE_PATH: Final = "night_failed.json"
 """Path in the store of a namespace."""
 
 
@@ -29,7 +29,7 @@ class NightFailure:
 def last_failure(store: ArtefactStore) -> NightFailure | None:
     """Return the failure that no success followed; None without one, or if it cannot be read."""
     try:
-        raw = store.read(FILE)
-        return None if not raw else NightFailure(**orjson.loads(raw))
+        failure_bytes = store.read(NIGHT_FAILURE_PATH)
+        return None if not failure_bytes else NightFailure(**orjson.loads(failure_bytes))
     except (LarderError, orjson.JSONDecodeError, TypeError):
         return None

@@ -12,22 +12,25 @@ import fsspec
 
 from cache.errors import StoreError
 
-PROBE = ".created-once"
+PROBE_OBJECT_NAME = ".created-once"
 """Name of the probe object: a store that refuses to create it a second time creates objects exclusively."""
 
-_TEXT_CHARS = 500
-_HIDDEN = "***"
-_NAMES = r"(?:key|secret|token|password|passwd|signature|\bsig|credentials?|authorization|sas)"
-_SECRET_OPTION = re.compile(f"{_NAMES}|connection_string", re.IGNORECASE)
-_SECRETS = (
-    (re.compile(r"(://)[^/@\s]+@"), rf"\1{_HIDDEN}@"),
-    (re.compile(r"\?[^\s?'\"<>]*=[^\s'\"<>]*"), f"?{_HIDDEN}"),  # a signed address
-    (re.compile(r"\b(bearer|basic)\s+\S+", re.IGNORECASE), rf"\1 {_HIDDEN}"),
+_ERROR_TEXT_CHARS_MAX = 500
+_HIDDEN_MARK = "***"
+_HIDDEN_NAMES_PATTERN = (
+    r"(?:key|secret|token|password|passwd|signature|\bsig|credentials?|authorization|sas)"
+)
+_SECRET_OPTION_PATTERN = re.compile(f"{_HIDDEN_NAMES_PATTERN}|connection_string", re.IGNORECASE)
+_SECRET_REPLACEMENTS = (
+    (re.compile(r"(://)[^/@\s]+@"), rf"\1{_HIDDEN_MARK}@"),
+    (re.compile(r"\?[^\s?'\"<>]*=[^\s'\"<>]*"), f"?{_HIDDEN_MARK}"),  # a signed address
+    (re.compile(r"\b(bearer|basic)\s+\S+", re.IGNORECASE), rf"\1 {_HIDDEN_MARK}"),
     (
         re.compile(
-            rf"({_NAMES}\w*['\"]?\s*[=:]\s*['\"]?)(?!bearer|basic)[^\s'\",;&)]+", re.IGNORECASE
+            rf"({_HIDDEN_NAMES_PATTERN}\w*['\"]?\s*[=:]\s*['\"]?)(?!bearer|basic)[^\s'\",;&)]+",
+            re.IGNORECASE,
         ),
-        rf"\1{_HIDDEN}",
+        rf"\1{_HIDDEN_MARK}",
     ),
 )
 
@@ -38,18 +41,18 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self.display_url = without_secrets(url)
-        self._opened: Any = None
+        self._file_system: Any = None
 
-    def _driver(self, path: str) -> tuple[Any, str]:
-        if self._opened is None:
+    def _driver_and_url(self, path: str) -> tuple[Any, str]:
+        if self._file_system is None:
             try:
-                self._opened = fsspec.url_to_fs(self.url)[0]
+                self._file_system = fsspec.url_to_fs(self.url)[0]
             except Exception as error:
-                raise self._translated(
+                raise self._store_error(
                     f"cannot open the artefact store {self.display_url}", error
                 ) from (self._cause(error))
-        self._opened.invalidate_cache()
-        return self._opened, f"{self.url}/{path}".rstrip("/")
+        self._file_system.invalidate_cache()
+        return self._file_system, f"{self.url}/{path}".rstrip("/")
 
     @contextlib.contextmanager
     def _translate_errors(self, operation: str, *, may_miss: bool = False) -> Iterator[None]:
@@ -61,32 +64,38 @@ class ObjectStore:
         except Exception as error:
             if may_miss and isinstance(error, FileNotFoundError):
                 raise
-            raise self._translated(f"cannot {operation}", error) from self._cause(error)
+            raise self._store_error(f"cannot {operation}", error) from self._cause(error)
 
-    def _translated(self, failure: str, error: BaseException) -> StoreError:
-        text = " ".join(without_secrets(str(error), self._options()).split())[:_TEXT_CHARS]
-        name = "" if isinstance(error, OSError) and text else f"{type(error).__name__}: "
-        return StoreError(f"{failure}: {name}{text}".rstrip(": "))
+    def _store_error(self, failure: str, error: BaseException) -> StoreError:
+        error_text = " ".join(without_secrets(str(error), self._secret_options()).split())[
+            :_ERROR_TEXT_CHARS_MAX
+        ]
+        error_name = (
+            "" if isinstance(error, OSError) and error_text else f"{type(error).__name__}: "
+        )
+        return StoreError(f"{failure}: {error_name}{error_text}".rstrip(": "))
 
     def _cause(self, error: BaseException) -> BaseException | None:
         """Return the driver's error as the cause for tracebacks, None if it or its context shows a secret."""
         chained_error: BaseException | None = error
         while chained_error is not None:
-            if without_secrets(str(chained_error), self._options()) != str(chained_error):
+            if without_secrets(str(chained_error), self._secret_options()) != str(chained_error):
                 return None
             chained_error = chained_error.__cause__ or chained_error.__context__
         return error
 
-    def _options(self) -> list[str]:
-        options = getattr(self._opened, "storage_options", None) or {}
+    def _secret_options(self) -> list[str]:
+        options = getattr(self._file_system, "storage_options", None) or {}
         return [
-            str(value) for name, value in options.items() if value and _SECRET_OPTION.search(name)
+            str(option_value)
+            for option_name, option_value in options.items()
+            if option_value and _SECRET_OPTION_PATTERN.search(option_name)
         ]
 
     def read(self, path: str) -> bytes:
         """Read a small object."""
         with self._translate_errors(f"read {path} in {self.display_url}", may_miss=True):
-            fs, url = self._driver(path)
+            fs, url = self._driver_and_url(path)
             data: bytes = fs.cat_file(url)
         return data
 
@@ -97,27 +106,27 @@ class ObjectStore:
         with self._translate_errors(
             f"read {paths[0]} and {len(paths) - 1} others in {self.display_url}"
         ):
-            fs, _ = self._driver("")
+            fs, _ = self._driver_and_url("")
             urls = [f"{self.url}/{path}" for path in paths]
-            answers: dict[str, Any] = fs.cat(urls, on_error="return")
+            reply_by_url: dict[str, Any] = fs.cat(urls, on_error="return")
             data_by_path = {}
             for path, url in zip(paths, urls, strict=True):
-                answer = answers.get(fs._strip_protocol(url))
+                reply = reply_by_url.get(fs._strip_protocol(url))
                 if (
-                    answer is None
+                    reply is None
                 ):  # a driver that names or leaves out in its own way: asked one by one
                     with contextlib.suppress(FileNotFoundError):
-                        answer = fs.cat_file(url)
-                if isinstance(answer, bytes):
-                    data_by_path[path] = answer
-                elif isinstance(answer, Exception) and not isinstance(answer, FileNotFoundError):
-                    raise answer
+                        reply = fs.cat_file(url)
+                if isinstance(reply, bytes):
+                    data_by_path[path] = reply
+                elif isinstance(reply, Exception) and not isinstance(reply, FileNotFoundError):
+                    raise reply
         return data_by_path
 
     def write(self, path: str, data: bytes) -> None:
         """Create or replace an object."""
         with self._translate_errors(f"write {path} in {self.display_url}"):
-            fs, url = self._driver(path)
+            fs, url = self._driver_and_url(path)
             fs.pipe_file(url, data)
 
     def create(self, path: str, data: bytes) -> bool:
@@ -129,7 +138,7 @@ class ObjectStore:
         location = f"{path} in {self.display_url}"
         try:
             with self._translate_errors(f"write {location}"):
-                fs, url = self._driver(path)
+                fs, url = self._driver_and_url(path)
                 try:
                     fs.pipe_file(url, data, mode="create")
                 except FileExistsError:
@@ -148,7 +157,7 @@ class ObjectStore:
         return True
 
     def _not_exclusive(self, finding: str) -> StoreError:
-        driver = type(self._opened)
+        driver = type(self._file_system)
         return StoreError(
             f"{finding}: this store, or its driver {driver.__module__}.{driver.__name__}, does not create objects "
             "exclusively, so one release could overwrite another. Use AWS S3 (botocore 1.36 or newer), Google Cloud "
@@ -159,25 +168,25 @@ class ObjectStore:
     def names(self, path: str) -> list[str]:
         """Return the names of the objects and folders in a folder."""
         with self._translate_errors(f"list {path} in {self.display_url}", may_miss=True):
-            fs, url = self._driver(path)
+            fs, url = self._driver_and_url(path)
             return [name.rstrip("/").rsplit("/", 1)[-1] for name in fs.ls(url, detail=False)]
 
     def delete(self, path: str) -> None:
         """Remove an object, or all objects in a folder."""
         with self._translate_errors(f"delete {path} in {self.display_url}", may_miss=True):
-            fs, url = self._driver(path)
+            fs, url = self._driver_and_url(path)
             fs.rm(url, recursive=True)
 
     def get(self, path: str, to: Path) -> None:
         """Download an object."""
         with self._translate_errors(f"fetch {path} from {self.display_url}", may_miss=True):
-            fs, url = self._driver(path)
+            fs, url = self._driver_and_url(path)
             fs.get_file(url, str(to))
 
     def put(self, source: Path, path: str) -> None:
         """Upload an object."""
         with self._translate_errors(f"write {path} to {self.display_url}"):
-            fs, url = self._driver(path)
+            fs, url = self._driver_and_url(path)
             fs.put_file(str(source), url)
 
 
@@ -188,18 +197,22 @@ def demand_exclusive(url: str) -> None:
     A store that ignores the condition lets the last of two writers of one release record win, unseen.
     """
     store = ObjectStore(url)
-    if store._create(PROBE, _token()) and store._create(PROBE, _token()):
-        raise store._not_exclusive(f"{PROBE} in {store.display_url} could be created twice")
+    if store._create(PROBE_OBJECT_NAME, _random_content()) and store._create(
+        PROBE_OBJECT_NAME, _random_content()
+    ):
+        raise store._not_exclusive(
+            f"{PROBE_OBJECT_NAME} in {store.display_url} could be created twice"
+        )
 
 
-def _token() -> bytes:
+def _random_content() -> bytes:
     return secrets.token_hex(16).encode()
 
 
 def without_secrets(text: str, known_secrets: Sequence[str] = ()) -> str:
     """Replace passwords, keys, tokens and signed queries in the text, and all `known_secrets`."""
     for secret in known_secrets:
-        text = text.replace(secret, _HIDDEN)
-    for pattern, hidden in _SECRETS:
-        text = pattern.sub(hidden, text)
+        text = text.replace(secret, _HIDDEN_MARK)
+    for pattern, replacement in _SECRET_REPLACEMENTS:
+        text = pattern.sub(replacement, text)
     return text

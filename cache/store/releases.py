@@ -9,8 +9,15 @@ from typing import Any, Literal, Self, cast, get_args
 import orjson
 
 from cache.errors import CorruptArtefact, UnknownFormat
-from cache.format.manifest import GENERATION
-from cache.formats import FIELD, POINTER, RELEASE_RECORD, demand, stamp, version_of
+from cache.format.manifest import GENERATION_PATTERN
+from cache.formats import (
+    FORMAT_FIELD,
+    POINTER,
+    RELEASE_RECORD,
+    demand_readable,
+    version_of,
+    version_stamp,
+)
 from cache.store.artefacts import ArtefactStore
 from cache.store.write_once import pack_files, read_files
 
@@ -18,23 +25,23 @@ Action = Literal[
     "publish", "roll_back", "restore", "canary", "end_canary",
     "refuse", "override", "pin", "unpin", "verify", "abandon", "retire",
 ]  # fmt: skip
-MOVES: frozenset[str] = frozenset({"publish", "roll_back", "restore"})
+MOVE_ACTIONS: frozenset[str] = frozenset({"publish", "roll_back", "restore"})
 """Actions that make a generation live."""
 
-POINTED: frozenset[str] = MOVES | {"canary", "end_canary"}
+POINTER_ACTIONS: frozenset[str] = MOVE_ACTIONS | {"canary", "end_canary"}
 """Actions that write the pointer: an intent first, completed once the pointer has moved."""
 
 LIST_TRIES = 3
 """Number of times the records' folder is listed when one of them seems to be missing."""
 
-LAST_MOMENT = 253_402_300_799
+LAST_UNIX_SECOND = 253_402_300_799
 """The end of the year 9999 in Unix seconds: later times have no date."""
 
-EPOCHS = 2**53
+EPOCHS_END = 2**53
 """Bound of epochs: from here on whole numbers are not exact in Lua, which compares them; none could follow the last."""
 
 # Whatever else somebody leaves in the folder (notes, an editor's copy) is no record.
-_INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
+_INTENT_FILE_PATTERN = re.compile(r"(0|[1-9][0-9]*)\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +84,14 @@ class Release:
             for field in fields(self)
             if field.name != "is_done"
         }
-        document |= stamp(RELEASE_RECORD)
+        document |= version_stamp(RELEASE_RECORD)
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, is_done: bool) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            record = cls(**_fields(RELEASE_RECORD, raw), is_done=is_done)
+            record = cls(**_checked_fields(RELEASE_RECORD, raw), is_done=is_done)
             numbers = (record.epoch, record.number)
             if not all(isinstance(number, int) for number in numbers) or not isinstance(
                 record.generation, str
@@ -92,7 +99,7 @@ class Release:
                 raise TypeError("epoch and number are integers, generation is a string")
             if record.action not in get_args(Action):
                 raise TypeError(f"no action is called {record.action!r}")
-            if not _is_number(record.at, LAST_MOMENT):
+            if not _is_number(record.at, LAST_UNIX_SECOND):
                 raise TypeError(f"{record.at!r} is no time in Unix seconds")
         except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a release record: {error}") from error
@@ -125,15 +132,20 @@ class Pointer:
 
     def to_bytes(self) -> bytes:
         """JSON as stored in Redis."""
-        return orjson.dumps({**asdict(self), **stamp(POINTER)})
+        return orjson.dumps({**asdict(self), **version_stamp(POINTER)})
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            data = _fields(POINTER, raw)
+            pointer_fields = _checked_fields(POINTER, raw)
             pointer = cls(
-                **{**data, "canary": Canary(**data["canary"]) if data.get("canary") else None}
+                **{
+                    **pointer_fields,
+                    "canary": Canary(**pointer_fields["canary"])
+                    if pointer_fields.get("canary")
+                    else None,
+                }
             )
             pointer._check()
         except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
@@ -143,41 +155,45 @@ class Pointer:
     def _check(self) -> None:
         """Raise TypeError for a field that is not of its type: a replica that followed it would fail at every poll."""
         canary = self.canary
-        named = [self.generation, *filter(None, (self.previous, canary and canary.generation))]
+        generations = [
+            self.generation,
+            *filter(None, (self.previous, canary and canary.generation)),
+        ]
         if not all(
-            isinstance(generation, str) and GENERATION.fullmatch(generation) for generation in named
+            isinstance(generation, str) and GENERATION_PATTERN.fullmatch(generation)
+            for generation in generations
         ):
-            raise TypeError(f"{named} are not generation ids")
-        if type(self.epoch) is not int or not 0 <= self.epoch < EPOCHS:
+            raise TypeError(f"{generations} are not generation ids")
+        if type(self.epoch) is not int or not 0 <= self.epoch < EPOCHS_END:
             raise TypeError(f"epoch is {self.epoch!r}, not a whole number below 2**53")
         texts = [self.attempt, *([canary.event] if canary else [])]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"{texts} are not texts")
-        for at in (self.published_at, *([canary.since] if canary else [])):
-            if not _is_number(at, LAST_MOMENT):
-                raise TypeError(f"{at!r} is no time in Unix seconds")
+        for unix_seconds in (self.published_at, *([canary.since] if canary else [])):
+            if not _is_number(unix_seconds, LAST_UNIX_SECOND):
+                raise TypeError(f"{unix_seconds!r} is no time in Unix seconds")
         if canary and not _is_number(canary.percent, 100):
             raise TypeError(f"a canary of {canary.percent!r} percent")
 
 
-def _fields(name: str, raw: bytes) -> dict[str, Any]:
+def _checked_fields(format_name: str, raw: bytes) -> dict[str, Any]:
     """Return the fields of a document after checking its version: another version cannot be judged further."""
-    data: dict[str, Any] = orjson.loads(raw)
-    demand(name, version_of(data))
-    return {field: value for field, value in data.items() if field != FIELD}
+    document: dict[str, Any] = orjson.loads(raw)
+    demand_readable(format_name, version_of(document))
+    return {field: field_value for field, field_value in document.items() if field != FORMAT_FIELD}
 
 
-def _is_number(value: object, largest: float) -> bool:
-    return type(value) in (int, float) and 0 <= cast(float, value) <= largest
+def _is_number(value: object, number_max: float) -> bool:
+    return type(value) in (int, float) and 0 <= cast(float, value) <= number_max
 
 
-def manifest_digest(raw: bytes) -> str:
+def manifest_digest(manifest_bytes: bytes) -> str:
     """Return the SHA-256 of a manifest without verdicts and timings, which a verification rewrites.
 
     Raises CorruptArtefact for bytes that are no JSON object.
     """
     try:
-        manifest_fields = orjson.loads(raw).items()
+        manifest_fields = orjson.loads(manifest_bytes).items()
     except (orjson.JSONDecodeError, AttributeError) as error:
         raise CorruptArtefact(f"not a manifest: {error}") from error
     digested_fields = {
@@ -200,21 +216,21 @@ def all_releases(
     store: ArtefactStore,
     release_by_number: MutableMapping[int, Release] | None = None,
     *,
-    packs: bool = False,
+    should_pack: bool = False,
 ) -> list[Release]:
     """Read every record, oldest first. Records in `release_by_number` are not read again: a record never changes.
 
-    `packs`: pack records that had to be read one by one, for later readers; readers of a store only read. Raises
+    `should_pack`: pack records that had to be read one by one, for later readers; readers of a store only read. Raises
     CorruptArtefact, naming the file, for one that is missing or cannot be read: the live generation would be unknown.
     """
     release_by_number = {} if release_by_number is None else release_by_number
-    missing = 0
+    missing_number = 0
     for _ in range(LIST_TRIES):
-        records = _list_releases(store, release_by_number, packs=packs)
-        if not (missing := _missing(records)):
+        records = _list_releases(store, release_by_number, should_pack=should_pack)
+        if not (missing_number := _missing_number(records)):
             return records
         # A folder that grows while it is listed may show the newer of two files only.
-    path = intent_path(missing)
+    path = intent_path(missing_number)
     raise CorruptArtefact(
         f"{path} in {store.url} is missing, though later records are there: put the file back from a copy of the store",
         path=path,
@@ -222,33 +238,45 @@ def all_releases(
 
 
 def _list_releases(
-    store: ArtefactStore, release_by_number: MutableMapping[int, Release], *, packs: bool
+    store: ArtefactStore, release_by_number: MutableMapping[int, Release], *, should_pack: bool
 ) -> list[Release]:
-    names = set(store.names("releases"))
+    file_names = set(store.names("releases"))
     numbers = sorted(
-        int(intent_match[1]) for name in names if (intent_match := _INTENT.fullmatch(name))
+        int(intent_match[1])
+        for file_name in file_names
+        if (intent_match := _INTENT_FILE_PATTERN.fullmatch(file_name))
     )
-    files = {number: f"{number}.json" for number in numbers if number not in release_by_number}
-    raws, loose = read_files(store, "releases", names, list(files.values()))
+    name_by_number = {
+        number: f"{number}.json" for number in numbers if number not in release_by_number
+    }
+    content_by_name, unpacked_names = read_files(
+        store, "releases", file_names, list(name_by_number.values())
+    )
     records: list[Release] = []
     for number in numbers:
-        is_done = f"{number}.done" in names
+        is_done = f"{number}.done" in file_names
         if (record := release_by_number.get(number)) is None:
-            raw = raws.get(files[number])
-            if raw is None:
+            release_bytes = content_by_name.get(name_by_number[number])
+            if release_bytes is None:
                 continue
             epoch = records[-1].epoch if records else 0
-            record = _read(store, number, raw, is_done=is_done, after=epoch)
+            record = _parse_release(
+                store, number, release_bytes, is_done=is_done, previous_epoch=epoch
+            )
         release_by_number[number] = (
             record if record.is_done == is_done else replace(record, is_done=is_done)
         )
         records.append(release_by_number[number])
-    if packs:
-        pack_files(store, "releases", {name: raws[name] for name in loose})
+    if should_pack:
+        pack_files(
+            store,
+            "releases",
+            {file_name: content_by_name[file_name] for file_name in unpacked_names},
+        )
     return records
 
 
-def _missing(records: Sequence[Release]) -> int:
+def _missing_number(records: Sequence[Release]) -> int:
     """Return the number before the first record that does not follow the one before it: a lost record; 0 if none is."""
     previous_number = 0
     for record in records:
@@ -258,13 +286,17 @@ def _missing(records: Sequence[Release]) -> int:
     return 0
 
 
-def _read(store: ArtefactStore, number: int, raw: bytes, *, is_done: bool, after: int) -> Release:
+def _parse_release(
+    store: ArtefactStore, number: int, release_bytes: bytes, *, is_done: bool, previous_epoch: int
+) -> Release:
     try:
-        record = Release.from_bytes(raw, is_done=is_done)
+        record = Release.from_bytes(release_bytes, is_done=is_done)
         if record.stored_number != number:
             raise CorruptArtefact(f"the record {record.stored_number} under another's name")
-        if record.epoch <= after:
-            raise CorruptArtefact(f"its epoch {record.epoch} is not above {after}, the one before")
+        if record.epoch <= previous_epoch:
+            raise CorruptArtefact(
+                f"its epoch {record.epoch} is not above {previous_epoch}, the one before"
+            )
     except UnknownFormat as error:
         raise UnknownFormat(f"{intent_path(number)} in {store.url}: {error.message}") from error
     except CorruptArtefact as error:
@@ -285,7 +317,11 @@ def newest_release(store: ArtefactStore) -> Release | None:
 def newest_move(releases: Sequence[Release]) -> Release | None:
     """The last completed publish, rollback or restore among records in order."""
     return next(
-        (release for release in reversed(releases) if release.action in MOVES and release.is_done),
+        (
+            release
+            for release in reversed(releases)
+            if release.action in MOVE_ACTIONS and release.is_done
+        ),
         None,
     )
 
@@ -304,7 +340,7 @@ def publication_time(releases: Sequence[Release], generation: str) -> float | No
     )
 
 
-def released_manifest(releases: Sequence[Release], generation: str) -> str:
+def released_manifest_digest(releases: Sequence[Release], generation: str) -> str:
     """Digest of the manifest as last published or verified again; empty when no record carries one."""
     return next(
         (

@@ -12,16 +12,16 @@ import orjson
 from cache.errors import Conflict, LarderError
 from cache.store.artefacts import ArtefactStore
 
-WRITE_TRIES = 16
+WRITE_TRIES_MAX = 16
 """Number of attempts at a change while other writers are faster."""
 
-PACK_FILES = 100
+PACKED_FILES_MIN = 100
 """Number of files outside any pack from which on a reader of all files packs them."""
 
 # Whatever else somebody leaves in the folder (notes, an editor's copy) is no version.
-_VERSION_NAME = re.compile(r"([0-9]{12})\.json")
+_VERSION_NAME_PATTERN = re.compile(r"([0-9]{12})\.json")
 
-_PACK_NAME = re.compile(r"pack-[0-9a-f]{16}\.json")
+_PACK_NAME_PATTERN = re.compile(r"pack-[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +42,37 @@ Value = TypeVar("Value", bound=Versioned)
 class Versions(Generic[Value]):
     """Versions of one kind of value, `<folder>/<number>.json`, of which the newest is in force for every replica.
 
-    `first` is in force before the first version, `read` parses what `to_bytes` returns.
+    `first_value` is in force before the first version, `parse` parses what `to_bytes` returns.
     """
 
     folder: str
-    first: Value
-    read: Callable[[bytes], Value]
+    first_value: Value
+    parse: Callable[[bytes], Value]
 
     def read_newest_number(self, store: ArtefactStore) -> int:
         """Return the number of the version in force, 0 before the first; takes one listing, so it is cheap to poll."""
-        names = store.names(self.folder)
+        file_names = store.names(self.folder)
         return max(
-            (int(file_match[1]) for name in names if (file_match := _VERSION_NAME.fullmatch(name))),
+            (
+                int(file_match[1])
+                for name in file_names
+                if (file_match := _VERSION_NAME_PATTERN.fullmatch(name))
+            ),
             default=0,
         )
 
     def latest(self, store: ArtefactStore) -> Value:
         """Return the version in force."""
         version = self.read_newest_number(store)
-        raw = store.read(self._path(version)) if version else None
-        return self.first if raw is None else self.read(raw)
+        version_bytes = store.read(self._path(version)) if version else None
+        return self.first_value if version_bytes is None else self.parse(version_bytes)
 
     def change(self, store: ArtefactStore, change: Callable[[Value], Value]) -> Value:
         """Apply `change` to the newest version and write the result as the next; retry if another writer was faster.
 
-        An unchanged value is not written. Raises Conflict after WRITE_TRIES attempts.
+        An unchanged value is not written. Raises Conflict after WRITE_TRIES_MAX attempts.
         """
-        for _ in range(WRITE_TRIES):
+        for _ in range(WRITE_TRIES_MAX):
             latest_value = self.latest(store)
             new_value = replace(change(latest_value), version=latest_value.version)
             if new_value == latest_value:
@@ -77,7 +81,7 @@ class Versions(Generic[Value]):
             if store.write_once(self._path(new_value.version), new_value.to_bytes()):
                 return new_value
         raise Conflict(
-            f"{self.folder} changed {WRITE_TRIES} times while a version was being written; try again"
+            f"{self.folder} changed {WRITE_TRIES_MAX} times while a version was being written; try again"
         )
 
     def _path(self, version: int) -> str:
@@ -96,30 +100,40 @@ def read_files(
     """
     content_by_name: dict[str, bytes] = {}
     if requested_names:
-        packs = [f"{folder}/{name}" for name in sorted(listed_names) if _PACK_NAME.fullmatch(name)]
-        for raw in store.read_many(packs).values():
+        pack_paths = [
+            f"{folder}/{name}"
+            for name in sorted(listed_names)
+            if _PACK_NAME_PATTERN.fullmatch(name)
+        ]
+        for pack_bytes in store.read_many(pack_paths).values():
             with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
-                text_by_name: dict[str, str] = orjson.loads(raw)
+                text_by_name: dict[str, str] = orjson.loads(pack_bytes)
                 content_by_name |= {
                     name: text_by_name[name].encode()
                     for name in text_by_name.keys() & set(requested_names)
                 }
-    loose = [name for name in requested_names if name not in content_by_name]
-    read = store.read_many([f"{folder}/{name}" for name in loose])
+    unpacked_names = [name for name in requested_names if name not in content_by_name]
+    content_by_path = store.read_many([f"{folder}/{name}" for name in unpacked_names])
     content_by_name |= {
-        name: read[f"{folder}/{name}"] for name in loose if f"{folder}/{name}" in read
+        name: content_by_path[f"{folder}/{name}"]
+        for name in unpacked_names
+        if f"{folder}/{name}" in content_by_path
     }
-    return content_by_name, {name for name in loose if name in content_by_name}
+    return content_by_name, {name for name in unpacked_names if name in content_by_name}
 
 
-def pack_files(store: ArtefactStore, folder: str, files: Mapping[str, bytes]) -> None:
+def pack_files(store: ArtefactStore, folder: str, content_by_name: Mapping[str, bytes]) -> None:
     """Write these files as one pack if they are many and all could be read; a failure is ignored.
 
     The files themselves stay where they are and stay the truth: whatever a pack lacks, or a pack that cannot be read,
     costs requests and nothing else.
     """
-    if len(files) < PACK_FILES:
+    if len(content_by_name) < PACKED_FILES_MIN:
         return
-    body = orjson.dumps({name: raw.decode() for name, raw in sorted(files.items())})
+    pack_bytes = orjson.dumps(
+        {name: content.decode() for name, content in sorted(content_by_name.items())}
+    )
     with contextlib.suppress(LarderError):
-        store.write_once(f"{folder}/pack-{hashlib.sha256(body).hexdigest()[:16]}.json", body)
+        store.write_once(
+            f"{folder}/pack-{hashlib.sha256(pack_bytes).hexdigest()[:16]}.json", pack_bytes
+        )

@@ -9,18 +9,18 @@ import numpy as np
 import xxhash
 
 from cache.format.ids import HASH_SPACE
-from cache.tiers.l1 import LIVE_BYTES, OVERHEAD_BYTES, ReadyAnswer, size_of
+from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, LIVE_OVERHEAD_BYTES, ReadyAnswer, entry_size_bytes
 from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys
 
 Access = tuple[int, int]
 """Spot and size of a key's access; the size is negative if the key was stored, or moved, without a counted read."""
 
-TRACE_MAX = 16_384
+TRACED_READS_MAX = 16_384
 """Number of reads kept until they are consumed; further reads push out the oldest."""
 
 
 class AccessTrace(deque[Access]):
-    """Trace of sampled reads; any other read pays for one comparison with `last`, the greatest spot in the sample.
+    """Trace of sampled reads; any other read pays for one comparison with `greatest_sampled_spot`.
 
     Sizes are bytes in L1, the place in the table left out. A spot is an id's fingerprint; its lower half also tells
     tables and generations apart, so whether a key is sampled can be told from the fingerprint alone. `generation` is
@@ -28,47 +28,55 @@ class AccessTrace(deque[Access]):
     """
 
     def __init__(self) -> None:
-        super().__init__(maxlen=TRACE_MAX)
+        super().__init__(maxlen=TRACED_READS_MAX)
         self.generation: str | None = None
-        self.sample(-1)
+        self.sample_up_to(-1)
 
-    def sample(self, last: int) -> None:
-        """Sample spots up to `last` from now on; -1: none."""
-        self.last = last
-        self._last = np.uint64(max(0, last))
+    def sample_up_to(self, greatest_spot: int) -> None:
+        """Sample spots up to `greatest_spot` from now on; -1: none."""
+        self.greatest_sampled_spot = greatest_spot
+        self._greatest_sampled_spot = np.uint64(max(0, greatest_spot))
 
-    def begin(self, generation: str | None) -> None:
+    def begin_generation(self, generation: str | None) -> None:
         """Sample all spots again if the generation differs from the current one."""
         if generation != self.generation:
             self.generation = generation
-            if self.last >= 0:
-                self.sample(HASH_SPACE - 1)
+            if self.greatest_sampled_spot >= 0:
+                self.sample_up_to(HASH_SPACE - 1)
 
-    def attach_access(self, generation: str, fingerprint: int, ready: ReadyAnswer) -> ReadyAnswer:
+    def attach_access(
+        self, generation: str, fingerprint: int, ready_answer: ReadyAnswer
+    ) -> ReadyAnswer:
         """Return a ready answer of the live generation with the access that its readers record if the key is sampled.
 
         A key that is not sampled now is not until the next generation, so readers need not check again.
         """
-        self.begin(generation)
-        if fingerprint > self.last:
-            return ready
-        spot = fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready.request)
-        self.append((spot, -size_of(ready)))
-        return ready._replace(access=(spot, size_of(ready)))
+        self.begin_generation(generation)
+        if fingerprint > self.greatest_sampled_spot:
+            return ready_answer
+        spot = (
+            fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready_answer.request_bytes)
+        )
+        self.append((spot, -entry_size_bytes(ready_answer)))
+        return ready_answer._replace(access=(spot, entry_size_bytes(ready_answer)))
 
     def note_read(self, generation: str, record_key: RecordKey, outcome: ReadResult | None) -> None:
         """Record a read and its outcome; ignore a record that is not found, as an L1 of any size would lack it."""
-        if record_key.fingerprint <= self.last and type(outcome) is Hit:
-            size = len(outcome.record) + OVERHEAD_BYTES + LIVE_BYTES * outcome.live
-            self.append((record_key.fingerprint ^ _salt(generation, record_key.table.name), size))
+        if record_key.fingerprint <= self.greatest_sampled_spot and type(outcome) is Hit:
+            size_bytes = (
+                len(outcome.record) + ENTRY_OVERHEAD_BYTES + LIVE_OVERHEAD_BYTES * outcome.is_live
+            )
+            self.append(
+                (record_key.fingerprint ^ _salt(generation, record_key.table.name), size_bytes)
+            )
 
     def note_reads(
         self, generation: str, record_keys: RecordKeys, result_by_index: Mapping[int, ReadResult]
     ) -> None:
         """Record a batch of reads; `result_by_index` has the outcomes that are no rows, by position."""
-        if self.last < 0:
+        if self.greatest_sampled_spot < 0:
             return
-        indexes = (record_keys.fingerprints <= self._last).nonzero()[0]
+        indexes = (record_keys.fingerprints <= self._greatest_sampled_spot).nonzero()[0]
         if result_by_index:
             for index in result_by_index:
                 self.note_read(generation, record_keys.record_key_at(index), result_by_index[index])
@@ -76,13 +84,15 @@ class AccessTrace(deque[Access]):
         if len(indexes):
             salt = np.uint64(_salt(generation, record_keys.table.name))
             spots = (record_keys.fingerprints[indexes] ^ salt).tolist()
-            self.extend(zip(spots, repeat(record_keys.table.layout.size_bytes + OVERHEAD_BYTES)))
+            self.extend(
+                zip(spots, repeat(record_keys.table.layout.size_bytes + ENTRY_OVERHEAD_BYTES))
+            )
 
     def note_put(self, generation: str, record_key: RecordKey, size_bytes: int) -> None:
         """Record that a live record was stored for later readers."""
-        if record_key.fingerprint <= self.last:
+        if record_key.fingerprint <= self.greatest_sampled_spot:
             spot = record_key.fingerprint ^ _salt(generation, record_key.table.name)
-            self.append((spot, -(size_bytes + OVERHEAD_BYTES + LIVE_BYTES)))
+            self.append((spot, -(size_bytes + ENTRY_OVERHEAD_BYTES + LIVE_OVERHEAD_BYTES)))
 
 
 @lru_cache(maxsize=256)

@@ -14,13 +14,13 @@ Absence = Literal["cold_start", "evicted", "expired", "flipped"]
 """Reasons why L1 lacks a key: never held in this generation (or forgotten since), evicted, expired, or held only in the
 previous generation."""
 
-OVERHEAD_BYTES = 328
+ENTRY_OVERHEAD_BYTES = 328
 """Memory per entry besides the record and the table: key, entry, two numbers, and the allocator's rounding."""
 
-LIVE_BYTES = 96
+LIVE_OVERHEAD_BYTES = 96
 """Memory that the digest and expiry of a live answer add to an entry."""
 
-READY_BYTES = 416
+READY_OVERHEAD_BYTES = 416
 """Memory per ready answer besides its texts, request and id; its key is the request's own bytes."""
 
 EVICTED_SLOTS = 1 << 17
@@ -28,10 +28,10 @@ EVICTED_SLOTS = 1 << 17
 
 EXPIRED_SLOTS = 1 << 13
 
-FLIPPED_S = 300.0
+FLIPPED_WITHIN_S = 300.0
 """Seconds after a flip in which a miss counts as `flipped` if L1 held the previous generation's record."""
 
-_FILLED_AT_ONCE = 32
+_RECORDS_FILLED_AT_ONCE = 32
 """Number of records by which the tier may briefly exceed its bound."""
 
 _BOUND_TO_FILLED_RATIO = 64
@@ -59,31 +59,37 @@ class Entry(NamedTuple):
 
 
 class ReadyAnswer(NamedTuple):
-    """Answer as sent, except for its age, which goes between `head` and `tail`.
+    """Answer as sent, except for its age, which goes between `body_head` and `body_tail`.
 
-    `stamp` is the state that the answer was made from: under any other stamp the answer is invalid. `table_and_id`:
-    table and id. `access`: its spot and bytes in the sample of L1's reads, if sampled. `events`: the very bytes object
-    of the user's events in memory: with another object the answer is invalid; `is_newer`: it includes newer events.
+    `state_stamp` is the state that the answer was made from: under any other stamp the answer is invalid.
+    `table_and_id`: table and id. `access`: its spot and bytes in the sample of L1's reads, if sampled. `user_events`:
+    the very bytes object of the user's events in memory: with another object the answer is invalid; `has_newer_events`:
+    it includes newer events.
     """
 
-    stamp: int
-    head: bytes
-    tail: bytes
+    state_stamp: int
+    body_head: bytes
+    body_tail: bytes
     data_until: int
     table_and_id: tuple[str, bytes]
-    request: bytes
+    request_bytes: bytes
     access: tuple[int, int] | None = None
-    events: bytes | None = None
-    is_newer: bool = False
+    user_events: bytes | None = None
+    has_newer_events: bool = False
 
 
-def size_of(entry: Entry | ReadyAnswer) -> int:
+def entry_size_bytes(entry: Entry | ReadyAnswer) -> int:
     """Return the bytes of one entry without its place in the table."""
     if isinstance(entry, ReadyAnswer):
-        sent_bytes = len(entry.head) + len(entry.tail) + len(entry.request)
-        return sent_bytes + len(entry.table_and_id[1]) + len(entry.events or b"") + READY_BYTES
-    live = 0 if entry.digest is None else LIVE_BYTES
-    return len(entry.record) + OVERHEAD_BYTES + live
+        sent_bytes = len(entry.body_head) + len(entry.body_tail) + len(entry.request_bytes)
+        return (
+            sent_bytes
+            + len(entry.table_and_id[1])
+            + len(entry.user_events or b"")
+            + READY_OVERHEAD_BYTES
+        )
+    live_bytes = 0 if entry.digest is None else LIVE_OVERHEAD_BYTES
+    return len(entry.record) + ENTRY_OVERHEAD_BYTES + live_bytes
 
 
 class LocalTier:
@@ -93,117 +99,126 @@ class LocalTier:
     """
 
     def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
-        self.too_large = 0
+        self.too_large_count = 0
         self.ready_tables: set[str] = set()
         """Tables of which a ready answer was ever kept."""
         self._timer = timer
         self.max_bytes = max_bytes
         self._entries: OrderedDict[LocalKey | bytes, Entry | ReadyAnswer] = OrderedDict()
-        self._find, self._move_to_end = self._entries.get, self._entries.move_to_end
-        self._bytes = 0
+        self._find_entry, self._move_to_end = self._entries.get, self._entries.move_to_end
+        self._entries_bytes = 0
         self.eviction_history = EvictionHistory(self._entries.__contains__, timer)
 
     def get(self, key: LocalKey) -> Entry | None:
         """Return the entry, None if it is absent or expired; mark it as recently used."""
-        entry: Entry | None = self._find(key)  # type: ignore[assignment]  # a LocalKey names a record
+        entry: Entry | None = self._find_entry(key)  # type: ignore[assignment]  # a LocalKey names a record
         if entry is None:
             return None
         if entry[3] is None or entry[3] > self._timer():
             self._move_to_end(key)
             return entry
-        self._drop(key)
-        self.eviction_history.expired.note(key)
+        self._remove_entry(key)
+        self.eviction_history.expired_keys.note(key)
         return None
 
     def inspect(self, key: LocalKey) -> Entry | None:
         """Return the entry like `get`, but change neither contents nor LRU order."""
-        entry: Entry | None = self._find(key)  # type: ignore[assignment]  # as above
-        is_over = entry is None or (entry[3] is not None and entry[3] <= self._timer())
-        return None if is_over else entry
+        entry: Entry | None = self._find_entry(key)  # type: ignore[assignment]  # as above
+        is_gone = entry is None or (entry[3] is not None and entry[3] <= self._timer())
+        return None if is_gone else entry
 
     def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
         """Return the entries of many keys, None for each that is absent or expired."""
-        entries: list[Any] = list(map(self._find, keys))
+        entries: list[Any] = list(map(self._find_entry, keys))
         return [self.get(key) for key in keys] if any(entries) else entries
 
     def can_fit(self, size_bytes: int) -> bool:
         """True if a record of this size fits at all; a larger one is counted by `put`."""
-        return size_bytes + OVERHEAD_BYTES <= self.max_bytes
+        return size_bytes + ENTRY_OVERHEAD_BYTES <= self.max_bytes
 
-    def ready(self, request: bytes) -> ReadyAnswer | None:
+    def find_ready_answer(self, request: bytes) -> ReadyAnswer | None:
         """Return the answer kept for exactly these request bytes; the caller checks its stamp."""
-        ready = self._find(request)
-        if ready is not None:
+        ready_answer = self._find_entry(request)
+        if ready_answer is not None:
             self._move_to_end(request)
-        return ready  # type: ignore[return-value]  # bytes name a ready answer
+        return ready_answer  # type: ignore[return-value]  # bytes name a ready answer
 
-    def keep(self, ready: ReadyAnswer) -> None:
+    def keep_ready_answer(self, ready_answer: ReadyAnswer) -> None:
         """Store a ready answer, which counts against the same bound as records."""
-        self.ready_tables.add(ready.table_and_id[0])
-        self.put(ready.request, ready)
+        self.ready_tables.add(ready_answer.table_and_id[0])
+        self.put(ready_answer.request_bytes, ready_answer)
 
-    def unsampled(self, ready: ReadyAnswer) -> None:
+    def drop_access(self, ready_answer: ReadyAnswer) -> None:
         """Remove the access of a ready answer that has left the sample, so that its readers record nothing."""
-        if self._find(ready.request) is ready:
-            self._entries[ready.request] = ready._replace(access=None)
+        if self._find_entry(ready_answer.request_bytes) is ready_answer:
+            self._entries[ready_answer.request_bytes] = ready_answer._replace(access=None)
 
     def fill(
         self, keys: Sequence[LocalKey], records: Sequence[bytes], fingerprints: Sequence[int]
     ) -> None:
         """Store records of one size of the night, making room for some of them at a time."""
-        entries, size_bytes = self._entries, len(records[0]) + OVERHEAD_BYTES if records else 0
-        # A table grows for those who come at once: in a small tier that would push out more than they need.
-        at_once = max(
-            1, min(_FILLED_AT_ONCE, self.max_bytes // (_BOUND_TO_FILLED_RATIO * max(1, size_bytes)))
+        entries, entry_bytes = (
+            self._entries,
+            len(records[0]) + ENTRY_OVERHEAD_BYTES if records else 0,
         )
-        for start in range(0, len(keys), at_once):
-            chunk = slice(start, start + at_once)
+        # A table grows for those who come at once: in a small tier that would push out more than they need.
+        records_at_once = max(
+            1,
+            min(
+                _RECORDS_FILLED_AT_ONCE,
+                self.max_bytes // (_BOUND_TO_FILLED_RATIO * max(1, entry_bytes)),
+            ),
+        )
+        for start in range(0, len(keys), records_at_once):
+            chunk_slice = slice(start, start + records_at_once)
             for key, entry in zip(
-                keys[chunk], map(Entry, records[chunk], fingerprints[chunk]), strict=True
+                keys[chunk_slice],
+                map(Entry, records[chunk_slice], fingerprints[chunk_slice]),
+                strict=True,
             ):
                 if (previous_entry := entries.get(key)) is not None:
-                    self._bytes -= size_of(previous_entry)
+                    self._entries_bytes -= entry_size_bytes(previous_entry)
                     self._move_to_end(key)
                 entries[key] = entry
-                self._bytes += size_bytes
+                self._entries_bytes += entry_bytes
             self._make_room()
 
     def put(self, key: LocalKey | bytes, entry: Entry | ReadyAnswer) -> None:
         """Store or replace an entry; one larger than the whole tier is left out and counted."""
-        entries, size_bytes = self._entries, size_of(entry)
+        entries, entry_bytes = self._entries, entry_size_bytes(entry)
         if (previous_entry := entries.get(key)) is not None:
-            self._bytes -= size_of(previous_entry)
+            self._entries_bytes -= entry_size_bytes(previous_entry)
             self._move_to_end(key)
         entries[key] = entry
-        self._bytes += size_bytes
-        if size_bytes > self.max_bytes:
-            self._drop(key)
-            self.too_large += 1
+        self._entries_bytes += entry_bytes
+        if entry_bytes > self.max_bytes:
+            self._remove_entry(key)
+            self.too_large_count += 1
         self._make_room()
 
     def _make_room(self) -> None:
         entries, bytes_max, evicted_keys = self._entries, self.max_bytes, list[Hashable]()
-        while self._bytes + getsizeof(entries) > bytes_max and entries:
-            key, oldest = entries.popitem(last=False)
-            if type(oldest) is Entry and oldest[2] is None:
-                self._bytes -= len(oldest[0]) + OVERHEAD_BYTES
+        while self._entries_bytes + getsizeof(entries) > bytes_max and entries:
+            key, oldest_entry = entries.popitem(last=False)
+            if type(oldest_entry) is Entry and oldest_entry[2] is None:
+                self._entries_bytes -= len(oldest_entry[0]) + ENTRY_OVERHEAD_BYTES
             else:
-                self._bytes -= size_of(oldest)
+                self._entries_bytes -= entry_size_bytes(oldest_entry)
             if type(key) is not bytes:  # of a ready answer the record may still be here
                 evicted_keys.append(key)
         if evicted_keys:
-            self.eviction_history.evicted.note_all(evicted_keys)
+            self.eviction_history.evicted_keys.note_all(evicted_keys)
         if not entries:
             entries.clear()  # an emptied table keeps its memory
 
-    def _drop(self, key: LocalKey | bytes) -> None:
+    def _remove_entry(self, key: LocalKey | bytes) -> None:
         if (entry := self._entries.pop(key, None)) is not None:
-            self._bytes -= size_of(entry)
+            self._entries_bytes -= entry_size_bytes(entry)
 
     def discard(self, key: LocalKey) -> None:
         """Remove the key if it is present."""
-        self._drop(key)
-        self.eviction_history.evicted.note(key)
+        self._remove_entry(key)
+        self.eviction_history.evicted_keys.note(key)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -211,10 +226,10 @@ class LocalTier:
     @property
     def size_bytes(self) -> int:
         """Bytes of all entries and their table, never above `max_bytes`."""
-        return self._bytes + getsizeof(self._entries) if self._entries else 0
+        return self._entries_bytes + getsizeof(self._entries) if self._entries else 0
 
     @property
-    def place_bytes(self) -> int:
+    def table_bytes_per_entry(self) -> int:
         """Bytes of the table per entry; 0 without entries."""
         return getsizeof(self._entries) // len(self._entries) if self._entries else 0
 
@@ -255,74 +270,76 @@ class EvictionHistory:
         self,
         is_cached: Callable[[tuple[str, str, int | bytes]], bool] = lambda _key: False,
         timer: Callable[[], float] = time.monotonic,
-        slots: int = EVICTED_SLOTS,
+        slot_count: int = EVICTED_SLOTS,
     ) -> None:
-        self.evicted = LossyKeySet(slots)
-        self.expired = LossyKeySet(min(slots, EXPIRED_SLOTS))
+        self.evicted_keys = LossyKeySet(slot_count)
+        self.expired_keys = LossyKeySet(min(slot_count, EXPIRED_SLOTS))
         self._is_in_l1 = is_cached
         self._timer = timer
         self._last_flip: tuple[str, float] | None = None
 
-    def flipped(self, previous_generation: str) -> None:
+    def note_flip(self, previous_generation: str) -> None:
         """Record a flip from `previous_generation` to another live generation."""
-        self._last_flip = previous_generation, self._timer() + FLIPPED_S
+        self._last_flip = previous_generation, self._timer() + FLIPPED_WITHIN_S
 
     def find_reason(self, generation: str, table: str, key: int | bytes) -> Absence:
         """Return the one reason why L1 lacked a key."""
-        if self.expired.is_empty and self.evicted.is_empty and self._last_flip is None:
+        if self.expired_keys.is_empty and self.evicted_keys.is_empty and self._last_flip is None:
             return "cold_start"
         local_key = generation, table, key
-        if local_key in self.expired:
+        if local_key in self.expired_keys:
             return "expired"
-        if local_key in self.evicted:
+        if local_key in self.evicted_keys:
             return "evicted"
-        if (previous_generation := self._earlier(generation)) is not None:
-            earlier = previous_generation, table, key
-            if self._is_in_l1(earlier) or earlier in self.evicted:
+        if (previous_generation := self._previous_generation(generation)) is not None:
+            previous_key = previous_generation, table, key
+            if self._is_in_l1(previous_key) or previous_key in self.evicted_keys:
                 return "flipped"
         return "cold_start"
 
-    def count(self, generation: str, table: str, keys: Sequence[int | bytes]) -> dict[Absence, int]:
+    def count_reasons(
+        self, generation: str, table: str, keys: Sequence[int | bytes]
+    ) -> dict[Absence, int]:
         """Count the keys that L1 lacked by reason; each key has exactly one."""
-        if self.expired.is_empty and self._earlier(generation) is None:
-            if self.evicted.is_empty:
+        if self.expired_keys.is_empty and self._previous_generation(generation) is None:
+            if self.evicted_keys.is_empty:
                 return {"cold_start": len(keys)}
-            evicted = self.evicted.count([(generation, table, key) for key in keys])
-            return {"evicted": evicted, "cold_start": len(keys) - evicted}
+            evicted_count = self.evicted_keys.count([(generation, table, key) for key in keys])
+            return {"evicted": evicted_count, "cold_start": len(keys) - evicted_count}
         count_by_absence: dict[Absence, int] = {}
         for key in keys:
             absence = self.find_reason(generation, table, key)
             count_by_absence[absence] = count_by_absence.get(absence, 0) + 1
         return count_by_absence
 
-    def is_over(self, generation: str, table: str, key: int | bytes) -> bool:
+    def has_expired(self, generation: str, table: str, key: int | bytes) -> bool:
         """True if the key was held until it expired."""
-        return not self.expired.is_empty and (generation, table, key) in self.expired
+        return not self.expired_keys.is_empty and (generation, table, key) in self.expired_keys
 
-    def _earlier(self, generation: str) -> str | None:
-        previous_flip = self._last_flip
-        if previous_flip is None:
+    def _previous_generation(self, generation: str) -> str | None:
+        last_flip = self._last_flip
+        if last_flip is None:
             return None
-        if self._timer() >= previous_flip[1]:
+        if self._timer() >= last_flip[1]:
             self._last_flip = None
             return None
-        return None if previous_flip[0] == generation else previous_flip[0]
+        return None if last_flip[0] == generation else last_flip[0]
 
 
 class LossyKeySet:
     """Set of key hashes, one per slot: a later key overwrites an earlier one, so keys are forgotten, never made up."""
 
-    def __init__(self, slots: int = EVICTED_SLOTS) -> None:
+    def __init__(self, slot_count: int = EVICTED_SLOTS) -> None:
         self.is_empty = True
-        self._slots = array("q", bytes(8 * slots))
-        self._view = np.frombuffer(self._slots, np.int64)
-        self._mask = slots - 1
+        self._hash_slots = array("q", bytes(8 * slot_count))
+        self._hash_array = np.frombuffer(self._hash_slots, np.int64)
+        self._slot_mask = slot_count - 1
 
     def note(self, key: Hashable) -> None:
         """Add a key."""
         self.is_empty = False
-        hash_ = hash(key)
-        self._slots[hash_ & self._mask] = hash_
+        key_hash = hash(key)
+        self._hash_slots[key_hash & self._slot_mask] = key_hash
 
     def note_all(self, keys: Sequence[Hashable]) -> None:
         """Add keys in order."""
@@ -332,15 +349,15 @@ class LossyKeySet:
             return
         self.is_empty = False
         hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
-        self._view[hashes & self._mask] = hashes
+        self._hash_array[hashes & self._slot_mask] = hashes
 
     def __contains__(self, key: Hashable) -> bool:
-        hash_ = hash(key)
-        return self._slots[hash_ & self._mask] == hash_
+        key_hash = hash(key)
+        return self._hash_slots[key_hash & self._slot_mask] == key_hash
 
     def count(self, keys: Sequence[Hashable]) -> int:
         """Return the number of the keys that the set contains."""
         if len(keys) < _VECTORISE_KEYS_MIN:
             return sum(map(self.__contains__, keys))
         hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
-        return int(np.count_nonzero(self._view[hashes & self._mask] == hashes))
+        return int(np.count_nonzero(self._hash_array[hashes & self._slot_mask] == hashes))

@@ -165,7 +165,7 @@ for _reason in MissReason:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SnapshotView:
     """Fields of a snapshot that a read needs, captured once per request."""
 
     generation: str
@@ -206,22 +206,28 @@ class RecordKeys:
 
     def local_keys(self, generation: str) -> list[LocalKey]:
         """Return the keys in L1: plain tuples, which are equal to and hash like the named ones."""
-        named = zip(repeat(generation), repeat(self.table.name), self.keys)
-        return cast(list[LocalKey], list(named))
+        key_tuples = zip(repeat(generation), repeat(self.table.name), self.keys)
+        return cast(list[LocalKey], list(key_tuples))
 
     def select(self, indexes: Sequence[int]) -> "RecordKeys":
         """Return the record keys at `indexes`, as columns."""
         if len(indexes) == len(self.keys):
             return self
         keys = [self.keys[index] for index in indexes]
-        at = np.array(indexes, np.intp)
-        return RecordKeys(self.table, keys, self.fingerprints[at], self.positions[at], self.digest)
+        index_array = np.array(indexes, np.intp)
+        return RecordKeys(
+            self.table,
+            keys,
+            self.fingerprints[index_array],
+            self.positions[index_array],
+            self.digest,
+        )
 
     def record_key_at(self, index: int) -> RecordKey:
         """Return the record key at `index`."""
-        print_, position = int(self.fingerprints[index]), int(self.positions[index])
+        fingerprint, position = int(self.fingerprints[index]), int(self.positions[index])
         digest = self.digest if position >= 0 else None
-        return RecordKey(self.table, self.keys[index], print_, position, digest)
+        return RecordKey(self.table, self.keys[index], fingerprint, position, digest)
 
 
 class Hit(NamedTuple):
@@ -232,7 +238,7 @@ class Hit(NamedTuple):
 
     record: bytes
     tier: Tier
-    live: bool
+    is_live: bool
     expires_at: float | None
     reason: MissReason | None = None
 
@@ -284,12 +290,12 @@ def judge_entry(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
 
 def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> Entry | Miss:
     """Convert an overlay requested at `asked_at` (monotonic) to an entry, or to the reason of a miss."""
-    unpacked = unpack_overlay(record_key.table.layout, overlay.payload)
-    if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
+    record_and_digest = unpack_overlay(record_key.table.layout, overlay.payload)
+    if record_and_digest is None or peek_format(record_and_digest[0]) != RECORD_FORMAT:
         return MISS_BY_REASON[MissReason.CORRUPT]
     if overlay.ttl_s <= 0:
         return MISS_BY_REASON[MissReason.EXPIRED]
-    record, digest = unpacked
+    record, digest = record_and_digest
     if peek_fingerprint(record) != record_key.fingerprint:
         return MISS_BY_REASON[MissReason.CORRUPT]
     return Entry(record, record_key.fingerprint, digest, asked_at + overlay.ttl_s)
@@ -303,8 +309,8 @@ def is_overlay_answer(record_key: RecordKey, overlay: Overlay, asked_at: float) 
 
 def live_key(key: LocalKey, digest: bytes) -> LocalKey:
     """Return the key in L1 of a live answer to this input, kept in addition to the record of the night."""
-    raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
-    return key._replace(key=raw + digest)
+    raw_key = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
+    return key._replace(key=raw_key + digest)
 
 
 def check_live_record(record_key: RecordKey, record: bytes) -> None:
@@ -320,8 +326,8 @@ def check_live_record(record_key: RecordKey, record: bytes) -> None:
 
 def unsound_reason(record: bytes, fingerprint: int) -> MissReason:
     """Return the reason why a page's record is no answer: the night had none for this entity, or it is corrupt."""
-    absent = is_absent(record, fingerprint)
-    return MissReason.NOT_IN_GENERATION if absent else MissReason.CORRUPT
+    was_absent = is_absent(record, fingerprint)
+    return MissReason.NOT_IN_GENERATION if was_absent else MissReason.CORRUPT
 
 
 def unavailable_miss(error: TierUnavailable) -> Miss:
@@ -329,37 +335,41 @@ def unavailable_miss(error: TierUnavailable) -> Miss:
     return _MISS_BY_L2_REASON[str(error.details["reason"])]
 
 
-def reads_of(view: View, record_keys: Sequence[RecordKey]) -> list[Read]:
+def reads_of(view: SnapshotView, record_keys: Sequence[RecordKey]) -> list[Read]:
     """Return one read of L2 per record key, in order; consecutive keys of a table share its lookup."""
     reads: list[Read] = []
     table: Table | None = None
-    name, size_bytes, per_page = "", 0, 1
+    table_name, size_bytes, records_per_page = "", 0, 1
     for record_key in record_keys:
         if record_key.table is not table:
             table = record_key.table
-            name, size_bytes = table.name, table.layout.size_bytes
-            per_page, parts = table.records_per_page, table.parts
+            table_name, size_bytes = table.name, table.layout.size_bytes
+            records_per_page, parts = table.records_per_page, table.parts
             locate = view.directories[table.entity].locate
         if record_key.position < 0:
-            reads.append(OverlayRead(view.generation, name, hash_hex(record_key.key)))
+            reads.append(OverlayRead(view.generation, table_name, hash_hex(record_key.key)))
             continue
-        part, position = locate(record_key.position)
-        page, slot = divmod(position, per_page)
-        page += parts[part].first_page
-        reads.append(PageRead(view.generation, name, page, slot * size_bytes, size_bytes))
+        part_index, position = locate(record_key.position)
+        page_number, slot_in_page = divmod(position, records_per_page)
+        page_number += parts[part_index].first_page
+        reads.append(
+            PageRead(
+                view.generation, table_name, page_number, slot_in_page * size_bytes, size_bytes
+            )
+        )
     return reads
 
 
-def page_reads(view: View, record_keys: RecordKeys) -> PageReads:
+def page_reads(view: SnapshotView, record_keys: RecordKeys) -> PageReads:
     """Return the reads of the records by page and offset, one per record key."""
     table = record_keys.table
     size_bytes = table.layout.size_bytes
     first_pages = np.array([part.first_page for part in table.parts], np.int64)
     directory = view.directories[table.entity]
-    pages, offsets = directory.pages(
+    page_numbers, offsets = directory.page_locations(
         record_keys.positions, first_pages, table.records_per_page, size_bytes
     )
-    return PageReads(view.generation, table.name, pages, offsets, size_bytes)
+    return PageReads(view.generation, table.name, page_numbers, offsets, size_bytes)
 
 
 class FlightKeys:
@@ -369,64 +379,70 @@ class FlightKeys:
     """
 
     def __init__(self) -> None:
-        self._starts: dict[tuple[str, str], int] = {}
-        self._numbers = itertools.count(1)
+        self._offset_by_table: dict[tuple[str, str], int] = {}
+        self._table_numbers = itertools.count(1)
 
     def start(self, generation: str, table: str) -> int:
         """Return the table's offset for 64-bit hashes; a forgotten table gets a new one, never another table's."""
-        start = self._starts.get((generation, table))
-        if start is None:
-            if len(self._starts) >= _NUMBERED_TABLES_MAX:
-                self._starts.clear()
-            start = self._starts[generation, table] = next(self._numbers) << 64
-        return start
+        table_offset = self._offset_by_table.get((generation, table))
+        if table_offset is None:
+            if len(self._offset_by_table) >= _NUMBERED_TABLES_MAX:
+                self._offset_by_table.clear()
+            table_offset = self._offset_by_table[generation, table] = (
+                next(self._table_numbers) << 64
+            )
+        return table_offset
 
     def of(self, generation: str, record_key: RecordKey) -> FlightKey:
         """Return the key of one record."""
-        start, key = self.start(generation, record_key[0].name), record_key.key
-        return start + key if isinstance(key, int) else (start, key)
+        table_offset, key = self.start(generation, record_key[0].name), record_key.key
+        return table_offset + key if isinstance(key, int) else (table_offset, key)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of reads: every requested record is counted once, in `l1`, `l2` or one of `missed`.
+    """Counters of reads: every requested record is counted once, in `l1`, `l2_records` or one of `misses_by_reason`.
 
-    `l1` sums records found there, `records`, and ready answers, `ready`. Ready answers are counted in batches: `flush`
-    adds the pending ones.
+    `l1` sums records found there, `l1_records`, and ready answers, `ready_answers`. Ready answers are counted in
+    batches: `add_pending` adds the pending ones.
     """
 
-    records: int = 0
-    ready: int = 0
-    l2: int = 0
-    missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    l1_records: int = 0
+    ready_answers: int = 0
+    l2_records: int = 0
+    misses_by_reason: dict[MissReason, int] = field(
+        default_factory=lambda: dict.fromkeys(MissReason, 0)
+    )
     l2_reads: int = 0
-    flush: Callable[[], None] = lambda: None
+    add_pending: Callable[[], None] = lambda: None
 
     def count(self, outcomes: Sequence[ReadResult]) -> None:
         """Add one request's outcomes."""
         for outcome in outcomes:
             if type(outcome) is Miss:
-                self.missed[outcome.reason] += 1
+                self.misses_by_reason[outcome.reason] += 1
             elif outcome.tier == "l1":  # type: ignore[union-attr]
-                self.records += 1
+                self.l1_records += 1
             else:
-                self.l2 += 1
+                self.l2_records += 1
 
     def count_rows(
         self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]
     ) -> None:
         """Add rows by their tier; rows at the positions in `result_by_index` count by their outcomes."""
-        l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
-        self.l2 += l2
-        self.records += len(is_l2) - l2 - len(result_by_index)
+        l2_count = int(np.count_nonzero(is_l2)) - sum(
+            bool(is_l2[index]) for index in result_by_index
+        )
+        self.l2_records += l2_count
+        self.l1_records += len(is_l2) - l2_count - len(result_by_index)
         self.count(list(result_by_index.values()))
 
     @property
     def l1(self) -> int:
         """Number of records and ready answers from L1."""
-        return self.records + self.ready
+        return self.l1_records + self.ready_answers
 
     @property
     def total(self) -> int:
         """Number of all outcomes."""
-        return self.l1 + self.l2 + sum(self.missed.values())
+        return self.l1 + self.l2_records + sum(self.misses_by_reason.values())

@@ -15,7 +15,7 @@ from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Frames, L2Result, LeaseMark, Overlay, OverlayWrite
 from cache.l2.data_plane import DataPlane
 from cache.native import loader
-from cache.process.background_loops import BackgroundLoops, stop
+from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from cache.records import (
     RECORD_FORMAT,
     are_answers_of,
@@ -37,7 +37,7 @@ from cache.tiers.reads import (
     RecordKey,
     RecordKeys,
     Rows,
-    View,
+    SnapshotView,
     check_live_record,
     is_overlay_answer,
     judge_entry,
@@ -51,9 +51,9 @@ from cache.tiers.reads import (
 from cache.tiers.singleflight import SingleFlight
 
 WriteOverlays = Callable[[Sequence[OverlayWrite]], Awaitable[list[TierUnavailable | None]]]
-_WRITES_AT_ONCE = 256
+_WRITES_AT_ONCE_MAX = 256
 
-_WRITTEN_UNCHANGED_S = 0.001
+_UNCHANGED_LIFE_WAIT_S = 0.001
 """Seconds of waiting up to which a write keeps its original life."""
 
 T = TypeVar("T")
@@ -75,41 +75,45 @@ class TieredCache:
         timer: Callable[[], float] = time.monotonic,
         loops: BackgroundLoops | None = None,
     ) -> None:
-        self.local = local
-        self.negative = negative
+        self.local_tier = local
+        self.negative_cache = negative
         self.counters = Counters()
-        self.trace = AccessTrace()
+        self.access_trace = AccessTrace()
         self.flights: SingleFlight[FlightKey, Entry | Miss] = SingleFlight()
         self._flight_keys = FlightKeys()
-        self.writes = WriteBehind(remote.write_overlays, writes_max_bytes, timer, loops)
+        self.write_behind = WriteBehind(remote.write_overlays, writes_max_bytes, timer, loops)
         self._remote = remote
-        self._rows = RowReader(local, self.flights, self._flight_keys, remote, self.counters)
+        self._row_reader = RowReader(local, self.flights, self._flight_keys, remote, self.counters)
         self._timer = timer
 
-    def peek(self, view: View, record_key: RecordKey) -> Hit | None:
+    def peek(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Return the record if L1 has it, without awaiting; count a hit, and leave a miss to `get`."""
-        entry = self.local.get(LocalKey(view.generation, record_key.table.name, record_key.key))
+        entry = self.local_tier.get(
+            LocalKey(view.generation, record_key.table.name, record_key.key)
+        )
         if entry is None or not isinstance(
             read_result := judge_entry(entry, record_key, "l1"), Hit
         ):
             return None
-        self.counters.records += 1
-        self.trace.note_read(view.generation, record_key, read_result)
+        self.counters.l1_records += 1
+        self.access_trace.note_read(view.generation, record_key, read_result)
         return read_result
 
-    def inspect(self, view: View, record_key: RecordKey) -> Hit | None:
+    def inspect(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Return the record if L1 has it; count nothing and keep the LRU order."""
-        entry = self.local.inspect(LocalKey(view.generation, record_key.table.name, record_key.key))
+        entry = self.local_tier.inspect(
+            LocalKey(view.generation, record_key.table.name, record_key.key)
+        )
         read_result = None if entry is None else judge_entry(entry, record_key, "l1")
         return read_result if isinstance(read_result, Hit) else None
 
     async def get(
-        self, view: View, record_key: RecordKey, deadline: float | None = None
+        self, view: SnapshotView, record_key: RecordKey, deadline: float | None = None
     ) -> ReadResult:
         """Return the record or a miss; `deadline` is monotonic and this caller's own, None: L2's is enough."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         if (outcome := self._read_local(key, record_key)) is None:
-            outcome = self._judged(
+            outcome = self._judge_or_stand_in(
                 key, await self._read_one(view, key, record_key, deadline), record_key
             )
         self._count(view, (record_key,), (outcome,))
@@ -117,7 +121,7 @@ class TieredCache:
 
     async def get_many(
         self,
-        view: View,
+        view: SnapshotView,
         record_keys: Sequence[RecordKey],
         deadline: float,
         *,
@@ -134,42 +138,50 @@ class TieredCache:
             self._read_local(key, record_key)
             for key, record_key in zip(keys, record_keys, strict=True)
         ]
-        missed = [index for index, outcome in enumerate(outcomes) if outcome is None]
-        if absent := {index: (keys[index], record_keys[index]) for index in missed}:
-            entries = await self._read(view, list(absent.values()), deadline)
-            for (index, (key, record_key)), entry in zip(absent.items(), entries, strict=True):
-                outcomes[index] = self._judged(key, entry, record_key)
+        missed_indexes = [index for index, outcome in enumerate(outcomes) if outcome is None]
+        if absent_by_index := {
+            index: (keys[index], record_keys[index]) for index in missed_indexes
+        }:
+            entries = await self._read(view, list(absent_by_index.values()), deadline)
+            for (index, (key, record_key)), entry in zip(
+                absent_by_index.items(), entries, strict=True
+            ):
+                outcomes[index] = self._judge_or_stand_in(key, entry, record_key)
         results = cast(list[ReadResult], outcomes)
         if is_counted:
             self._count(view, record_keys, results)
         return results
 
-    async def get_rows(self, view: View, record_keys: RecordKeys, deadline: float | None) -> Rows:
+    async def get_rows(
+        self, view: SnapshotView, record_keys: RecordKeys, deadline: float | None
+    ) -> Rows:
         """Return rows for entities of one table that the night knows; `deadline` None: L2's own deadline is enough."""
-        rows = await self._rows.read(view, record_keys, self._within_s(deadline))
+        rows = await self._row_reader.read(view, record_keys, self._remaining_s(deadline))
         for index, outcome in rows.result_by_index.items():
             if isinstance(outcome, Miss):
                 key = LocalKey(view.generation, record_keys.table.name, record_keys.keys[index])
-                rows.result_by_index[index] = self._judged(
+                rows.result_by_index[index] = self._judge_or_stand_in(
                     key, outcome, record_keys.record_key_at(index)
                 )
         self.counters.count_rows(rows.is_l2, rows.result_by_index)
-        self.trace.note_reads(view.generation, record_keys, rows.result_by_index)
+        self.access_trace.note_reads(view.generation, record_keys, rows.result_by_index)
         return rows
 
-    async def read_overlay_again(self, view: View, record_key: RecordKey) -> Hit | None:
+    async def read_overlay_again(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Read again an answer that another process may have stored for exactly this input; keep it in L1."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         if isinstance(read_result := self._read_local(key, record_key), Hit):
             return read_result
-        self.local.discard(key)  # an answer to another input, which a read would not replace
+        self.local_tier.discard(key)  # an answer to another input, which a read would not replace
         entry = await self._read_one(view, key, record_key, None)
         if isinstance(entry, Entry):
-            self.negative.discard(key)
-        outcome = self._judged(key, entry, record_key)
+            self.negative_cache.discard(key)
+        outcome = self._judge_or_stand_in(key, entry, record_key)
         return outcome if isinstance(outcome, Hit) else None
 
-    def probe(self, view: View, record_key: RecordKey, on_reply: Callable[[bool], None]) -> None:
+    def probe(
+        self, view: SnapshotView, record_key: RecordKey, on_reply: Callable[[bool], None]
+    ) -> None:
         """Ask Redis whether it holds an answer to this input; L1 is not changed, `on_reply` gets the result."""
         self.counters.l2_reads += 1
         asked_at = self._timer()
@@ -182,7 +194,7 @@ class TieredCache:
 
     def put_live(
         self,
-        view: View,
+        view: SnapshotView,
         record_key: RecordKey,
         record: bytes,
         digest: bytes,
@@ -199,13 +211,13 @@ class TieredCache:
         entry = Entry(record, record_key.fingerprint, digest, self._timer() + ttl_s)
         if record_key.position >= 0:
             # Beside the batch record, never in its place: whoever sent nothing gets what the night computed.
-            self.local.put(live_key(key, digest), entry)
+            self.local_tier.put(live_key(key, digest), entry)
             return
-        self.local.put(key, entry)
-        self.trace.note_put(view.generation, record_key, len(record))
-        self.negative.discard(key)
+        self.local_tier.put(key, entry)
+        self.access_trace.note_put(view.generation, record_key, len(record))
+        self.negative_cache.discard(key)
         payload = pack_overlay(record, digest)
-        self.writes.put(
+        self.write_behind.put(
             OverlayWrite(
                 view.generation,
                 record_key.table.name,
@@ -216,43 +228,47 @@ class TieredCache:
             )
         )
 
-    def keep(self, view: View, record_key: RecordKey, ready: ReadyAnswer) -> None:
+    def keep(self, view: SnapshotView, record_key: RecordKey, ready_answer: ReadyAnswer) -> None:
         """Store a ready answer of the live generation in L1."""
-        self.local.keep(self.trace.attach_access(view.generation, record_key.fingerprint, ready))
+        self.local_tier.keep_ready_answer(
+            self.access_trace.attach_access(view.generation, record_key.fingerprint, ready_answer)
+        )
 
-    def discard(self, view: View, record_key: RecordKey) -> None:
+    def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
         """Remove L1's entries of this entity, whose record turned out to be damaged."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
-        self.local.discard(key)
+        self.local_tier.discard(key)
         if record_key.digest is not None:
-            self.local.discard(live_key(key, record_key.digest))
+            self.local_tier.discard(live_key(key, record_key.digest))
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """Store the overlays still queued within `timeout_s`; count the others as dropped."""
-        await self.writes.aclose(timeout_s)
+        await self.write_behind.aclose(timeout_s)
 
     def _count(
-        self, view: View, record_keys: Sequence[RecordKey], outcomes: Sequence[ReadResult]
+        self, view: SnapshotView, record_keys: Sequence[RecordKey], outcomes: Sequence[ReadResult]
     ) -> None:
         self.counters.count(outcomes)
         for record_key, outcome in zip(record_keys, outcomes, strict=True):
-            self.trace.note_read(view.generation, record_key, outcome)
+            self.access_trace.note_read(view.generation, record_key, outcome)
 
-    def _within_s(self, deadline: float | None) -> float | None:
+    def _remaining_s(self, deadline: float | None) -> float | None:
         """Return the seconds that a caller has for L2; None if L2's own deadline is enough."""
         return None if deadline is None else deadline - self._timer()
 
     def _read_local(self, key: LocalKey, record_key: RecordKey) -> ReadResult | None:
         """Return the outcome without L2; None if L2 must be read."""
-        if (entry := self.local.get(key)) is not None:
+        if (entry := self.local_tier.get(key)) is not None:
             return judge_entry(entry, record_key, "l1")
         if record_key.skips_overlay:
             return MISS_BY_REASON[MissReason.UNREAD]
-        if record_key.position < 0 and key in self.negative:
+        if record_key.position < 0 and key in self.negative_cache:
             return MISS_BY_REASON[MissReason.NEGATIVE]
         return None
 
-    def _judged(self, key: LocalKey, entry: Entry | Miss, record_key: RecordKey) -> ReadResult:
+    def _judge_or_stand_in(
+        self, key: LocalKey, entry: Entry | Miss, record_key: RecordKey
+    ) -> ReadResult:
         """Return the outcome of a read of L2; if it gave no entry, L1's live answer to this input may replace it."""
         if isinstance(entry, Entry):
             return judge_entry(entry, record_key, "l2")
@@ -262,7 +278,7 @@ class TieredCache:
             or not entry.reason.traits.allows_stand_in
         ):
             return entry
-        live_entry = self.local.get(live_key(key, record_key.digest))
+        live_entry = self.local_tier.get(live_key(key, record_key.digest))
         outcome = entry if live_entry is None else judge_entry(live_entry, record_key, "l1")
         if not isinstance(outcome, Hit):
             return entry
@@ -271,39 +287,41 @@ class TieredCache:
         return outcome._replace(reason=reason)
 
     async def _read_one(
-        self, view: View, key: LocalKey, record_key: RecordKey, deadline: float | None
+        self, view: SnapshotView, key: LocalKey, record_key: RecordKey, deadline: float | None
     ) -> Entry | Miss:
-        within_s = self._within_s(deadline)
-        if within_s is None or within_s > 0:
-            flight = self._flight_keys.of(view.generation, record_key)
+        remaining_s = self._remaining_s(deadline)
+        if remaining_s is None or remaining_s > 0:
+            flight_key = self._flight_keys.of(view.generation, record_key)
             fetch = functools.partial(self._fetch_one, view, key, record_key)
             try:
-                return await self.flights.do(flight, fetch, within_s)
+                return await self.flights.do(flight_key, fetch, remaining_s)
             except TimeoutError:
                 pass
         return MISS_BY_REASON[MissReason.L2_TIMEOUT]
 
     async def _read(
-        self, view: View, key_pairs: Sequence[tuple[LocalKey, RecordKey]], deadline: float
+        self, view: SnapshotView, key_pairs: Sequence[tuple[LocalKey, RecordKey]], deadline: float
     ) -> Sequence[Entry | Miss]:
-        within_s = self._within_s(deadline)
-        if within_s is not None and within_s <= 0:
+        remaining_s = self._remaining_s(deadline)
+        if remaining_s is not None and remaining_s <= 0:
             return [MISS_BY_REASON[MissReason.L2_TIMEOUT]] * len(key_pairs)
-        flights = [self._flight_keys.of(view.generation, record_key) for _, record_key in key_pairs]
-        by_flight = dict(zip(flights, key_pairs, strict=True))
+        flight_keys = [
+            self._flight_keys.of(view.generation, record_key) for _, record_key in key_pairs
+        ]
+        pair_by_flight = dict(zip(flight_keys, key_pairs, strict=True))
 
         def work(new: Sequence[FlightKey]) -> asyncio.Future[list[Entry | Miss]]:
-            return self._fetch(view, [by_flight[flight_key] for flight_key in new])
+            return self._fetch(view, [pair_by_flight[flight_key] for flight_key in new])
 
         try:
             # A flight ends within the tier's deadline; a caller's own, if shorter, ends nobody else's waiting.
-            async with asyncio.timeout(within_s):
-                return await self.flights.do_many(flights, work)
+            async with asyncio.timeout(remaining_s):
+                return await self.flights.do_many(flight_keys, work)
         except TimeoutError:
             return [MISS_BY_REASON[MissReason.L2_TIMEOUT]] * len(key_pairs)
 
     def _fetch(
-        self, view: View, key_pairs: Sequence[tuple[LocalKey, RecordKey]]
+        self, view: SnapshotView, key_pairs: Sequence[tuple[LocalKey, RecordKey]]
     ) -> asyncio.Future[list[Entry | Miss]]:
         self.counters.l2_reads += len(key_pairs)
         # What is left of a life is left from then on: an answer that comes late must not make it longer.
@@ -312,7 +330,7 @@ class TieredCache:
         # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
         def keep(answers: Sequence[L2Result]) -> list[Entry | Miss]:
             return [
-                self._keep(key, record_key, answer, asked_at)
+                self._keep_answer(key, record_key, answer, asked_at)
                 for (key, record_key), answer in zip(key_pairs, answers, strict=True)
             ]
 
@@ -321,16 +339,16 @@ class TieredCache:
         )
 
     def _fetch_one(
-        self, view: View, key: LocalKey, record_key: RecordKey
+        self, view: SnapshotView, key: LocalKey, record_key: RecordKey
     ) -> asyncio.Future[Entry | Miss]:
         self.counters.l2_reads += 1
         asked_at = self._timer()  # as for many
         return self._remote.submit(
             reads_of(view, (record_key,)),
-            lambda answers: self._keep(key, record_key, answers[0], asked_at),
+            lambda answers: self._keep_answer(key, record_key, answers[0], asked_at),
         )
 
-    def _keep(
+    def _keep_answer(
         self, key: LocalKey, record_key: RecordKey, answer: L2Result, asked_at: float
     ) -> Entry | Miss:
         if type(answer) is bytes:
@@ -342,34 +360,34 @@ class TieredCache:
         elif record_key.position >= 0:
             return MISS_BY_REASON[MissReason.PAGE_MISSING]
         # Written by this process while the read was under way: newer than what the read found.
-        elif (newer_entry := self.local.get(key)) is not None:
+        elif (newer_entry := self.local_tier.get(key)) is not None:
             return newer_entry
         elif answer is None:
-            self.negative.add(key)
+            self.negative_cache.add(key)
             return MISS_BY_REASON[MissReason.NOT_IN_GENERATION]
         else:
             entry = overlay_entry(record_key, cast(Overlay, answer), asked_at)
         if isinstance(entry, Entry):
-            self.local.put(key, entry)
+            self.local_tier.put(key, entry)
         return entry
 
 
 class FlightRecords(Sequence[Entry | Miss]):
     """Records of a flight of many keys: rows for its own caller, single entries for callers that joined.
 
-    `rows[i]` means nothing if `missed` has `i`.
+    `rows[i]` means nothing if `miss_by_index` has `i`.
     """
 
-    def __init__(self, rows: NDArray[Any], missed: dict[int, Miss]) -> None:
+    def __init__(self, rows: NDArray[Any], miss_by_index: dict[int, Miss]) -> None:
         self.rows = rows
-        self.missed = missed
+        self.miss_by_index = miss_by_index
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Entry | Miss:  # type: ignore[override]
-        if (missed := self.missed.get(index)) is not None:
-            return missed
+        if (miss := self.miss_by_index.get(index)) is not None:
+            return miss
         record = self.rows[index].tobytes()
         return Entry(record, peek_fingerprint(record))
 
@@ -391,82 +409,95 @@ class RowReader:
         self._remote = remote
         self._counters = counters
 
-    async def read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
-        """Return rows, one per record key, or misses; `left_s` None: L2's own deadline is enough."""
+    async def read(
+        self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None
+    ) -> Rows:
+        """Return rows, one per record key, or misses; `remaining_s` None: L2's own deadline is enough."""
         entries = (
             self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
         )
         if not any(entries):
-            return await self._read(view, record_keys, left_s)
-        absent = [index for index, entry in enumerate(entries) if entry is None]
-        if not absent:
+            return await self._read(view, record_keys, remaining_s)
+        absent_indexes = [index for index, entry in enumerate(entries) if entry is None]
+        if not absent_indexes:
             return _checked_rows(
-                record_keys, _rows_of(record_keys, [entry.record for entry in entries if entry])
+                record_keys,
+                _rows_from_records(record_keys, [entry.record for entry in entries if entry]),
             )
         hit_indexes = [index for index, entry in enumerate(entries) if entry is not None]
-        read = await self._read(view, record_keys.select(absent), left_s)
+        l2_rows = await self._read(view, record_keys.select(absent_indexes), remaining_s)
         records = np.empty(len(record_keys), record_keys.table.layout.dtype)
         _put_rows(
             records,
             hit_indexes,
-            _rows_of(record_keys, [entry.record for entry in entries if entry]),
+            _rows_from_records(record_keys, [entry.record for entry in entries if entry]),
         )
-        _put_rows(records, absent, read.records)
+        _put_rows(records, absent_indexes, l2_rows.records)
         rows = _checked_rows(record_keys, records)
-        rows.is_l2[absent] = True
-        for index, read_result in read.result_by_index.items():
-            rows.result_by_index[absent[index]] = read_result
+        rows.is_l2[absent_indexes] = True
+        for index, read_result in l2_rows.result_by_index.items():
+            rows.result_by_index[absent_indexes[index]] = read_result
         return rows
 
-    async def _read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
-        """Return rows from L2 alone; L2_TIMEOUT for all of them when `left_s` is over."""
+    async def _read(
+        self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None
+    ) -> Rows:
+        """Return rows from L2 alone; L2_TIMEOUT for all of them when `remaining_s` is over."""
 
         def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Miss]]:
             return self._fetch(view, record_keys.select(new))
 
         is_l2 = np.ones(len(record_keys), bool)
-        start = self._flight_keys.start(view.generation, record_keys.table.name)
+        flight_key_offset = self._flight_keys.start(view.generation, record_keys.table.name)
         try:
-            new, landed, entry_by_index = await self._wait(
-                list(map(start.__add__, record_keys.keys)), work, left_s
+            new, flight_result, entry_by_index = await self._wait(
+                list(map(flight_key_offset.__add__, record_keys.keys)), work, remaining_s
             )
         except TimeoutError:
-            late = dict.fromkeys(range(len(record_keys)), MISS_BY_REASON[MissReason.L2_TIMEOUT])
-            return Rows(np.zeros(len(record_keys), record_keys.table.layout.dtype), is_l2, {**late})
-        if type(landed) is not FlightRecords:
-            entry_by_index.update(zip(new, landed, strict=True))
+            timeouts = dict.fromkeys(range(len(record_keys)), MISS_BY_REASON[MissReason.L2_TIMEOUT])
+            return Rows(
+                np.zeros(len(record_keys), record_keys.table.layout.dtype), is_l2, {**timeouts}
+            )
+        if type(flight_result) is not FlightRecords:
+            entry_by_index.update(zip(new, flight_result, strict=True))
         elif len(new) == len(record_keys):
-            return Rows(landed.rows, is_l2, {**landed.missed})
-        missed: dict[int, ReadResult] = {}
-        joined: dict[int, bytes] = {}
+            return Rows(flight_result.rows, is_l2, {**flight_result.miss_by_index})
+        result_by_index: dict[int, ReadResult] = {}
+        record_by_index: dict[int, bytes] = {}
         fingerprints = record_keys.fingerprints
-        own_landed: FlightRecords | None = None
-        if type(landed) is FlightRecords:
-            own_landed = landed
-            missed = {new[index]: miss for index, miss in landed.missed.items()}
+        own_records: FlightRecords | None = None
+        if type(flight_result) is FlightRecords:
+            own_records = flight_result
+            result_by_index = {
+                new[index]: miss for index, miss in flight_result.miss_by_index.items()
+            }
         for batch_index, entry in entry_by_index.items():
             if isinstance(entry, Miss):
-                missed[batch_index] = entry
+                result_by_index[batch_index] = entry
             elif entry.fingerprint != fingerprints.item(batch_index):
-                missed[batch_index] = MISS_BY_REASON[MissReason.CORRUPT]
+                result_by_index[batch_index] = MISS_BY_REASON[MissReason.CORRUPT]
             else:
-                joined[batch_index] = entry.record
-        return Rows(_spread_rows(record_keys, own_landed, new, joined), is_l2, missed)
+                record_by_index[batch_index] = entry.record
+        return Rows(
+            _spread_rows(record_keys, own_records, new, record_by_index), is_l2, result_by_index
+        )
 
     async def _wait(
         self,
         keys: Sequence[FlightKey],
         work: Callable[[Sequence[int]], asyncio.Future[Sequence[Entry | Miss]]],
-        left_s: float | None,
+        remaining_s: float | None,
     ) -> tuple[Sequence[int], Sequence[Entry | Miss], dict[int, Entry | Miss]]:
-        if left_s is None:
+        if remaining_s is None:
             return await self._flights.do_batch(keys, work)
-        if left_s <= 0:
+        if remaining_s <= 0:
             raise TimeoutError
-        async with asyncio.timeout(left_s):
+        async with asyncio.timeout(remaining_s):
             return await self._flights.do_batch(keys, work)
 
-    def _fetch(self, view: View, record_keys: RecordKeys) -> asyncio.Future[Sequence[Entry | Miss]]:
+    def _fetch(
+        self, view: SnapshotView, record_keys: RecordKeys
+    ) -> asyncio.Future[Sequence[Entry | Miss]]:
         self._counters.l2_reads += len(record_keys)
 
         def keep(answers: Sequence[L2Result]) -> Sequence[Entry | Miss]:
@@ -479,22 +510,22 @@ class RowReader:
 
     def _fill(
         self,
-        view: View,
+        view: SnapshotView,
         record_keys: RecordKeys,
-        landed: FlightRecords,
+        flight_records: FlightRecords,
         answers: Sequence[L2Result],
     ) -> None:
-        missed = landed.missed
+        miss_by_index = flight_records.miss_by_index
         if not self._local.can_fit(record_keys.table.layout.size_bytes):
-            self._local.too_large += len(record_keys) - len(missed)
+            self._local.too_large_count += len(record_keys) - len(miss_by_index)
             return
         fingerprints, keys = (
             record_keys.fingerprints.tolist(),
             record_keys.local_keys(view.generation),
         )
         records: Sequence[Any] = answers.payloads() if isinstance(answers, Frames) else answers
-        if missed:
-            hit_indexes = [index for index in range(len(record_keys)) if index not in missed]
+        if miss_by_index:
+            hit_indexes = [index for index in range(len(record_keys)) if index not in miss_by_index]
             fingerprints = [fingerprints[index] for index in hit_indexes]
             keys, records = (
                 [keys[index] for index in hit_indexes],
@@ -503,7 +534,7 @@ class RowReader:
         self._local.fill(keys, records, fingerprints)
 
 
-def _rows_of(record_keys: RecordKeys, records: Sequence[bytes]) -> NDArray[Any]:
+def _rows_from_records(record_keys: RecordKeys, records: Sequence[bytes]) -> NDArray[Any]:
     return np.frombuffer(b"".join(records), record_keys.table.layout.dtype)
 
 
@@ -515,24 +546,28 @@ def _put_rows(records: NDArray[Any], indexes: Sequence[int], rows: NDArray[Any])
 
 def _spread_rows(
     record_keys: RecordKeys,
-    landed: FlightRecords | None,
-    new: Sequence[int],
-    joined: dict[int, bytes],
+    flight_records: FlightRecords | None,
+    new_indexes: Sequence[int],
+    record_by_index: dict[int, bytes],
 ) -> NDArray[Any]:
-    """Combine this flight's records at the indexes `new` with other flights' at theirs; zeros elsewhere."""
+    """Combine this flight's records at the indexes `new_indexes` with other flights' at theirs; zeros elsewhere."""
     dtype = record_keys.table.layout.dtype
-    indexes, rows = ([], b"") if landed is None else (list(new), landed.rows)
-    record_buffer = loader.kernels.spread(len(record_keys), dtype.itemsize, rows, indexes, joined)
+    indexes, rows = (
+        ([], b"") if flight_records is None else (list(new_indexes), flight_records.rows)
+    )
+    record_buffer = loader.kernels.spread(
+        len(record_keys), dtype.itemsize, rows, indexes, record_by_index
+    )
     return np.frombuffer(record_buffer, dtype)
 
 
 def _checked_rows(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
     """Return rows of L1 and other flights; a record with another entity's fingerprint is corrupt."""
     result_by_index: dict[int, ReadResult] = {}
-    is_own = records["fingerprint"] == record_keys.fingerprints
-    if np.count_nonzero(is_own) < len(is_own):
+    own_mask = records["fingerprint"] == record_keys.fingerprints
+    if np.count_nonzero(own_mask) < len(own_mask):
         result_by_index = dict.fromkeys(
-            np.flatnonzero(~is_own).tolist(), MISS_BY_REASON[MissReason.CORRUPT]
+            np.flatnonzero(~own_mask).tolist(), MISS_BY_REASON[MissReason.CORRUPT]
         )
     return Rows(records, np.zeros(len(record_keys), bool), result_by_index)
 
@@ -540,28 +575,29 @@ def _checked_rows(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
 def _flight_records(record_keys: RecordKeys, answers: Sequence[L2Result]) -> FlightRecords:
     """Convert answers to rows, each checked to be its entity's."""
     layout = record_keys.table.layout
-    missed: dict[int, Miss] = {}
+    miss_by_index: dict[int, Miss] = {}
     if type(answers) is Frames:
-        sound_rows = answers.sound(layout.dtype, record_keys.fingerprints, RECORD_FORMAT)
+        sound_rows = answers.checked_records(layout.dtype, record_keys.fingerprints, RECORD_FORMAT)
         if sound_rows is not None:
-            return FlightRecords(sound_rows, missed)
-        rows = answers.rows(layout.dtype)
+            return FlightRecords(sound_rows, miss_by_index)
+        rows = answers.to_records(layout.dtype)
     else:
-        blank = bytes(layout.size_bytes)
-        rows = _rows_of(
-            record_keys, [answer if isinstance(answer, bytes) else blank for answer in answers]
+        blank_record = bytes(layout.size_bytes)
+        rows = _rows_from_records(
+            record_keys,
+            [answer if isinstance(answer, bytes) else blank_record for answer in answers],
         )
         for index, answer in enumerate(answers):
             if isinstance(answer, TierUnavailable):
-                missed[index] = unavailable_miss(answer)
+                miss_by_index[index] = unavailable_miss(answer)
             elif not isinstance(answer, bytes):
-                missed[index] = MISS_BY_REASON[MissReason.PAGE_MISSING]
-    sound = are_answers_of(rows, record_keys.fingerprints)
-    if np.count_nonzero(sound) < len(sound):
-        for index in np.flatnonzero(~sound).tolist():
+                miss_by_index[index] = MISS_BY_REASON[MissReason.PAGE_MISSING]
+    sound_mask = are_answers_of(rows, record_keys.fingerprints)
+    if np.count_nonzero(sound_mask) < len(sound_mask):
+        for index in np.flatnonzero(~sound_mask).tolist():
             record, fingerprint = rows[index].tobytes(), record_keys.fingerprints.item(index)
-            missed.setdefault(index, MISS_BY_REASON[unsound_reason(record, fingerprint)])
-    return FlightRecords(rows, missed)
+            miss_by_index.setdefault(index, MISS_BY_REASON[unsound_reason(record, fingerprint)])
+    return FlightRecords(rows, miss_by_index)
 
 
 class WriteBehind:
@@ -572,7 +608,7 @@ class WriteBehind:
 
     def __init__(
         self,
-        write: WriteOverlays,
+        write_overlays: WriteOverlays,
         max_bytes: int,
         timer: Callable[[], float] = time.monotonic,
         loops: BackgroundLoops | None = None,
@@ -580,42 +616,42 @@ class WriteBehind:
         self.stored_count = 0
         self.failed_count = 0
         self.dropped_count = 0
-        self._write = write
+        self._write = write_overlays
         self._max_bytes = max_bytes
-        self._bytes = 0
+        self._queued_bytes = 0
         self._timer = timer
         self._loops = BackgroundLoops() if loops is None else loops
         self._queue: deque[tuple[OverlayWrite, float]] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self._write_task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def put(self, write: OverlayWrite) -> None:
         """Queue the write, or drop it when `max_bytes` of payload are already waiting."""
-        if self._bytes + len(write.payload) > self._max_bytes:
+        if self._queued_bytes + len(write.payload) > self._max_bytes:
             self.dropped_count += 1
             return
-        self._bytes += len(write.payload)
+        self._queued_bytes += len(write.payload)
         self._queue.append((write, self._timer() + write.ttl_s))
-        if self._task is None or self._task.done():
-            self._task = self._loops.start(
+        if self._write_task is None or self._write_task.done():
+            self._write_task = self._loops.start(
                 "write_behind", self._write_some, is_due=lambda: bool(self._queue)
             )
 
     async def aclose(self, timeout_s: float) -> None:
         """Store the queued writes within `timeout_s` and drop the others."""
-        task = self._task
+        task = self._write_task
         if task is not None:
             await asyncio.wait({task}, timeout=timeout_s)
-            await stop([task])
+            await cancel_and_wait([task])
         self.dropped_count += len(self._queue)
         self._queue.clear()
-        self._bytes = 0
+        self._queued_bytes = 0
 
     async def _write_some(self) -> None:
         """Store the oldest queued writes; an exception counts all of them as failed."""
-        writes = self._next()
+        writes = self._dequeue_writes()
         if not writes:
             return
         stored_count = 0
@@ -625,18 +661,18 @@ class WriteBehind:
             self.stored_count += stored_count
             self.failed_count += len(writes) - stored_count
 
-    def _next(self) -> list[OverlayWrite]:
+    def _dequeue_writes(self) -> list[OverlayWrite]:
         """Take some writes off the queue, with their remaining lives; drop the expired ones."""
         writes: list[OverlayWrite] = []
         now_s = self._timer()
-        for _ in range(min(_WRITES_AT_ONCE, len(self._queue))):
-            write, ends_at = self._queue.popleft()
-            self._bytes -= len(write.payload)
-            left_s = ends_at - now_s
-            if left_s <= 0:
+        for _ in range(min(_WRITES_AT_ONCE_MAX, len(self._queue))):
+            write, expires_at = self._queue.popleft()
+            self._queued_bytes -= len(write.payload)
+            remaining_life_s = expires_at - now_s
+            if remaining_life_s <= 0:
                 self.dropped_count += 1
-            elif left_s >= write.ttl_s - _WRITTEN_UNCHANGED_S:
+            elif remaining_life_s >= write.ttl_s - _UNCHANGED_LIFE_WAIT_S:
                 writes.append(write)
             else:
-                writes.append(write._replace(ttl_s=left_s))
+                writes.append(write._replace(ttl_s=remaining_life_s))
         return writes

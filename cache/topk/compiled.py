@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from cache.model.ranking import score
 from cache.model.tower import Histories
-from cache.topk.flat import ComparableItems, Top, lengths
+from cache.topk.flat import ComparableItems, TopLists, row_lengths_of
 
 K_MAX = 1000
 """Largest k of a list."""
 
 LANES = 16
 TILE_GROUPS = 32
-TILE = LANES * TILE_GROUPS
+TILE_ITEMS = LANES * TILE_GROUPS
 _PADDED_GROUPS = 4
-_STEP_TILES = 2
+_TILES_PER_STEP = 2
 _BOUND_SLACK = 1e-5
 
 _LENGTH_FLOOR = 1e-12
@@ -33,10 +33,10 @@ _LENGTH_FLOOR = 1e-12
 
 _DIMS_MAX = 16_384  # sums of code products stay within 32 bits
 _ITEMS_MAX = 1 << 31
-_PORTABLE, _AVX2, _AMX = 0, 1, 3
+_PORTABLE_LEVEL, _AVX2_LEVEL, _AMX_LEVEL = 0, 1, 3
 
 # A pair of products fits 16 bits; VNNI needs no such care.
-_LARGEST_CODES = {_PORTABLE: 127, _AVX2: 63}
+_LARGEST_CODE_BY_LEVEL = {_PORTABLE_LEVEL: 127, _AVX2_LEVEL: 63}
 
 # Between these nothing overflows, and what underflows is far below the rounding of the rest.
 _PRODUCT_LIMITS = (1e-25, 1e37)
@@ -73,67 +73,78 @@ class PackedItems:
     def of(
         cls,
         vectors: NDArray[np.float32],
-        compared: NDArray[np.float32],
-        sizes: NDArray[np.float64],
-        lengths: NDArray[np.float32] | None,
+        compared_vectors: NDArray[np.float32],
+        compared_lengths: NDArray[np.float64],
+        score_divisors: NDArray[np.float32] | None,
         largest_code: int,
-        multiple: int = 4,
+        width_multiple: int = 4,
     ) -> Self:
         """Pack the vectors for scores and those for comparison (unit vectors for cosine), float32 [items, dims].
 
-        `sizes` float64 [items] are the lengths of `compared`; `lengths` float32 [items] divide a score.
-        Codes are -largest_code to largest_code; a multiple of `multiple` per item.
+        `compared_lengths` float64 [items] are the lengths of `compared_vectors`; `score_divisors` float32 [items]
+        divide a score. Codes are -largest_code to largest_code; a multiple of `width_multiple` per item.
         """
-        items, dims = compared.shape
-        unit = 1.0 if lengths is not None else float(sizes.max(initial=0)) or 1.0
-        order = _packing_order(compared, sizes)
-        groups = -(-items // (LANES * _PADDED_GROUPS)) * _PADDED_GROUPS
-        width = -(-dims // multiple) * multiple
-        codes = np.full((groups, width // 4, LANES, 4), largest_code + 1, np.uint8)
-        scale, residual, longest = np.ones((3, groups), np.float32)
-        for start in range(0, groups, TILE_GROUPS * _STEP_TILES):
-            step = slice(start, min(start + TILE_GROUPS * _STEP_TILES, groups))
-            part = order[step.start * LANES : step.stop * LANES]
-            flat = np.zeros(((step.stop - step.start) * LANES, width))
-            np.divide(compared[part], unit, out=flat[: len(part), :dims], dtype=np.float64)
-            grouped_vectors = flat.reshape(-1, LANES, width)
+        item_count, dims = compared_vectors.shape
+        unit = 1.0 if score_divisors is not None else float(compared_lengths.max(initial=0)) or 1.0
+        packing_order = _packing_order(compared_vectors, compared_lengths)
+        group_count = -(-item_count // (LANES * _PADDED_GROUPS)) * _PADDED_GROUPS
+        padded_dims = -(-dims // width_multiple) * width_multiple
+        codes = np.full((group_count, padded_dims // 4, LANES, 4), largest_code + 1, np.uint8)
+        scale, residual, longest = np.ones((3, group_count), np.float32)
+        for start in range(0, group_count, TILE_GROUPS * _TILES_PER_STEP):
+            group_slice = slice(start, min(start + TILE_GROUPS * _TILES_PER_STEP, group_count))
+            step_ordinals = packing_order[group_slice.start * LANES : group_slice.stop * LANES]
+            step_vectors = np.zeros(((group_slice.stop - group_slice.start) * LANES, padded_dims))
+            np.divide(
+                compared_vectors[step_ordinals],
+                unit,
+                out=step_vectors[: len(step_ordinals), :dims],
+                dtype=np.float64,
+            )
+            grouped_vectors = step_vectors.reshape(-1, LANES, padded_dims)
             peaks = np.maximum(grouped_vectors.max(axis=(1, 2)), -grouped_vectors.min(axis=(1, 2)))
-            scale[step] = np.maximum(peaks, _LENGTH_FLOOR) / largest_code
-            steps = scale[step].astype(np.float64)[:, None, None]
-            longest[step] = _upper_bounds(_group_lengths(grouped_vectors))
-            rounded = np.rint(grouped_vectors / steps)
-            np.clip(rounded, -largest_code, largest_code, out=rounded)
-            grouped_vectors -= rounded * steps
-            residual[step] = _upper_bounds(_group_lengths(grouped_vectors))
-            rounded += largest_code + 1
-            shifted = rounded.astype(np.uint8)
-            codes[step] = shifted.reshape(-1, LANES, width // 4, 4).swapaxes(1, 2)
-        ordinals = np.zeros(groups * LANES, np.uint32)
-        ordinals[:items] = order
-        position_by_ordinal = np.empty(items, np.uint32)
-        position_by_ordinal[order] = np.arange(items, dtype=np.uint32)
-        tiles = np.maximum.reduceat(longest, np.arange(0, groups, TILE_GROUPS))
-        reach = np.maximum.accumulate(tiles[::-1])[::-1].copy()
+            scale[group_slice] = np.maximum(peaks, _LENGTH_FLOOR) / largest_code
+            code_steps = scale[group_slice].astype(np.float64)[:, None, None]
+            longest[group_slice] = _upper_bounds(_group_lengths(grouped_vectors))
+            rounded_codes = np.rint(grouped_vectors / code_steps)
+            np.clip(rounded_codes, -largest_code, largest_code, out=rounded_codes)
+            grouped_vectors -= rounded_codes * code_steps
+            residual[group_slice] = _upper_bounds(_group_lengths(grouped_vectors))
+            rounded_codes += largest_code + 1
+            shifted_codes = rounded_codes.astype(np.uint8)
+            codes[group_slice] = shifted_codes.reshape(-1, LANES, padded_dims // 4, 4).swapaxes(
+                1, 2
+            )
+        ordinals = np.zeros(group_count * LANES, np.uint32)
+        ordinals[:item_count] = packing_order
+        position_by_ordinal = np.empty(item_count, np.uint32)
+        position_by_ordinal[packing_order] = np.arange(item_count, dtype=np.uint32)
+        longest_by_tile = np.maximum.reduceat(longest, np.arange(0, group_count, TILE_GROUPS))
+        reach = np.maximum.accumulate(longest_by_tile[::-1])[::-1].copy()
         return cls(
-            vectors, lengths, codes, ordinals, position_by_ordinal, scale, residual, longest, reach, unit,
+            vectors, score_divisors, codes, ordinals, position_by_ordinal, scale, residual, longest, reach, unit,
             largest_code,
         )  # fmt: skip
 
-    def allowed(self, allowed: NDArray[np.bool_] | None) -> NDArray[np.uint16]:
-        """Return a bit mask of the places whose items are allowed, uint16 [groups]; `allowed` is by ordinal."""
-        bits = np.zeros(len(self.ordinals), np.bool_)
-        bits[: len(self.rank_by_ordinal)] = (
-            True if allowed is None else allowed[self.ordinals[: len(self.rank_by_ordinal)]]
+    def allowed_bits(self, allowed_mask: NDArray[np.bool_] | None) -> NDArray[np.uint16]:
+        """Return a bit mask of the places whose items are allowed, uint16 [groups]; `allowed_mask` is by ordinal."""
+        allowed_places = np.zeros(len(self.ordinals), np.bool_)
+        allowed_places[: len(self.rank_by_ordinal)] = (
+            True
+            if allowed_mask is None
+            else allowed_mask[self.ordinals[: len(self.rank_by_ordinal)]]
         )
-        return np.packbits(bits, bitorder="little").view("<u2").astype(np.uint16)
+        return np.packbits(allowed_places, bitorder="little").view("<u2").astype(np.uint16)
 
 
-def _packing_order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) -> NDArray[np.int64]:
+def _packing_order(
+    compared_vectors: NDArray[np.float32], compared_lengths: NDArray[np.float64]
+) -> NDArray[np.int64]:
     """Return ordinals by falling length; within a tile by largest component, so that a group shares its scale well."""
-    order = np.argsort(-sizes, kind="stable")
-    peaks = np.abs(compared).max(axis=1)[order]
-    tiles = np.arange(len(order)) // TILE
-    return order[np.lexsort((-peaks, tiles))]
+    length_order = np.argsort(-compared_lengths, kind="stable")
+    peaks = np.abs(compared_vectors).max(axis=1)[length_order]
+    tile_numbers = np.arange(len(length_order)) // TILE_ITEMS
+    return length_order[np.lexsort((-peaks, tile_numbers))]
 
 
 def _group_lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -172,35 +183,42 @@ class Kernel:
 
     def pack(self, compared: ComparableItems) -> PackedItems | None:
         """Pack the items; None if they exceed the limits within which the kernel is exact."""
-        items, dims = compared.vectors.shape
-        cosine = compared.metric == "cosine"
-        score_lengths = own_lengths(compared.vectors) if cosine else None
-        sizes = lengths(compared.vectors) if cosine else compared.sizes
-        if not 0 < items < _ITEMS_MAX or dims > _DIMS_MAX or not self.same_bits(dims):
+        item_count, dims = compared.vectors.shape
+        is_cosine = compared.metric == "cosine"
+        score_lengths = scored_item_lengths(compared.vectors) if is_cosine else None
+        user_like_lengths = (
+            row_lengths_of(compared.vectors) if is_cosine else compared.compared_lengths
+        )
+        if not 0 < item_count < _ITEMS_MAX or dims > _DIMS_MAX or not self.same_bits(dims):
             return None
-        if cosine and not _within(sizes, _LENGTH_LIMITS).all():
+        if is_cosine and not _within_mask(user_like_lengths, _LENGTH_LIMITS).all():
             return None
-        largest = _LARGEST_CODES.get(self.level, 127)
-        multiple = 64 if self.level == _AMX else 4
+        largest_code = _LARGEST_CODE_BY_LEVEL.get(self.level, 127)
+        width_multiple = 64 if self.level == _AMX_LEVEL else 4
         return PackedItems.of(
-            compared.vectors, compared.filtering, compared.sizes, score_lengths, largest, multiple
+            compared.vectors,
+            compared.compared_vectors,
+            compared.compared_lengths,
+            score_lengths,
+            largest_code,
+            width_multiple,
         )
 
     def top(
         self,
         packed: PackedItems,
-        users: NDArray[np.float32],
+        user_vectors: NDArray[np.float32],
         k: int,
         excluded: Histories,
         allowed: NDArray[np.uint16],
         rows: slice,
-        top_arrays: Top,
+        top_arrays: TopLists,
     ) -> None:
         """Fill `rows` of `top_arrays`; shapes are checked by `Scorer.top`, all arrays contiguous."""
-        arrays = ("vectors", "lengths", "codes", "ordinals", "rank_by_ordinal", "scale", "residual",
+        array_names = ("vectors", "lengths", "codes", "ordinals", "rank_by_ordinal", "scale", "residual",
                   "longest", "reach")  # fmt: skip
         items = _LarderItems(
-            *(_address(getattr(packed, name)) for name in arrays),
+            *(_address(getattr(packed, name)) for name in array_names),
             _address(allowed),
             len(packed.vectors),
             len(packed.scale),
@@ -211,9 +229,9 @@ class Kernel:
         )
         starts = np.ascontiguousarray(excluded.indptr[rows.start : rows.stop + 1])
         excluded_ordinals = np.ascontiguousarray(excluded.indices)
-        failed = self.library.larder_topk(
+        status_code = self.library.larder_topk(
             ctypes.byref(items),
-            _address(users[rows]),
+            _address(user_vectors[rows]),
             rows.stop - rows.start,
             _address(starts),
             _address(excluded_ordinals),
@@ -222,7 +240,7 @@ class Kernel:
             _address(top_arrays[0][rows]),
             _address(top_arrays[1][rows]),
         )
-        if failed:
+        if status_code:
             raise MemoryError(f"no memory for the candidates of {rows.stop - rows.start} users")
 
     def same_bits(self, dims: int) -> bool:
@@ -242,35 +260,42 @@ class Kernel:
 
 
 @functools.cache
-def kernel() -> Kernel | None:
+def find_kernel() -> Kernel | None:
     """Return the kernel for this processor; None if it was not built, is switched off or has no use."""
-    loaded_kernel = load(os.environ)
-    if loaded_kernel is not None and loaded_kernel.level > _PORTABLE:
+    loaded_kernel = load_kernel(os.environ)
+    if loaded_kernel is not None and loaded_kernel.level > _PORTABLE_LEVEL:
         return loaded_kernel
     _log.info("top-K without the compiled kernel: FAISS and numpy, several times slower")
     return None
 
 
-def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Kernel | None:
+def load_kernel(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Kernel | None:
     """Load the kernel in a folder at its best level; LARDER_KERNEL=off skips it, =0 to =3 sets the highest level."""
     level_setting = environ.get("LARDER_KERNEL", "auto")
     if level_setting not in ("auto", "off", "0", "1", "2", "3"):
         raise ConfigError(f"LARDER_KERNEL must be auto, off or 0 to 3, not {level_setting!r}")
-    library = None if level_setting == "off" else _library(folder)
+    library = None if level_setting == "off" else _load_library(folder)
     if library is None:
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    pointer_type, int64_type = ctypes.c_void_p, ctypes.c_int64
     library.larder_topk.argtypes = [
-        ctypes.POINTER(_LarderItems), pointer, number, pointer, pointer, number, ctypes.c_int, pointer,
-        pointer,
+        ctypes.POINTER(_LarderItems), pointer_type, int64_type, pointer_type, pointer_type, int64_type, ctypes.c_int,
+        pointer_type,
+        pointer_type,
     ]  # fmt: skip
-    library.larder_dots.argtypes = [pointer, pointer, number, number, pointer]
+    library.larder_dots.argtypes = [
+        pointer_type,
+        pointer_type,
+        int64_type,
+        int64_type,
+        pointer_type,
+    ]
     library.larder_dots.restype = None
     level = library.larder_level()
     return Kernel(library, level if level_setting == "auto" else min(level, int(level_setting)))
 
 
-def _library(folder: Path) -> ctypes.CDLL | None:
+def _load_library(folder: Path) -> ctypes.CDLL | None:
     """Load the first library that this machine can load: a copied tree may also hold one of another machine."""
     for path in [folder / f"_topk{suffix}" for suffix in EXTENSION_SUFFIXES]:
         if path.exists():
@@ -281,29 +306,33 @@ def _library(folder: Path) -> ctypes.CDLL | None:
     return None
 
 
-def fits(compared: ComparableItems, users: NDArray[np.float32]) -> NDArray[np.bool_]:
+def scores_fit_mask(
+    compared: ComparableItems, user_vectors: NDArray[np.float32]
+) -> NDArray[np.bool_]:
     """Return a mask of users float32 [n, dims] whose scores neither overflow nor underflow."""
-    return long_enough(compared, lengths(users))
+    return lengths_fit_mask(compared, row_lengths_of(user_vectors))
 
 
-def long_enough(compared: ComparableItems, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
+def lengths_fit_mask(
+    compared: ComparableItems, user_lengths: NDArray[np.float64]
+) -> NDArray[np.bool_]:
     """Return a mask of users with these lengths [n] whose scores neither overflow nor underflow."""
     if compared.metric == "cosine":
-        return _within(sizes, _LENGTH_LIMITS)
-    longest = compared.longest or 1.0
-    return _within(sizes * longest, _PRODUCT_LIMITS)
+        return _within_mask(user_lengths, _LENGTH_LIMITS)
+    longest = compared.longest_length or 1.0
+    return _within_mask(user_lengths * longest, _PRODUCT_LIMITS)
 
 
-def own_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+def scored_item_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return item lengths as `cache.model.ranking.score` computes them, float32 [items]."""
     item_lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
     return item_lengths
 
 
-def _within(values: NDArray[np.float64], limits: tuple[float, float]) -> NDArray[np.bool_]:
+def _within_mask(values: NDArray[np.float64], limits: tuple[float, float]) -> NDArray[np.bool_]:
     """Return a mask of the values that are inside the limits, or 0."""
-    inside: NDArray[np.bool_] = ((values > limits[0]) & (values < limits[1])) | (values == 0)
-    return inside
+    inside_mask: NDArray[np.bool_] = ((values > limits[0]) & (values < limits[1])) | (values == 0)
+    return inside_mask
 
 
 def _address(array: NDArray[Any] | None) -> int | None:

@@ -13,19 +13,27 @@ import faiss as faiss_module
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.ranking import Metric, pack, rank, score, top_keys, unit, unpack
+from cache.model.ranking import (
+    Metric,
+    pack_sort_keys,
+    rank,
+    score,
+    top_sort_keys,
+    unit_rows,
+    unpack_sort_keys,
+)
 from cache.model.tower import Histories
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
-Top = tuple[NDArray[np.uint32], NDArray[np.float32]]
+TopLists = tuple[NDArray[np.uint32], NDArray[np.float32]]
 
-_CHUNK_USERS = 1024
-_CHUNK_CANDIDATES = 1 << 22
-_RANK_USERS = 256
-_SCAN_ITEMS = 8192
-_SPARE = 16
-_ROUNDING = 2.0**-23
+_CHUNK_USERS_MAX = 1024
+_CHUNK_CANDIDATES_MAX = 1 << 22
+_USERS_RANKED_AT_ONCE = 256
+_ITEMS_SCANNED_AT_ONCE = 8192
+_SPARE_CANDIDATES = 16
+_FLOAT32_ROUNDING = 2.0**-23
 """Two float32 sums of d products differ by at most 2 * d * 2**-24 * |user| * |item|."""
 
 
@@ -35,42 +43,44 @@ class ComparableItems:
 
     vectors: NDArray[np.float32]
     metric: Metric
-    filtering: NDArray[np.float32]
-    sizes: NDArray[np.float64]
+    compared_vectors: NDArray[np.float32]
+    compared_lengths: NDArray[np.float64]
 
     @classmethod
     def of(cls, vectors: NDArray[np.float32], metric: Metric) -> Self:
         """Items to compare, from float32 [items, dims] in ordinal order."""
-        filtering = np.ascontiguousarray(unit(vectors) if metric == "cosine" else vectors)
-        return cls(vectors, metric, filtering, lengths(filtering))
+        filtering = np.ascontiguousarray(unit_rows(vectors) if metric == "cosine" else vectors)
+        return cls(vectors, metric, filtering, row_lengths_of(filtering))
 
     @property
-    def longest(self) -> float:
+    def longest_length(self) -> float:
         """The length of the longest compared vector."""
-        return float(self.sizes.max(initial=0))
+        return float(self.compared_lengths.max(initial=0))
 
 
-def chunks(
-    excluded: NDArray[np.int64], k: int, threads: int, shape: tuple[int, int]
+def user_chunks(
+    exclusion_counts: NDArray[np.int64], k: int, threads: int, shape: tuple[int, int]
 ) -> Iterator[tuple[NDArray[np.int64], int]]:
     """(rows, candidates to fetch): users with like numbers of exclusions together, in even parts.
 
     `shape` is [items, dims].
     """
-    members = np.argsort(excluded, kind="stable")
+    user_rows = np.argsort(exclusion_counts, kind="stable")
     start = 0
-    while start < len(members):
-        remaining_count = len(members) - start
+    while start < len(user_rows):
+        remaining_count = len(user_rows) - start
         # Smaller parts than this leave BLAS for a kernel that takes five times as long.
-        threshold = faiss.cvar.distance_compute_blas_threshold // shape[1] + 1
-        parts = max(
-            -(-remaining_count // max(_CHUNK_USERS, threshold)),
-            min(threads, remaining_count // threshold),
+        users_for_blas = faiss.cvar.distance_compute_blas_threshold // shape[1] + 1
+        part_count = max(
+            -(-remaining_count // max(_CHUNK_USERS_MAX, users_for_blas)),
+            min(threads, remaining_count // users_for_blas),
         )
-        end = start + -(-remaining_count // max(1, parts))
-        fetch = min(k + int(excluded[members[end - 1]]) + _SPARE, shape[0])
-        end = min(end, start + max(1, _CHUNK_CANDIDATES // max(1, fetch)))
-        yield members[start:end], fetch
+        end = start + -(-remaining_count // max(1, part_count))
+        candidate_count = min(
+            k + int(exclusion_counts[user_rows[end - 1]]) + _SPARE_CANDIDATES, shape[0]
+        )
+        end = min(end, start + max(1, _CHUNK_CANDIDATES_MAX // max(1, candidate_count)))
+        yield user_rows[start:end], candidate_count
         start = end
 
 
@@ -79,108 +89,145 @@ class FlatChunk:
 
     def __init__(
         self,
-        scorer: ComparableItems,
-        users: NDArray[np.float32],
+        compared_items: ComparableItems,
+        user_vectors: NDArray[np.float32],
         excluded: Histories,
         k: int,
-        fetch: int,
+        candidate_count: int,
     ) -> None:
-        self._scorer = scorer
-        self._users = users
-        self._queries = unit(users) if scorer.metric == "cosine" else users
-        self._lengths = lengths(self._queries)
+        self._compared_items = compared_items
+        self._user_vectors = user_vectors
+        self._queries = (
+            unit_rows(user_vectors) if compared_items.metric == "cosine" else user_vectors
+        )
+        self._query_lengths = row_lengths_of(self._queries)
         self._excluded = excluded
         self._k = k
-        self._fetch = fetch
+        self._candidate_count = candidate_count
 
-    def run(self) -> Top:
+    def run(self) -> TopLists:
         """Top K of the chunk's users."""
         # One OpenMP thread (a setting of the calling thread) under each of our own: its teams spin
         # at barriers, which on shared cores made two threads slower than one.
         faiss.omp_set_num_threads(1)
         products, candidates = faiss.knn(
-            self._queries, self._scorer.filtering, self._fetch, metric=faiss.METRIC_INNER_PRODUCT
+            self._queries,
+            self._compared_items.compared_vectors,
+            self._candidate_count,
+            metric=faiss.METRIC_INNER_PRODUCT,
         )
         # No item that is not a candidate scores more than this, but for rounding.
         bounds = products[:, -1].astype(np.float64)
-        if self._fetch >= len(self._scorer.vectors):
+        if self._candidate_count >= len(self._compared_items.vectors):
             bounds[:] = -np.inf
         ranked = [
-            self._settle(slice(start, start + _RANK_USERS), products, candidates, bounds)
-            for start in range(0, len(self._users), _RANK_USERS)
+            self._settle_rows(
+                slice(start, start + _USERS_RANKED_AT_ONCE), products, candidates, bounds
+            )
+            for start in range(0, len(self._user_vectors), _USERS_RANKED_AT_ONCE)
         ]
         return np.concatenate([tile_top[0] for tile_top in ranked]), np.concatenate(
             [tile_top[1] for tile_top in ranked]
         )
 
-    def _settle(
+    def _settle_rows(
         self,
         rows: slice,
         products: NDArray[np.float32],
         candidates: NDArray[np.int64],
         bounds: NDArray[np.float64],
-    ) -> Top:
+    ) -> TopLists:
         """Drop exclusions, keep K and a few, re-score, certify; scan the rows that fail."""
-        scorer, k = self._scorer, self._k
-        users, candidates = self._users[rows], candidates[rows]
-        exclusions = self._excluded.select_rows(np.arange(len(self._users))[rows])
-        filtered = np.where(
-            self._among(candidates, exclusions) | (candidates < 0), -np.inf, products[rows]
+        compared_items, k = self._compared_items, self._k
+        user_vectors, candidates = self._user_vectors[rows], candidates[rows]
+        exclusions = self._excluded.select_rows(np.arange(len(self._user_vectors))[rows])
+        filtered_products = np.where(
+            self._exclusion_mask(candidates, exclusions) | (candidates < 0), -np.inf, products[rows]
         )
-        limits = bounds[rows].copy()
-        if candidates.shape[1] > k + _SPARE:
-            candidate_columns = np.argpartition(-filtered, k + _SPARE, axis=1)
-            cut = np.take_along_axis(filtered, candidate_columns[:, k + _SPARE :][:, :1], axis=1)[
-                :, 0
-            ]
-            limits = np.maximum(limits, cut)
-            candidate_columns = candidate_columns[:, : k + _SPARE]
-            filtered = np.take_along_axis(filtered, candidate_columns, axis=1)
+        outside_maxima = bounds[rows].copy()
+        if candidates.shape[1] > k + _SPARE_CANDIDATES:
+            candidate_columns = np.argpartition(-filtered_products, k + _SPARE_CANDIDATES, axis=1)
+            cut_products = np.take_along_axis(
+                filtered_products, candidate_columns[:, k + _SPARE_CANDIDATES :][:, :1], axis=1
+            )[:, 0]
+            outside_maxima = np.maximum(outside_maxima, cut_products)
+            candidate_columns = candidate_columns[:, : k + _SPARE_CANDIDATES]
+            filtered_products = np.take_along_axis(filtered_products, candidate_columns, axis=1)
             candidates = np.take_along_axis(candidates, candidate_columns, axis=1)
-        candidates = np.where(np.isneginf(filtered), -1, candidates)
-        ordinals, scores = rank(users, scorer.vectors, candidates, None, k, metric=scorer.metric)
-        margin = (users.shape[1] + 8) * _ROUNDING * self._lengths[rows] * scorer.longest
-        if scorer.metric == "cosine":
-            margin = np.full(len(users), (users.shape[1] + 16) * _ROUNDING)
-        full = (candidates >= 0).sum(axis=1) >= k
-        certified = np.isneginf(limits) | (full & (scores[:, -1] > limits + margin))
-        for row in np.flatnonzero(~certified):
-            banned = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
-            ordinals[row], scores[row] = _scan(scorer, users[row], banned, k)
+        candidates = np.where(np.isneginf(filtered_products), -1, candidates)
+        ordinals, scores = rank(
+            user_vectors, compared_items.vectors, candidates, None, k, metric=compared_items.metric
+        )
+        rounding_margin = (
+            (user_vectors.shape[1] + 8)
+            * _FLOAT32_ROUNDING
+            * self._query_lengths[rows]
+            * compared_items.longest_length
+        )
+        if compared_items.metric == "cosine":
+            rounding_margin = np.full(
+                len(user_vectors), (user_vectors.shape[1] + 16) * _FLOAT32_ROUNDING
+            )
+        full_mask = (candidates >= 0).sum(axis=1) >= k
+        certified_mask = np.isneginf(outside_maxima) | (
+            full_mask & (scores[:, -1] > outside_maxima + rounding_margin)
+        )
+        for row in np.flatnonzero(~certified_mask):
+            excluded_ordinals = exclusions.indices[
+                exclusions.indptr[row] : exclusions.indptr[row + 1]
+            ]
+            ordinals[row], scores[row] = _rank_all_items(
+                compared_items, user_vectors[row], excluded_ordinals, k
+            )
         return ordinals, scores
 
-    def _among(self, candidates: NDArray[np.int64], exclusions: Histories) -> NDArray[np.bool_]:
-        item_count = len(self._scorer.vectors)
+    def _exclusion_mask(
+        self, candidates: NDArray[np.int64], exclusions: Histories
+    ) -> NDArray[np.bool_]:
+        item_count = len(self._compared_items.vectors)
         is_known = (exclusions.indices >= 0) & (exclusions.indices < item_count)
-        owners = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
-        banned = np.sort(owners[is_known] * item_count + exclusions.indices[is_known])
-        if not len(banned):
+        exclusion_rows = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
+        excluded_keys = np.sort(
+            exclusion_rows[is_known] * item_count + exclusions.indices[is_known]
+        )
+        if not len(excluded_keys):
             return np.zeros(candidates.shape, np.bool_)
         candidate_keys = np.arange(len(candidates))[:, None] * item_count + candidates
-        at = np.minimum(np.searchsorted(banned, candidate_keys), len(banned) - 1)
-        hit: NDArray[np.bool_] = banned[at] == candidate_keys
-        return hit
+        insertion_indexes = np.minimum(
+            np.searchsorted(excluded_keys, candidate_keys), len(excluded_keys) - 1
+        )
+        hit_mask: NDArray[np.bool_] = excluded_keys[insertion_indexes] == candidate_keys
+        return hit_mask
 
 
-def _scan(
-    scorer: ComparableItems, user: NDArray[np.float32], banned: NDArray[np.int64], k: int
-) -> Top:
+def _rank_all_items(
+    compared_items: ComparableItems,
+    user_vector: NDArray[np.float32],
+    excluded_ordinals: NDArray[np.int64],
+    k: int,
+) -> TopLists:
     """Top K of one user against every item, in tiles: for ties in masses and vectors without direction."""
-    item_count = len(scorer.vectors)
-    keys = np.empty(0, np.uint64)
-    allowed = np.ones(item_count, np.bool_)
-    allowed[banned[(banned >= 0) & (banned < item_count)]] = False
-    for start in range(0, item_count, _SCAN_ITEMS):
-        ordinals = start + np.flatnonzero(allowed[start : start + _SCAN_ITEMS])
-        scores = score(user[None], scorer.vectors, ordinals[None], scorer.metric)[0]
-        keys = top_keys(np.concatenate([keys, pack(scores, ordinals)])[None], k)[0]
-        if not user.any() and len(keys) == k:
+    item_count = len(compared_items.vectors)
+    sort_keys = np.empty(0, np.uint64)
+    allowed_mask = np.ones(item_count, np.bool_)
+    allowed_mask[excluded_ordinals[(excluded_ordinals >= 0) & (excluded_ordinals < item_count)]] = (
+        False
+    )
+    for start in range(0, item_count, _ITEMS_SCANNED_AT_ONCE):
+        ordinals = start + np.flatnonzero(allowed_mask[start : start + _ITEMS_SCANNED_AT_ONCE])
+        scores = score(
+            user_vector[None], compared_items.vectors, ordinals[None], compared_items.metric
+        )[0]
+        sort_keys = top_sort_keys(
+            np.concatenate([sort_keys, pack_sort_keys(scores, ordinals)])[None], k
+        )[0]
+        if not user_vector.any() and len(sort_keys) == k:
             break  # every score is zero: the first k ordinals are the answer
-    top_lists = unpack(keys[None], k)
+    top_lists = unpack_sort_keys(sort_keys[None], k)
     return top_lists[0][0], top_lists[1][0]
 
 
-def lengths(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
+def row_lengths_of(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
     """Euclidean lengths of the rows, summed in float64."""
     row_lengths: NDArray[np.float64] = np.sqrt(
         np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)

@@ -16,8 +16,8 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
 from cache.records import NO_ITEM
-from cache.topk.compiled import K_MAX, Kernel, PackedItems, fits, kernel
-from cache.topk.flat import ComparableItems, FlatChunk, Top, chunks
+from cache.topk.compiled import K_MAX, Kernel, PackedItems, find_kernel, scores_fit_mask
+from cache.topk.flat import ComparableItems, FlatChunk, TopLists, user_chunks
 
 _SLAB_USERS = 1024
 _LEAST_USERS = 256
@@ -37,7 +37,7 @@ class AnyScorer(Protocol):
         allowed: NDArray[np.bool_] | None = None,
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
-    ) -> Top:
+    ) -> TopLists:
         """Top K of each user: (ordinals uint32 [n, k], scores float32 [n, k]), as `Scorer.top` gives them."""
 
 
@@ -45,8 +45,8 @@ class AnyScorer(Protocol):
 class Scorer:
     """Items ready to be searched exactly: made once, used for every shard."""
 
-    compared: ComparableItems
-    compiled: tuple[Kernel, PackedItems] | None
+    compared_items: ComparableItems
+    kernel_and_items: tuple[Kernel, PackedItems] | None
 
     @classmethod
     def of(
@@ -63,10 +63,10 @@ class Scorer:
         item_vectors = np.asarray(vectors)  # a memory map's own class is slow to index
         _check_shape("items", item_vectors, None)
         _check_values("items", item_vectors)
-        compared = ComparableItems.of(np.ascontiguousarray(item_vectors), metric)
-        usable_kernel = kernel() if engine is True else engine
-        packed = usable_kernel.pack(compared) if usable_kernel else None
-        return cls(compared, (usable_kernel, packed) if usable_kernel and packed else None)
+        compared_items = ComparableItems.of(np.ascontiguousarray(item_vectors), metric)
+        usable_kernel = find_kernel() if engine is True else engine
+        packed_items = usable_kernel.pack(compared_items) if usable_kernel else None
+        return cls(compared_items, (usable_kernel, packed_items) if usable_kernel and packed_items else None)
 
     def top(
         self,
@@ -77,7 +77,7 @@ class Scorer:
         allowed: NDArray[np.bool_] | None = None,
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
-    ) -> Top:
+    ) -> TopLists:
         """(ordinals uint32 [n, k], scores float32 [n, k]) for finite users float32 [n, dims].
 
         `excluded` holds ordinals per user (unknown ones are -1), `allowed` bool [items] says which
@@ -85,139 +85,139 @@ class Scorer:
         NO_ITEM and 0. `progress` is told how many users each step finished. Memory beside the result
         does not depend on the number of users. Raises ConfigError for anything of another shape.
         """
-        users, exclusions = checked(self.compared, users, k, excluded, allowed)
+        users, exclusions = check_arguments(self.compared_items, users, k, excluded, allowed)
         report_progress = progress or (lambda _: None)
-        count = threads or usable_cores()
-        if self.compiled is None:
-            return self._flat(users, k, exclusions, allowed, count, report_progress)
-        fit = fits(self.compared, users)
-        if fit.all():
-            return self._by_kernel(users, k, exclusions, allowed, count, report_progress)
+        thread_count = threads or usable_cores()
+        if self.kernel_and_items is None:
+            return self._flat(users, k, exclusions, allowed, thread_count, report_progress)
+        fits_kernel_mask = scores_fit_mask(self.compared_items, users)
+        if fits_kernel_mask.all():
+            return self._by_kernel(users, k, exclusions, allowed, thread_count, report_progress)
         ordinals, scores = (
             np.empty((len(users), k), np.uint32),
             np.empty((len(users), k), "f4"),
         )
-        for method, user_mask in ((self._by_kernel, fit), (self._flat, ~fit)):
+        for method, user_mask in ((self._by_kernel, fits_kernel_mask), (self._flat, ~fits_kernel_mask)):
             rows = np.flatnonzero(user_mask)
-            part = method(
-                users[rows], k, exclusions.select_rows(rows), allowed, count, report_progress
+            part_lists = method(
+                users[rows], k, exclusions.select_rows(rows), allowed, thread_count, report_progress
             )
-            ordinals[rows], scores[rows] = part
+            ordinals[rows], scores[rows] = part_lists
         return ordinals, scores
 
     def _by_kernel(
         self,
-        users: NDArray[np.float32],
+        user_vectors: NDArray[np.float32],
         k: int,
         exclusions: Histories,
         allowed: NDArray[np.bool_] | None,
         threads: int,
         report_progress: Callable[[int], None],
-    ) -> Top:
-        assert self.compiled is not None  # noqa: S101 - `top` asked
-        engine, packed = self.compiled
-        bits = packed.allowed(allowed)
+    ) -> TopLists:
+        assert self.kernel_and_items is not None  # noqa: S101 - `top` asked
+        kernel, packed_items = self.kernel_and_items
+        allowed_bits = packed_items.allowed_bits(allowed)
         top_lists = (
-            np.empty((len(users), k), np.uint32),
-            np.empty((len(users), k), np.float32),
+            np.empty((len(user_vectors), k), np.uint32),
+            np.empty((len(user_vectors), k), np.float32),
         )
 
         def run(rows: slice) -> int:
-            engine.top(packed, users, k, exclusions, bits, rows, top_lists)
+            kernel.top(packed_items, user_vectors, k, exclusions, allowed_bits, rows, top_lists)
             return int(rows.stop - rows.start)
 
-        _run_all(run, slabs_of(len(users), threads), threads, report_progress)
+        _run_all(run, user_slabs(len(user_vectors), threads), threads, report_progress)
         return top_lists
 
     def _flat(
         self,
-        users: NDArray[np.float32],
+        user_vectors: NDArray[np.float32],
         k: int,
         exclusions: Histories,
         allowed: NDArray[np.bool_] | None,
         threads: int,
         report_progress: Callable[[int], None],
-    ) -> Top:
+    ) -> TopLists:
         if allowed is not None:
             return self._flat_among(
-                users, k, exclusions, np.flatnonzero(allowed), threads, report_progress
+                user_vectors, k, exclusions, np.flatnonzero(allowed), threads, report_progress
             )
-        ordinals = np.full((len(users), k), NO_ITEM, np.uint32)
-        scores = np.zeros((len(users), k), np.float32)
-        if not len(self.compared.vectors):
+        ordinals = np.full((len(user_vectors), k), NO_ITEM, np.uint32)
+        scores = np.zeros((len(user_vectors), k), np.float32)
+        if not len(self.compared_items.vectors):
             return ordinals, scores
 
         def run(part: tuple[NDArray[np.int64], int]) -> int:
             rows, fetch = part
-            chunk = FlatChunk(self.compared, users[rows], exclusions.select_rows(rows), k, fetch)
+            chunk = FlatChunk(self.compared_items, user_vectors[rows], exclusions.select_rows(rows), k, fetch)
             ordinals[rows], scores[rows] = chunk.run()
             return len(rows)
 
-        parts = chunks(np.diff(exclusions.indptr), k, threads, self.compared.vectors.shape)
-        _run_all(run, parts, threads, report_progress)
+        chunks_to_run = user_chunks(np.diff(exclusions.indptr), k, threads, self.compared_items.vectors.shape)
+        _run_all(run, chunks_to_run, threads, report_progress)
         return ordinals, scores
 
     def _flat_among(
         self,
-        users: NDArray[np.float32],
+        user_vectors: NDArray[np.float32],
         k: int,
         exclusions: Histories,
         allowed_ordinals: NDArray[np.int64],
         threads: int,
         report_progress: Callable[[int], None],
-    ) -> Top:
+    ) -> TopLists:
         """Top K among the ordinals `allowed_ordinals` (ascending, so ties fall as they would among all)."""
         allowed_scorer = Scorer.of(
-            self.compared.vectors[allowed_ordinals], self.compared.metric, engine=False
+            self.compared_items.vectors[allowed_ordinals], self.compared_items.metric, engine=False
         )
-        renamed = np.full(len(self.compared.vectors) + 1, -1)
-        renamed[allowed_ordinals] = np.arange(len(allowed_ordinals))
-        is_item_ordinal = (exclusions.indices >= 0) & (exclusions.indices < len(renamed) - 1)
-        indices = renamed[np.where(is_item_ordinal, exclusions.indices, -1)]
+        new_ordinals = np.full(len(self.compared_items.vectors) + 1, -1)
+        new_ordinals[allowed_ordinals] = np.arange(len(allowed_ordinals))
+        is_item_ordinal = (exclusions.indices >= 0) & (exclusions.indices < len(new_ordinals) - 1)
+        indices = new_ordinals[np.where(is_item_ordinal, exclusions.indices, -1)]
         ordinals, scores = allowed_scorer._flat(
-            users, k, Histories(exclusions.indptr, indices), None, threads, report_progress
+            user_vectors, k, Histories(exclusions.indptr, indices), None, threads, report_progress
         )
-        names = np.append(allowed_ordinals, NO_ITEM).astype(np.uint32)
-        return names[np.minimum(ordinals, len(allowed_ordinals))], scores
+        old_ordinals = np.append(allowed_ordinals, NO_ITEM).astype(np.uint32)
+        return old_ordinals[np.minimum(ordinals, len(allowed_ordinals))], scores
 
 
-def checked(
+def check_arguments(
     compared: ComparableItems,
-    users: NDArray[np.float32],
+    user_vectors: NDArray[np.float32],
     k: int,
     excluded: Histories | None,
     allowed: NDArray[np.bool_] | None,
     *,
-    values: bool = True,
+    check_finite: bool = True,
 ) -> tuple[NDArray[np.float32], Histories]:
     """Return contiguous user vectors and each user's exclusions; raise ConfigError for arguments that do not fit.
 
-    Whether users are finite is looked at only with `values`.
+    Whether users are finite is looked at only with `check_finite`.
     """
     if not 1 <= k <= K_MAX:
         raise ConfigError(f"k must be 1 to {K_MAX}, not {k}", k=k)
     items, dims = compared.vectors.shape
-    users = np.ascontiguousarray(users)
-    _check_shape("users", users, dims)
-    if values:
-        _check_values("users", users)
-    exclusions = Histories.of([()] * len(users)) if excluded is None else excluded
-    _check_histories(exclusions, len(users))
+    user_vectors = np.ascontiguousarray(user_vectors)
+    _check_shape("users", user_vectors, dims)
+    if check_finite:
+        _check_values("users", user_vectors)
+    exclusions = Histories.of([()] * len(user_vectors)) if excluded is None else excluded
+    _check_histories(exclusions, len(user_vectors))
     _check_allowed(allowed, items)
-    return users, exclusions
+    return user_vectors, exclusions
 
 
-def slabs_of(users: int, threads: int) -> Iterator[slice]:
+def user_slabs(user_count: int, threads: int) -> Iterator[slice]:
     """Rows for one thread at a time, fewer towards the end, so that the threads end together.
 
     Guided self-scheduling (Polychronopoulos and Kuck, IEEE Trans. Computers 1987), in half its steps.
     """
-    min_slab_users = min(_LEAST_USERS, -(-users // threads))
+    min_slab_users = min(_LEAST_USERS, -(-user_count // threads))
     start = 0
-    while start < users:
-        step = max(min_slab_users, min(_SLAB_USERS, (users - start) // (2 * threads)))
-        yield slice(start, min(start + step, users))
-        start += step
+    while start < user_count:
+        slab_users = max(min_slab_users, min(_SLAB_USERS, (user_count - start) // (2 * threads)))
+        yield slice(start, min(start + slab_users, user_count))
+        start += slab_users
 
 
 def _run_all(
@@ -247,10 +247,10 @@ def _check_shape(name: str, vectors: NDArray[np.float32], dims: int | None) -> N
 
 def _check_values(name: str, vectors: NDArray[np.float32]) -> None:
     # A sum of squares is finite only if all are; the rare sum that overflows is looked at closely.
-    flat = vectors.reshape(-1)
+    flat_numbers = vectors.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
-        suspect = not np.isfinite(np.dot(flat, flat))
-    if suspect:
+        is_suspect = not np.isfinite(np.dot(flat_numbers, flat_numbers))
+    if is_suspect:
         nonfinite_rows = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(nonfinite_rows):
             raise ConfigError(
@@ -259,15 +259,15 @@ def _check_values(name: str, vectors: NDArray[np.float32]) -> None:
             )
 
 
-def _check_histories(exclusions: Histories, users: int) -> None:
-    shaped = (
-        len(exclusions) == users
+def _check_histories(exclusions: Histories, user_count: int) -> None:
+    has_shape = (
+        len(exclusions) == user_count
         and exclusions.indptr[0] == 0
         and exclusions.indptr[-1] == len(exclusions.indices)
     )
-    if not shaped or (exclusions.indptr[1:] < exclusions.indptr[:-1]).any():
+    if not has_shape or (exclusions.indptr[1:] < exclusions.indptr[:-1]).any():
         raise ConfigError(
-            f"excluded must have one history for each of {users} users, not {len(exclusions)}, with "
+            f"excluded must have one history for each of {user_count} users, not {len(exclusions)}, with "
             f"indptr rising from 0 to {len(exclusions.indices)}"
         )
     if exclusions.indptr.dtype != np.int64 or exclusions.indices.dtype != np.int64:
@@ -276,8 +276,8 @@ def _check_histories(exclusions: Histories, users: int) -> None:
         )
 
 
-def _check_allowed(allowed: NDArray[np.bool_] | None, items: int) -> None:
-    if allowed is not None and (allowed.dtype != np.bool_ or allowed.shape != (items,)):
+def _check_allowed(allowed: NDArray[np.bool_] | None, item_count: int) -> None:
+    if allowed is not None and (allowed.dtype != np.bool_ or allowed.shape != (item_count,)):
         raise ConfigError(
-            f"allowed must be bool [{items}], one per item, not {allowed.dtype} {list(allowed.shape)}"
+            f"allowed must be bool [{item_count}], one per item, not {allowed.dtype} {list(allowed.shape)}"
         )

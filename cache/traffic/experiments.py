@@ -10,24 +10,24 @@ from typing import Any, NamedTuple, Self
 import orjson
 
 from cache.errors import CorruptArtefact
-from cache.formats import EXPERIMENTS, demand, stamp, version_of
+from cache.formats import EXPERIMENTS, demand_readable, version_of, version_stamp
 from cache.store.artefacts import ArtefactStore
 from cache.store.write_once import Versioned, Versions
-from cache.traffic.split import BUCKETS, Owners, Ranges
+from cache.traffic.split import BUCKET_COUNT, BucketOwners, BucketRanges
 
-EXPERIMENT_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+EXPERIMENT_NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 """Names of experiments and arms: they are labels of metrics and names of folders."""
 
-RUNNING_MAX = 8
+RUNNING_EXPERIMENTS_MAX = 8
 """Experiments that run at once."""
 
 ARMS_MAX = 8
 """Arms of one experiment."""
 
-NAMESPACES_MAX = 8
+ARM_NAMESPACES_MAX = 8
 """Namespaces that a replica holds in addition to its own, for all experiments together."""
 
-ENDED_MAX = 64
+ENDED_EXPERIMENTS_MAX = 64
 """Ended experiments that a version lists, the latest; versions before it have them all."""
 
 EXPERIMENTS_FOLDER = "experiments"
@@ -48,7 +48,7 @@ class ExperimentArm:
     name: str
     namespace: str
     share: float
-    buckets: Ranges
+    buckets: BucketRanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Experiment:
     name: str
     salt: str
     share: float
-    buckets: Ranges
+    buckets: BucketRanges
     arms: tuple[ExperimentArm, ...]
     created_at: float
     started_at: float | None = None
@@ -80,9 +80,9 @@ class Experiment:
         return self.started_at is not None and not self.is_over
 
     @property
-    def owners(self) -> Owners:
+    def owners(self) -> BucketOwners:
         """Arm of each key, whether or not the experiment has the key."""
-        return Owners(self.salt, {arm.name: arm.buckets for arm in self.arms})
+        return BucketOwners(self.salt, {arm.name: arm.buckets for arm in self.arms})
 
     def arm(self, name: str) -> ExperimentArm | None:
         """Return the arm named `name`; None if there is none."""
@@ -98,7 +98,7 @@ class Experiments(Versioned):
 
     salt: str = ""
     holdout_share: float = 0.0
-    holdout: Ranges = ()
+    holdout: BucketRanges = ()
     experiments: tuple[Experiment, ...] = ()
 
     @property
@@ -112,9 +112,9 @@ class Experiments(Versioned):
         return tuple(experiment for experiment in self.experiments if experiment.is_running)
 
     @property
-    def owners(self) -> Owners:
+    def owners(self) -> BucketOwners:
         """Experiment of each key, by name; those that are held ready have theirs already."""
-        return Owners(
+        return BucketOwners(
             self.salt, {experiment.name: experiment.buckets for experiment in self.current}
         )
 
@@ -126,29 +126,32 @@ class Experiments(Versioned):
 
     def namespaces(self, own_namespace: str) -> tuple[str, ...]:
         """Namespaces of all arms that are not over, without one's `own_namespace`, in their order."""
-        named = [arm.namespace for experiment in self.current for arm in experiment.arms]
-        return tuple(namespace for namespace in dict.fromkeys(named) if namespace != own_namespace)
+        arm_namespaces = [arm.namespace for experiment in self.current for arm in experiment.arms]
+        return tuple(
+            namespace for namespace in dict.fromkeys(arm_namespaces) if namespace != own_namespace
+        )
 
     def to_bytes(self) -> bytes:
         """Return the value as the JSON that is stored."""
         return orjson.dumps(
-            {**stamp(EXPERIMENTS), **asdict(self)},
+            {**version_stamp(EXPERIMENTS), **asdict(self)},
             option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
         )
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Self:
+    def from_bytes(cls, experiments_bytes: bytes) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            data = orjson.loads(raw)
-            demand(EXPERIMENTS, version_of(data))
+            document = orjson.loads(experiments_bytes)
+            demand_readable(EXPERIMENTS, version_of(document))
             experiments = cls(
-                int(data["version"]),
-                str(data["salt"]),
-                float(data["holdout_share"]),
-                _ranges_from_json(data["holdout"]),
+                int(document["version"]),
+                str(document["salt"]),
+                float(document["holdout_share"]),
+                _ranges_from_json(document["holdout"]),
                 tuple(
-                    _experiment_from_json(raw_experiment) for raw_experiment in data["experiments"]
+                    _experiment_from_json(raw_experiment)
+                    for raw_experiment in document["experiments"]
                 ),
             )
             experiments._check()
@@ -158,12 +161,12 @@ class Experiments(Versioned):
 
     def _check(self) -> None:
         """Raises ValueError where a bucket would be two owners': replicas could not agree."""
-        _demand_apart([self.holdout, *(experiment.buckets for experiment in self.current)])
+        _demand_disjoint([self.holdout, *(experiment.buckets for experiment in self.current)])
         for experiment in self.current:
-            _demand_apart([arm.buckets for arm in experiment.arms])
+            _demand_disjoint([arm.buckets for arm in experiment.arms])
 
 
-def _experiment_from_json(data: Mapping[str, Any]) -> Experiment:
+def _experiment_from_json(document: Mapping[str, Any]) -> Experiment:
     arms = tuple(
         ExperimentArm(
             _checked_name(raw_arm["name"]),
@@ -171,59 +174,61 @@ def _experiment_from_json(data: Mapping[str, Any]) -> Experiment:
             float(raw_arm["share"]),
             _ranges_from_json(raw_arm["buckets"]),
         )
-        for raw_arm in data["arms"]
+        for raw_arm in document["arms"]
     )
-    started, stopped = data["started_at"], data["stopped_at"]
+    started_at, stopped_at = document["started_at"], document["stopped_at"]
     return Experiment(
-        _checked_name(data["name"]),
-        str(data["salt"]),
-        float(data["share"]),
-        _ranges_from_json(data["buckets"]),
+        _checked_name(document["name"]),
+        str(document["salt"]),
+        float(document["share"]),
+        _ranges_from_json(document["buckets"]),
         arms,
-        float(data["created_at"]),
-        None if started is None else float(started),
-        None if stopped is None else float(stopped),
-        float(data["sample"]),
+        float(document["created_at"]),
+        None if started_at is None else float(started_at),
+        None if stopped_at is None else float(stopped_at),
+        float(document["sample"]),
     )
 
 
-def _checked_name(value: object) -> str:
-    if not isinstance(value, str) or not EXPERIMENT_NAME.fullmatch(value):
-        raise ValueError(f"{value!r} is no name of an experiment or an arm")
-    return value
+def _checked_name(raw_name: object) -> str:
+    if not isinstance(raw_name, str) or not EXPERIMENT_NAME_PATTERN.fullmatch(raw_name):
+        raise ValueError(f"{raw_name!r} is no name of an experiment or an arm")
+    return raw_name
 
 
-def _ranges_from_json(value: Any) -> Ranges:
-    ranges = tuple((int(start), int(stop)) for start, stop in value)
-    if any(not 0 <= start < stop <= BUCKETS for start, stop in ranges):
-        raise ValueError(f"{value} are no ranges of {BUCKETS} buckets")
+def _ranges_from_json(json_ranges: Any) -> BucketRanges:
+    ranges = tuple((int(start), int(stop)) for start, stop in json_ranges)
+    if any(not 0 <= start < stop <= BUCKET_COUNT for start, stop in ranges):
+        raise ValueError(f"{json_ranges} are no ranges of {BUCKET_COUNT} buckets")
     return ranges
 
 
-def _demand_apart(all_ranges: list[Ranges]) -> None:
-    flat = sorted(bucket_range for ranges in all_ranges for bucket_range in ranges)
-    for (_, stop), (start, _) in pairwise(flat):
+def _demand_disjoint(all_ranges: list[BucketRanges]) -> None:
+    sorted_ranges = sorted(bucket_range for ranges in all_ranges for bucket_range in ranges)
+    for (_, stop), (start, _) in pairwise(sorted_ranges):
         if start < stop:
             raise ValueError(f"bucket {start} has two owners")
 
 
-VERSIONS = Versions(EXPERIMENTS_FOLDER, Experiments(), Experiments.from_bytes)
+EXPERIMENTS_VERSIONS = Versions(EXPERIMENTS_FOLDER, Experiments(), Experiments.from_bytes)
 
 
 def latest_experiments(store: ArtefactStore) -> Experiments:
     """The version in force."""
-    return VERSIONS.latest(store)
+    return EXPERIMENTS_VERSIONS.latest(store)
 
 
 def change_experiments(
     store: ArtefactStore, change: Callable[[Experiments], Experiments]
 ) -> Experiments:
-    """Apply `change` to the newest version and write the result; ended experiments beyond the last ENDED_MAX go."""
+    """Apply `change` to the newest version and write the result; of ended ones the last ENDED_EXPERIMENTS_MAX stay."""
 
     def apply_change(experiments: Experiments) -> Experiments:
         changed_experiments = change(experiments)
         over = [experiment for experiment in changed_experiments.experiments if experiment.is_over]
-        forgotten = sorted(over, key=lambda experiment: experiment.stopped_at or 0.0)[:-ENDED_MAX]
+        forgotten = sorted(over, key=lambda experiment: experiment.stopped_at or 0.0)[
+            :-ENDED_EXPERIMENTS_MAX
+        ]
         retained_experiments = tuple(
             experiment
             for experiment in changed_experiments.experiments
@@ -231,12 +236,12 @@ def change_experiments(
         )
         return replace(changed_experiments, experiments=retained_experiments)
 
-    return VERSIONS.change(store, apply_change)
+    return EXPERIMENTS_VERSIONS.change(store, apply_change)
 
 
-def exposure_part(hour: int, replica: str, number: int) -> str:
-    """Store path of a part of an hour (since 1970), the `number`th of a replica."""
-    return f"{EXPOSURES_FOLDER}/parts/{hour}.{replica}-{number}.json"
+def exposure_part_path(hour: int, replica: str, part_number: int) -> str:
+    """Store path of a part of an hour (since 1970), the `part_number`th of a replica."""
+    return f"{EXPOSURES_FOLDER}/parts/{hour}.{replica}-{part_number}.json"
 
 
 class RateRatio(NamedTuple):
@@ -266,9 +271,12 @@ def rate_ratio(
     if min(events, requests, base_events, base_requests) <= 0:
         return None
     ratio = (events / requests) / (base_events / base_requests)
-    variance, effect = 1 / events + 1 / base_events, RATE_RATIO_EFFECT * RATE_RATIO_EFFECT
-    spread = 1 + effect / variance
-    wide = math.sqrt(
-        variance * spread / (effect / variance) * (math.log(spread) - 2 * math.log(alpha))
+    variance, effect_variance = 1 / events + 1 / base_events, RATE_RATIO_EFFECT * RATE_RATIO_EFFECT
+    variance_ratio = 1 + effect_variance / variance
+    log_half_width = math.sqrt(
+        variance
+        * variance_ratio
+        / (effect_variance / variance)
+        * (math.log(variance_ratio) - 2 * math.log(alpha))
     )
-    return RateRatio(ratio, ratio * math.exp(-wide), ratio * math.exp(wide))
+    return RateRatio(ratio, ratio * math.exp(-log_half_width), ratio * math.exp(log_half_width))

@@ -6,42 +6,44 @@ import math
 from collections.abc import Iterable
 from typing import Self
 
-_BITS = 9
-_REGISTERS = 1 << _BITS
+_INDEX_BITS = 9
+_REGISTER_COUNT = 1 << _INDEX_BITS
 _HASH_BITS = 64
 
 # Flajolet, Fusy, Gandouet and Meunier, "HyperLogLog", 2007.
-_ALPHA = 0.7213 / (1 + 1.079 / _REGISTERS)
-_SMALL = 2.5 * _REGISTERS
+_BIAS_CORRECTION = 0.7213 / (1 + 1.079 / _REGISTER_COUNT)
+_LINEAR_COUNTING_MAX = 2.5 * _REGISTER_COUNT
 
 
 class KeySketch:
     """Sketch of the keys whose 64-bit hashes were added; its count is off by 5 % (one standard error) at most."""
 
-    def __init__(self, registers: bytes = bytes(_REGISTERS)) -> None:
+    def __init__(self, registers: bytes = bytes(_REGISTER_COUNT)) -> None:
         self._registers = bytearray(registers)
 
-    def add(self, digest: int) -> None:
+    def add(self, key_hash: int) -> None:
         """Add the 64-bit hash of a key."""
-        index, rest = digest & (_REGISTERS - 1), digest >> _BITS
-        rank = _HASH_BITS - _BITS - rest.bit_length() + 1
+        index, remaining_bits = key_hash & (_REGISTER_COUNT - 1), key_hash >> _INDEX_BITS
+        rank = _HASH_BITS - _INDEX_BITS - remaining_bits.bit_length() + 1
         if rank > self._registers[index]:
             self._registers[index] = rank
 
     @classmethod
-    def united(cls, sketches: Iterable[Self]) -> Self:
+    def unite(cls, sketches: Iterable[Self]) -> Self:
         """Return the sketch of all keys that any of these has."""
-        united = cls()
+        union = cls()
         for sketch in sketches:
-            united._registers = bytearray(map(max, united._registers, sketch._registers))
-        return united
+            union._registers = bytearray(map(max, union._registers, sketch._registers))
+        return union
 
     def count(self) -> float:
         """Estimate the number of different keys."""
-        estimate = _ALPHA * _REGISTERS**2 / sum(2.0**-rank for rank in self._registers)
-        empty = self._registers.count(0)
-        if estimate <= _SMALL and empty:
-            return _REGISTERS * math.log(_REGISTERS / empty)
+        estimate = (
+            _BIAS_CORRECTION * _REGISTER_COUNT**2 / sum(2.0**-rank for rank in self._registers)
+        )
+        empty_registers = self._registers.count(0)
+        if estimate <= _LINEAR_COUNTING_MAX and empty_registers:
+            return _REGISTER_COUNT * math.log(_REGISTER_COUNT / empty_registers)
         return estimate
 
     def to_text(self) -> str:
@@ -55,6 +57,8 @@ class KeySketch:
             registers = base64.b64decode(text, validate=True)
         except binascii.Error as error:
             raise ValueError(f"not a sketch of keys: {error}") from error
-        if len(registers) != _REGISTERS:
-            raise ValueError(f"a sketch of keys has {_REGISTERS} registers, not {len(registers)}")
+        if len(registers) != _REGISTER_COUNT:
+            raise ValueError(
+                f"a sketch of keys has {_REGISTER_COUNT} registers, not {len(registers)}"
+            )
         return cls(registers)

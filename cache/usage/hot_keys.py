@@ -11,7 +11,7 @@ from cache.l2.errors import as_unavailable
 from cache.l2.resp import SCORED_MEMBERS_SHAPE, checked_reply
 
 HOUR_S = 3_600
-LIFE_S = 2 * HOUR_S
+HOT_LIFE_S = 2 * HOUR_S
 """Seconds to the expiry, from an hour's last report: no id stays longer than three hours after it was asked for."""
 DAY_S = 86_400
 
@@ -23,22 +23,22 @@ class Window(NamedTuple):
     life_s: int
 
 
-HOT_WINDOW = Window(HOUR_S, LIFE_S)
+HOT_WINDOW = Window(HOUR_S, HOT_LIFE_S)
 COLD_WINDOW = Window(DAY_S, 2 * DAY_S)
 """Daily window, so that two nights may read it; no id stays longer than three days after it was asked for."""
 
 MEMBERS_MAX = 4_096
 """Members kept per window (hour or day); the least counted are evicted first."""
 
-READ_AT_ONCE = 256
+MEMBERS_READ_AT_ONCE = 256
 """Members in one reply: 0.1 ms of Redis, which readers wait for, and 1 to 3 ms of the event loop that reads it."""
 
-Name = tuple[str, bytes]
+EntityName = tuple[str, bytes]
 """A table and the raw id of an entity."""
 
 # One script and not a pipeline: at no moment is there more than `MEMBERS_MAX`, or an hour that does not expire. What
 # must go goes first: at maxmemory Redis refuses the rest.
-REPORT = """
+REPORT_SCRIPT = """
 local last = 3 + 2 * ARGV[3]
 for at = last + 1, #ARGV do
   redis.call('ZREM', KEYS[1], ARGV[at])
@@ -53,42 +53,44 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 class HotKeyReport(NamedTuple):
     """Request counts of a replica since its last report; `removed_names` must not be in the sketch.
 
-    `hour` is the number of the window that it counts for.
+    `window_number` is the number of the window that it counts for.
     """
 
-    hour: int
-    counts: Sequence[tuple[Name, int]]
-    removed_names: Sequence[Name] = ()
+    window_number: int
+    name_counts: Sequence[tuple[EntityName, int]]
+    removed_names: Sequence[EntityName] = ()
     window: Window = HOT_WINDOW
 
     def arguments(self) -> list[Any]:
-        """ARGV of `REPORT`."""
-        arguments: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.counts)]
-        for name, count in self.counts:
-            arguments += count, member(name)
-        return arguments + [member(name) for name in self.removed_names]
+        """ARGV of `REPORT_SCRIPT`."""
+        arguments: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.name_counts)]
+        for name, count in self.name_counts:
+            arguments += count, sketch_member_of(name)
+        return arguments + [sketch_member_of(name) for name in self.removed_names]
 
 
-def hour_of(at: float, window: Window = HOT_WINDOW) -> int:
+def window_number_of(unix_seconds: float, window: Window = HOT_WINDOW) -> int:
     """The hour (or day) that a moment (Unix seconds, Redis' clock) counts for."""
-    return int(at // window.seconds)
+    return int(unix_seconds // window.seconds)
 
 
-def member(name: Name) -> bytes:
+def sketch_member_of(name: EntityName) -> bytes:
     """Sketch member of an entity, `table:id`; no table has a colon in its name."""
     return b"%b:%b" % (name[0].encode(), name[1])
 
 
-def hottest(hours: Iterable[Sequence[bytes]]) -> list[Name]:
+def hottest_names(replies_by_window: Iterable[Sequence[bytes]]) -> list[EntityName]:
     """The names of all hours, most asked first; each hour is what ZREVRANGE WITHSCORES replied."""
-    counts: dict[bytes, float] = {}
-    for replies in hours:
+    count_by_member: dict[bytes, float] = {}
+    for replies in replies_by_window:
         # Read in pieces, between which members may have changed places: each counts once.
         for sketch_member, count in dict(zip(replies[::2], replies[1::2], strict=True)).items():
-            counts[sketch_member] = counts.get(sketch_member, 0.0) + float(count)
-    ranked = sorted(counts, key=counts.__getitem__, reverse=True)[:MEMBERS_MAX]
-    parts = [sketch_member.partition(b":") for sketch_member in ranked]
-    return [(table.decode(errors="replace"), raw) for table, _, raw in parts if raw]
+            count_by_member[sketch_member] = count_by_member.get(sketch_member, 0.0) + float(count)
+    ranked_members = sorted(count_by_member, key=count_by_member.__getitem__, reverse=True)[
+        :MEMBERS_MAX
+    ]
+    member_parts = [sketch_member.partition(b":") for sketch_member in ranked_members]
+    return [(table.decode(errors="replace"), raw_id) for table, _, raw_id in member_parts if raw_id]
 
 
 class SharedHotKeys:
@@ -99,30 +101,36 @@ class SharedHotKeys:
 
     async def add_report(self, report: HotKeyReport) -> None:
         """Add a replica's requests to the sketch of a window."""
-        keys = self._sketch_keys(report.hour, report.window)
-        await self._control.execute("EVAL", REPORT, len(keys), *keys, *report.arguments())
+        keys = self._sketch_keys(report.window_number, report.window)
+        await self._control.execute("EVAL", REPORT_SCRIPT, len(keys), *keys, *report.arguments())
 
-    async def fetch_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
+    async def fetch_names(
+        self, window_number: int, window: Window = HOT_WINDOW
+    ) -> list[EntityName]:
         """Return the most requested names of all replicas in this window and the last, hottest first.
 
-        For COLD windows these are names that no generation knew; `hour` is the window's number.
+        For COLD windows these are names that no generation knew; `window_number` is the window's number.
         """
-        return hottest([await self._members(key) for key in self._sketch_keys(hour, window)])
+        return hottest_names(
+            [await self._fetch_members(key) for key in self._sketch_keys(window_number, window)]
+        )
 
-    def _sketch_keys(self, number: int, window: Window) -> tuple[str, str]:
+    def _sketch_keys(self, window_number: int, window: Window) -> tuple[str, str]:
         """Return the keys of a window's sketch and of the one before."""
         keyspace = self._control.keyspace
-        name = keyspace.cold_names if window is COLD_WINDOW else keyspace.hot_names
-        return name(number), name(number - 1)
+        key_of_window = keyspace.cold_names if window is COLD_WINDOW else keyspace.hot_names
+        return key_of_window(window_number), key_of_window(window_number - 1)
 
-    async def _members(self, key: str) -> list[bytes]:
+    async def _fetch_members(self, key: str) -> list[bytes]:
         scored_members: list[bytes] = []
-        for start in range(0, MEMBERS_MAX, READ_AT_ONCE):
-            last = start + READ_AT_ONCE - 1
-            reply = await self._control.execute("ZREVRANGE", key, start, last, "WITHSCORES")
+        for first_rank in range(0, MEMBERS_MAX, MEMBERS_READ_AT_ONCE):
+            last_rank = first_rank + MEMBERS_READ_AT_ONCE - 1
+            reply = await self._control.execute(
+                "ZREVRANGE", key, first_rank, last_rank, "WITHSCORES"
+            )
             with as_unavailable():
-                piece = checked_reply("ZREVRANGE", reply, SCORED_MEMBERS_SHAPE)
-                scored_members += piece
-            if len(piece) < 2 * READ_AT_ONCE:
+                members_page = checked_reply("ZREVRANGE", reply, SCORED_MEMBERS_SHAPE)
+                scored_members += members_page
+            if len(members_page) < 2 * MEMBERS_READ_AT_ONCE:
                 break
         return scored_members

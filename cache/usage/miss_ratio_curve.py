@@ -11,30 +11,31 @@ _THRESHOLD_STEP = 1 << 32
 """Granularity of the threshold: the upper half of a spot decides, the lower half only tells keys apart."""
 
 _BLOCK_BITS = 7
-_BLOCK = 1 << _BLOCK_BITS
+_SLOTS_PER_BLOCK = 1 << _BLOCK_BITS
 
 
 class MissRatioCurve:
     """Estimate of the hit ratios of LRU caches with the given `capacities` (ascending), in the unit of the sizes.
 
-    A key is known by its spot, a uniform hash in [0, 2^64): it is in the sample if its spot is at most `last`. At the
-    beginning every key is; when there are more than `keys_max`, the one with the greatest spot leaves, and the
-    threshold falls to it. A distance is the touched size of the sample divided by its rate, and each read counts for as
-    many as the sample stands for. SHARDS-adj: reads that the sample has too few or too many of, compared with all,
-    count as ones of the shortest distance. Keys deeper than the largest capacity are dropped: no cache would hold them.
+    A key is known by its spot, a uniform hash in [0, 2^64): it is in the sample if its spot is at most
+    `greatest_sampled_spot`. At the beginning every key is; when there are more than `keys_max`, the one with the
+    greatest spot leaves, and the threshold falls to it. A distance is the touched size of the sample divided by its
+    rate, and each read counts for as many as the sample stands for. SHARDS-adj: reads that the sample has too few or
+    too many of, compared with all, count as ones of the shortest distance. Keys deeper than the largest capacity are
+    dropped: no cache would hold them.
     """
 
     def __init__(self, capacities: Sequence[int], keys_max: int) -> None:
-        self.last = HASH_SPACE - 1
-        self.sampled = 0
+        self.greatest_sampled_spot = HASH_SPACE - 1
+        self.sampled_reads = 0
         self._capacities = tuple(capacities)
         self._keys_max = keys_max
         self._stack = RecencyStack(keys_max)
-        self._greatest: list[int] = []  # a heap of negated spots
+        self._negated_spot_heap: list[int] = []  # a heap of negated spots
         self.rate = 1.0
         """Share of all keys that is sampled."""
-        self._hits = [0.0] * (len(capacities) + 1)
-        self._weight = self._answerable_reads = 0.0
+        self._hit_weights = [0.0] * (len(capacities) + 1)
+        self._sampled_weight = self._answerable_reads = 0.0
         self.reads = 0.0
         """Number of counted reads, aged."""
 
@@ -48,7 +49,7 @@ class MissRatioCurve:
         self._answerable_reads += hit_count
         self.reads += reads
 
-    def record_accesses(self, touches: Sequence[tuple[int, int]], slot_bytes: int = 0) -> None:
+    def record_touches(self, touches: Sequence[tuple[int, int]], slot_bytes: int = 0) -> None:
         """Record touches in order, at most `keys_max`: a key's spot and its size, to which `slot_bytes` is added.
 
         A size is negative if the key was stored, or moved, without a counted read.
@@ -57,72 +58,87 @@ class MissRatioCurve:
         stack = self._stack
         if len(touches) > stack.remaining_slots:
             self._close_up()
-        hits, capacities, touch_key = self._hits, self._capacities, stack.move_to_top
-        last, weight, weights, sampled = self.last, 1 / self.rate, 0.0, 0
-        for spot, size in touches:
+        hit_weights, capacities, move_to_top = (
+            self._hit_weights,
+            self._capacities,
+            stack.move_to_top,
+        )
+        last, weight, added_weight, sampled_count = (
+            self.greatest_sampled_spot,
+            1 / self.rate,
+            0.0,
+            0,
+        )
+        for spot, size_bytes in touches:
             if spot > last:
                 continue
-            if size < 0:
-                above = touch_key(spot, slot_bytes - size)
+            if size_bytes < 0:
+                bytes_above = move_to_top(spot, slot_bytes - size_bytes)
             else:
-                above = touch_key(spot, size + slot_bytes)
-                weights += weight
-                sampled += 1
-                if above is not None:
-                    hits[bisect_left(capacities, above * weight + size + slot_bytes)] += weight
-            if above is None:
-                heappush(self._greatest, -spot)
+                bytes_above = move_to_top(spot, size_bytes + slot_bytes)
+                added_weight += weight
+                sampled_count += 1
+                if bytes_above is not None:
+                    hit_weights[
+                        bisect_left(capacities, bytes_above * weight + size_bytes + slot_bytes)
+                    ] += weight
+            if bytes_above is None:
+                heappush(self._negated_spot_heap, -spot)
                 if len(stack) > self._keys_max:
-                    self._fall(-self._greatest[0])
-                    last, weight = self.last, 1 / self.rate
-        self.sampled += sampled
-        self._weight += weights
+                    self._lower_threshold(-self._negated_spot_heap[0])
+                    last, weight = self.greatest_sampled_spot, 1 / self.rate
+        self.sampled_reads += sampled_count
+        self._sampled_weight += added_weight
 
     def age(self, factor: float) -> None:
         """Multiply the weight of all reads so far by `factor`, in [0, 1]."""
-        self._hits = [count * factor for count in self._hits]
-        self._weight *= factor
+        self._hit_weights = [count * factor for count in self._hit_weights]
+        self._sampled_weight *= factor
         self._answerable_reads *= factor
         self.reads *= factor
 
-    def lower(self, rate: float) -> None:
+    def lower_rate(self, rate: float) -> None:
         """Lower the sampled share of keys to at most `rate`."""
         if rate < self.rate:
-            self._fall(int(rate * HASH_SPACE))
+            self._lower_threshold(int(rate * HASH_SPACE))
 
     def restart(self) -> None:
         """Forget the keys and sample all new ones; the reads so far stay counted."""
         self._stack = RecencyStack(self._keys_max)
-        self._greatest = []
-        self.last, self.rate = HASH_SPACE - 1, 1.0
+        self._negated_spot_heap = []
+        self.greatest_sampled_spot, self.rate = HASH_SPACE - 1, 1.0
 
     def hit_ratios(self) -> list[float]:
         """Return the hit ratio of all reads for each capacity; 0 before the first read."""
         if not self.reads:
             return [0.0] * len(self._capacities)
-        hits = accumulate(self._hits[:-1], initial=self._answerable_reads - self._weight)
-        next(hits)
-        return [min(1.0, max(0.0, hit_count / self.reads)) for hit_count in hits]
+        cumulative_hits = accumulate(
+            self._hit_weights[:-1], initial=self._answerable_reads - self._sampled_weight
+        )
+        next(cumulative_hits)
+        return [min(1.0, max(0.0, hit_count / self.reads)) for hit_count in cumulative_hits]
 
     def entries(self) -> list[int]:
         """Return the number of recently read keys that each capacity holds."""
         depths = [capacity * self.rate for capacity in self._capacities]
-        return [round(count / self.rate) for count in self._stack.within(depths)]
+        return [round(count / self.rate) for count in self._stack.key_counts_within(depths)]
 
-    def _fall(self, spot: int) -> None:
+    def _lower_threshold(self, spot: int) -> None:
         """Lower the threshold to the spot's multiple of `_THRESHOLD_STEP`, and forget the keys above it."""
-        self.last = max(_THRESHOLD_STEP, spot // _THRESHOLD_STEP * _THRESHOLD_STEP) - 1
-        self.rate = (self.last + 1) / HASH_SPACE
-        greatest = self._greatest
-        while greatest and -greatest[0] > self.last:
-            self._stack.forget(-heappop(greatest))
+        self.greatest_sampled_spot = (
+            max(_THRESHOLD_STEP, spot // _THRESHOLD_STEP * _THRESHOLD_STEP) - 1
+        )
+        self.rate = (self.greatest_sampled_spot + 1) / HASH_SPACE
+        negated_spots = self._negated_spot_heap
+        while negated_spots and -negated_spots[0] > self.greatest_sampled_spot:
+            self._stack.forget(-heappop(negated_spots))
 
     def _close_up(self) -> None:
         previous_count = len(self._stack)
         self._stack.close_up(self._capacities[-1] * self.rate)
         if len(self._stack) < previous_count:
-            self._greatest = [-spot for spot in self._stack]
-            heapify(self._greatest)
+            self._negated_spot_heap = [-spot for spot in self._stack]
+            heapify(self._negated_spot_heap)
 
 
 class RecencyStack:
@@ -134,67 +150,79 @@ class RecencyStack:
     """
 
     def __init__(self, keys_max: int) -> None:
-        blocks = max(2, -(-2 * keys_max // _BLOCK))
-        self._slots: dict[int, int] = {}  # oldest touch first
-        self._sizes = [0] * (blocks * _BLOCK)
-        self._blocks = [0] * blocks
-        self._next = 0
+        block_count = max(2, -(-2 * keys_max // _SLOTS_PER_BLOCK))
+        self._slot_by_key: dict[int, int] = {}  # oldest touch first
+        self._bytes_by_slot = [0] * (block_count * _SLOTS_PER_BLOCK)
+        self._bytes_by_block = [0] * block_count
+        self._next_slot = 0
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._slot_by_key)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._slots)
+        return iter(self._slot_by_key)
 
     @property
     def remaining_slots(self) -> int:
         """Number of touches until the next `close_up`."""
-        return len(self._sizes) - self._next
+        return len(self._bytes_by_slot) - self._next_slot
 
-    def move_to_top(self, key: int, size: int) -> int | None:
+    def move_to_top(self, key: int, size_bytes: int) -> int | None:
         """Move the key to the top; return the bytes that were above it, without its own, or None if it is new."""
-        slots, sizes, blocks, at = self._slots, self._sizes, self._blocks, self._next
-        slot, above = slots.pop(key, None), None
+        slot_by_key, bytes_by_slot, bytes_by_block, next_slot = (
+            self._slot_by_key,
+            self._bytes_by_slot,
+            self._bytes_by_block,
+            self._next_slot,
+        )
+        slot, bytes_above = slot_by_key.pop(key, None), None
         if slot is not None:
             block = slot >> _BLOCK_BITS
-            if block == at >> _BLOCK_BITS:
-                above = sum(sizes[slot + 1 : at])
+            if block == next_slot >> _BLOCK_BITS:
+                bytes_above = sum(bytes_by_slot[slot + 1 : next_slot])
             else:
-                above = sum(sizes[slot + 1 : (block + 1) << _BLOCK_BITS])
-                above += sum(blocks[block + 1 : (at >> _BLOCK_BITS) + 1])
-            blocks[block] -= sizes[slot]
-            sizes[slot] = 0
-        slots[key] = at
-        sizes[at] = size
-        blocks[at >> _BLOCK_BITS] += size
-        self._next = at + 1
-        return above
+                bytes_above = sum(bytes_by_slot[slot + 1 : (block + 1) << _BLOCK_BITS])
+                bytes_above += sum(bytes_by_block[block + 1 : (next_slot >> _BLOCK_BITS) + 1])
+            bytes_by_block[block] -= bytes_by_slot[slot]
+            bytes_by_slot[slot] = 0
+        slot_by_key[key] = next_slot
+        bytes_by_slot[next_slot] = size_bytes
+        bytes_by_block[next_slot >> _BLOCK_BITS] += size_bytes
+        self._next_slot = next_slot + 1
+        return bytes_above
 
     def forget(self, key: int) -> None:
         """Remove a key that is in the stack."""
-        slot = self._slots.pop(key)
-        self._blocks[slot >> _BLOCK_BITS] -= self._sizes[slot]
-        self._sizes[slot] = 0
+        slot = self._slot_by_key.pop(key)
+        self._bytes_by_block[slot >> _BLOCK_BITS] -= self._bytes_by_slot[slot]
+        self._bytes_by_slot[slot] = 0
 
     def close_up(self, depth: float) -> None:
         """Free the slots of old touches; drop keys with more than `depth` bytes above them."""
-        sizes = list(map(self._sizes.__getitem__, self._slots.values()))
-        start = 0
-        if sum(self._blocks) > depth:
-            through = list(accumulate(reversed(sizes)))
-            start = max(0, len(sizes) - bisect_right(through, depth) - 1)
-        kept_sizes = sizes[start:]
-        self._slots = dict(
-            zip(islice(self._slots, start, None), range(len(kept_sizes)), strict=True)
+        slot_bytes = list(map(self._bytes_by_slot.__getitem__, self._slot_by_key.values()))
+        first_kept_index = 0
+        if sum(self._bytes_by_block) > depth:
+            cumulative_bytes = list(accumulate(reversed(slot_bytes)))
+            first_kept_index = max(0, len(slot_bytes) - bisect_right(cumulative_bytes, depth) - 1)
+        kept_sizes = slot_bytes[first_kept_index:]
+        self._slot_by_key = dict(
+            zip(
+                islice(self._slot_by_key, first_kept_index, None),
+                range(len(kept_sizes)),
+                strict=True,
+            )
         )
-        self._sizes = kept_sizes + [0] * (len(self._sizes) - len(kept_sizes))
-        self._blocks = [
-            sum(self._sizes[at : at + _BLOCK]) for at in range(0, len(self._sizes), _BLOCK)
+        self._bytes_by_slot = kept_sizes + [0] * (len(self._bytes_by_slot) - len(kept_sizes))
+        self._bytes_by_block = [
+            sum(self._bytes_by_slot[at : at + _SLOTS_PER_BLOCK])
+            for at in range(0, len(self._bytes_by_slot), _SLOTS_PER_BLOCK)
         ]
-        self._next = len(kept_sizes)
+        self._next_slot = len(kept_sizes)
 
-    def within(self, depths: Sequence[float]) -> list[int]:
+    def key_counts_within(self, depths: Sequence[float]) -> list[int]:
         """Return the number of keys from the top that fit within each number of bytes."""
-        newest_first = [self._sizes[slot] for slot in reversed(self._slots.values())]
-        through = list(accumulate(newest_first))
-        return [bisect_right(through, depth) for depth in depths]
+        newest_first_bytes = [
+            self._bytes_by_slot[slot] for slot in reversed(self._slot_by_key.values())
+        ]
+        cumulative_bytes = list(accumulate(newest_first_bytes))
+        return [bisect_right(cumulative_bytes, depth) for depth in depths]

@@ -15,7 +15,7 @@ from typing import Self
 from cache.errors import ConfigError
 from cache.process.child_process import GuardedCommand
 from cache.process.command_line import install_command
-from cache.process.redis_server import find_server, server
+from cache.process.redis_server import find_server, join_or_start_server
 from infra.local.airflow import AirflowFailed, LocalAirflow, hold_lock
 
 DEBIAN = Path("/usr/lib/postgresql")
@@ -88,15 +88,15 @@ def postgres(state: Path) -> Iterator[str]:
         data = folder / "data"
         initdb = [*as_owner, programs / "initdb", "-D", data, "-U", "airflow", "--auth=trust"]
         initdb += ["--encoding=UTF8", "--no-locale", "--no-sync"]
-        with GuardedCommand(initdb, log=log, cwd=folder) as making:
-            _wait(making, lambda: not making.running)
+        with GuardedCommand(initdb, log_path=log, cwd=folder) as making:
+            _wait(making, lambda: not making.is_running)
             if making.returncode != 0:
-                raise ConfigError(f"initdb failed: {making.tail(5)}")
+                raise ConfigError(f"initdb failed: {making.log_tail(5)}")
         server = [*as_owner, programs / "postgres", "-D", data, "-k", folder]
         for setting in _SETTINGS:
             server += ["-c", setting]
-        with GuardedCommand(server, log=log, cwd=folder) as running:
-            _wait(running, lambda: "ready to accept connections" in running.tail())
+        with GuardedCommand(server, log_path=log, cwd=folder) as running:
+            _wait(running, lambda: "ready to accept connections" in running.log_tail())
             yield f"postgresql+psycopg2://airflow@/postgres?host={folder}"
     finally:
         _sweep(link)
@@ -123,9 +123,9 @@ def _sweep(link: Path) -> None:
 def _wait(process: GuardedCommand, condition: Callable[[], bool]) -> None:
     give_up = time.monotonic() + _START_S
     while not condition():
-        if not process.running or time.monotonic() > give_up:
+        if not process.is_running or time.monotonic() > give_up:
             raise ConfigError(
-                f"{Path(process.command[0]).name} of PostgreSQL failed: {process.tail(5)}"
+                f"{Path(process.command[0]).name} of PostgreSQL failed: {process.log_tail(5)}"
             )
         time.sleep(0.02)
 
@@ -160,7 +160,7 @@ class CeleryWorkers:
 
     def log(self, queue: str) -> str:
         """Log of a queue's worker since it was started."""
-        return self._running[queue].log.read_text("utf-8", "replace")
+        return self._running[queue].log_path.read_text("utf-8", "replace")
 
     def revive(self) -> dict[str, int | None]:
         """Restart dead workers and wait until they listen; return their queues with the exit codes.
@@ -168,7 +168,7 @@ class CeleryWorkers:
         Tasks of a dead worker are retried: Airflow misses its heartbeat. Raises AirflowFailed if a worker dies before
         it listens.
         """
-        dead = {name: worker for name, worker in self._running.items() if not worker.running}
+        dead = {name: worker for name, worker in self._running.items() if not worker.is_running}
         for worker in dead.values():
             worker.stop()
         self._start(*dead)
@@ -189,15 +189,15 @@ class CeleryWorkers:
             if f"celery@{queue_name} ready" not in self.log(queue_name)
         ]:
             worker = self._running[waiting[0]]
-            if not worker.running or time.monotonic() > give_up:
+            if not worker.is_running or time.monotonic() > give_up:
                 raise AirflowFailed(
-                    f"the worker of the queue {waiting[0]} does not listen\n{worker.tail()}"
+                    f"the worker of the queue {waiting[0]} does not listen\n{worker.log_tail()}"
                 )
             time.sleep(0.1)
 
     def _stop(self) -> None:
         for worker in self._running.values():
-            worker.cut()  # all at once
+            worker.close_pipe_end()  # all at once
         for worker in self._running.values():
             worker.stop()
 
@@ -237,7 +237,7 @@ def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[C
     lock_error = AirflowFailed(f"another command already runs Airflow in {state}")
     with (
         hold_lock(state / "celery.lock", lock_error),
-        server(folder / "broker") as broker,
+        join_or_start_server(folder / "broker") as broker,
         postgres(folder) as database,
         LocalAirflow(
             state,

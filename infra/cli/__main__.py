@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from cache.errors import LarderError
-from cache.formats import RELEASE
+from cache.formats import THIS_RELEASE
 from cache.process.command_line import printable_lines
 from infra.cli.commands import BY_NAME, SETTINGS_FILE, help_page, lacking
 
@@ -49,7 +49,7 @@ def _run(argv: list[str]) -> int:
         return 0 if argv else USAGE
     name, command_argv = argv[0], argv[1:]
     if name == "--version":
-        print(f"larder {RELEASE}")
+        print(f"larder {THIS_RELEASE}")
         return 0
     if (entry := BY_NAME.get(name)) is None:
         print(f"larder: {_unknown(name)}", file=sys.stderr)

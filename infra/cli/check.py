@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from cache.errors import BundleError, LarderError, StoreError
 from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace
 from cache.process.command_line import (
-    NOT_WELL,
+    FOUND_PROBLEM_EXIT_CODE,
     PRECOMPUTE_MODULES,
     install_command,
     json_text,
@@ -104,7 +104,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     else:
         for finding in findings:
             print(printable_lines(f"{finding.state:<9} {finding.what:<9} {finding.told}"))
-    return NOT_WELL if any(finding.state == "to do" for finding in findings) else 0
+    return FOUND_PROBLEM_EXIT_CODE if any(finding.state == "to do" for finding in findings) else 0
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -297,8 +297,8 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
     """Check the Redis of pages: its version, its missing commands, and its eviction policy."""
     from redis import AuthenticationError, RedisError
 
-    from cache.l2.errors import NO_USER
-    from cache.l2.sync_clients import masters, open_client
+    from cache.l2.errors import NO_USER_HINT
+    from cache.l2.sync_clients import open_client, primary_clients
     from cache.process.redis_server import find_server, running_server
     from precompute.cli.temporary_redis import gone_in_words
 
@@ -314,7 +314,7 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
     try:
         client = open_client(url, protocol=2, socket_timeout=REDIS_TIMEOUT_S)
         try:
-            servers = masters(client).values()
+            servers = primary_clients(client).values()
             policies = {
                 str(server.info("memory").get("maxmemory_policy", "")) for server in servers
             }
@@ -326,7 +326,7 @@ def look_at_redis(config: "NightConfig") -> CheckResult:
         finally:
             client.close()
     except AuthenticationError as error:
-        no_user = "" if urlsplit(url).username else NO_USER
+        no_user = "" if urlsplit(url).username else NO_USER_HINT
         return (
             "to do",
             f"{place_of(url)} refuses user and password: {error}; correct REDIS_URL{no_user}",
@@ -464,7 +464,7 @@ def look_at_live(_config: "NightConfig") -> CheckResult:
         return "not used", "live_provider is cpu: live models run on the processor"
     from cache.model.runtime import Accelerator
 
-    if (missing_reason := Accelerator(provider).missing()) is not None:
+    if (missing_reason := Accelerator(provider).missing_reason()) is not None:
         return (
             "to do",
             f"live models would run on the processor: {missing_reason}, or set live_provider to cpu",
@@ -477,12 +477,12 @@ def look_at_live(_config: "NightConfig") -> CheckResult:
 
 def look_at_store(config: "NightConfig") -> CheckResult:
     """Check whether the artefact store is that of Redis' pointer, and creates files exclusively."""
-    from cache.control.own_store import foreign_store
+    from cache.control.own_store import store_mismatch
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
     url = config.redis_url or (running_redis.url if running_redis else None)
-    if (mismatch := foreign_store(config, url, REDIS_TIMEOUT_S)) is not None:
+    if (mismatch := store_mismatch(config, url, REDIS_TIMEOUT_S)) is not None:
         return "to do", mismatch
     store = config.store()
     store.demand_write_once()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from cache.errors import ConfigError
-from cache.formats import RELEASE
+from cache.formats import THIS_RELEASE
 from cache.process.command_line import install_command, json_text
 
 PACKAGED = Path(__file__).parents[2] / "dags"
@@ -36,7 +36,7 @@ class DagFile:
     def text(self) -> str:
         """Text of the target: a first line that says whose it is, with a digest of the rest, then the source."""
         body = self.source.read_text()
-        return f"{_HEADER_PREFIX} of Larder {RELEASE} ({_digest(body)}): changes are overwritten.\n{body}"
+        return f"{_HEADER_PREFIX} of Larder {THIS_RELEASE} ({_digest(body)}): changes are overwritten.\n{body}"
 
     def state(self) -> State:
         """State of the target now."""

@@ -146,7 +146,11 @@ def _implicit(args: argparse.Namespace) -> "ImportReport":
     from precompute.adapters.factorisations import from_implicit
 
     return from_implicit(
-        args.model, _clicks(args), to=args.to, user_ids=args.user_ids, item_ids=args.item_ids
+        args.model,
+        _clicks(args),
+        to=args.to,
+        user_ids=args.user_ids,
+        item_ids=args.item_ids,
     )
 
 

@@ -18,7 +18,10 @@ LOOK_S = 1.0
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Run a server until stopped; return 0; raise ConfigError if it cannot be started, or one runs already."""
     argument_parser(prog).parse_args(argv)
-    from cache.process.redis_server import running_server, server  # redis-py: not for --help
+    from cache.process.redis_server import (
+        join_or_start_server,
+        running_server,
+    )  # redis-py: not for --help
 
     config = night_settings()
     if config.redis_url:
@@ -35,7 +38,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     try:
         with (
             interrupts_never_swallowed(),
-            server(state, password=secrets.token_urlsafe(24)) as running,
+            join_or_start_server(state, password=secrets.token_urlsafe(24)) as running,
         ):
             print(f"Redis runs at {place_of(running.url)}", flush=True)
             print(

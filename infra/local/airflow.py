@@ -94,14 +94,14 @@ class LocalAirflow:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.cut()  # all at once; the stack then waits for one after the other
+            process.close_pipe_end()  # all at once; the stack then waits for one after the other
         self._stack.close()
 
     def start(self, name: str, *arguments: str) -> GuardedCommand:
         """Start another Airflow program in the same environment; the caller ends it before this ends."""
         return GuardedCommand(
             [sys.executable, "-m", "airflow", *arguments],
-            log=self.home / "processes" / f"{name}.log",
+            log_path=self.home / "processes" / f"{name}.log",
             env=self._environment,
             cwd=self.home,
         )
@@ -185,7 +185,9 @@ class LocalAirflow:
     @property
     def session(self) -> int:
         """Id of the session that every task's processes belong to."""
-        return next(process.pid for process in self._processes if process.log.stem == "scheduler")
+        return next(
+            process.pid for process in self._processes if process.log_path.stem == "scheduler"
+        )
 
     def wait_new(self, dag_id: str, earlier_run_ids: tuple[str, ...]) -> str:
         """Return the first run that is not among `earlier_run_ids`, such as the one that an asset starts."""
@@ -231,10 +233,10 @@ class LocalAirflow:
     def check(self) -> None:
         """Raise AirflowFailed if one of its processes has ended."""
         for process in self._processes:
-            if not process.running:
+            if not process.is_running:
                 raise AirflowFailed(
-                    f"airflow {process.log.stem} ended by itself ({process.returncode})\n"
-                    f"{process.tail()}"
+                    f"airflow {process.log_path.stem} ended by itself ({process.returncode})\n"
+                    f"{process.log_tail()}"
                 )
 
     def _start(self) -> None:
@@ -245,9 +247,9 @@ class LocalAirflow:
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir()
         migrated = self._guard("migrate", "db", "migrate")
-        self._wait_until("the database", lambda: not migrated.running, 120.0)
+        self._wait_until("the database", lambda: not migrated.is_running, 120.0)
         if migrated.returncode != 0:
-            raise AirflowFailed(f"airflow db migrate failed\n{migrated.tail()}")
+            raise AirflowFailed(f"airflow db migrate failed\n{migrated.log_tail()}")
         port = self.url.rpartition(":")[2]
         self._processes = (
             self._guard("api-server", "api-server", "--host", "127.0.0.1", "--port", port),
@@ -281,7 +283,9 @@ class LocalAirflow:
         return answer.json()
 
     def _last_words(self) -> str:
-        return "\n".join(f"-- {process.log.stem}\n{process.tail(8)}" for process in self._processes)
+        return "\n".join(
+            f"-- {process.log_path.stem}\n{process.log_tail(8)}" for process in self._processes
+        )
 
     def _explain(self, report: RunReport, timeout_s: float) -> str:
         lines = [f"{report.dag_id} {report.run_id} is {report.state}"]

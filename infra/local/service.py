@@ -44,7 +44,7 @@ class ServiceProcess:
     def __enter__(self) -> Self:
         self.log.unlink(missing_ok=True)
         self._process = GuardedCommand(
-            self._command, log=self.log, env=self._environment, cwd=self._root
+            self._command, log_path=self.log, env=self._environment, cwd=self._root
         )
         try:
             self.url = self._announced()
@@ -59,8 +59,8 @@ class ServiceProcess:
 
     def check(self) -> None:
         """Raise ServiceFailed if the process has ended."""
-        if self._process is None or not self._process.running:
-            tail = "" if self._process is None else self._process.tail()
+        if self._process is None or not self._process.is_running:
+            tail = "" if self._process is None else self._process.log_tail()
             raise ServiceFailed(f"the service ended by itself\n{tail}")
 
     def _announced(self) -> str:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cache.errors import LarderError, SourceError
 from cache.model.tower import Tower
-from cache.model.tower_spec import Dtype, InputSpec, TowerSpec
+from cache.model.tower_spec import InputDtype, InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
 from precompute.adapters.folder import (
     BUNDLE,
@@ -86,7 +86,7 @@ precision = "f4"
 [serving]
 precision = "fp32"     # the model itself answers for ids without a row, as at night; not its smaller int8 form
 """
-_DTYPES: dict[int, Dtype] = {
+_DTYPES: dict[int, InputDtype] = {
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.INT64: "int64",
     onnx.TensorProto.INT32: "int32",

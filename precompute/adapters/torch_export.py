@@ -154,7 +154,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                 if name == "history":
                     assert histories is not None  # noqa: S101
                     dtype = str(_numpy_of(value, name))
-                    feed[name] = histories.padded(
+                    feed[name] = histories.pad_rows(
                         batch_rows, self.example.max_length, self.pad, dtype
                     )
                 elif name in _INDICES:

@@ -21,12 +21,12 @@ from cache.errors import (
     StoreError,
     UnknownGeneration,
 )
-from cache.format.manifest import CUT_CHARS, GENERATION, Artefact
-from cache.formats import FIELD, FORMATS, STAGES, demand, stamp
+from cache.format.manifest import CUT_CHARS, GENERATION_PATTERN, Artefact
+from cache.formats import FORMAT_FIELD, FORMATS, STAGES, demand_readable, version_stamp
 from cache.store.artefacts import (
     COPY_IDLE_S,
     ArtefactStore,
-    describe,
+    describe_file,
     generation_path,
     write_atomically,
 )
@@ -92,11 +92,11 @@ class Build:
 
     def describe(self, name: str) -> Artefact:
         """Return the manifest entry of a finished file."""
-        return describe(self.root, name)
+        return describe_file(self.root, name)
 
     def report(self, name: ReportName[ReportT], value: ReportT) -> None:
         """Finish a step: its report is written last, so it proves that the files before it are complete."""
-        write_json(self.path(f"work/{name}.json"), {**value, **stamp(STAGES)})
+        write_json(self.path(f"work/{name}.json"), {**value, **version_stamp(STAGES)})
         self.finish(f"work/{name}.json")
 
     def read_report(self, name: ReportName[ReportT]) -> ReportT | None:
@@ -105,7 +105,9 @@ class Build:
         if raw is None:
             return None
         report = orjson.loads(raw)
-        demand(STAGES, report.pop(FIELD, 1), f"work/{name}.json of {self.generation}")
+        demand_readable(
+            STAGES, report.pop(FORMAT_FIELD, 1), f"work/{name}.json of {self.generation}"
+        )
         return cast(ReportT, report)
 
     def need(self, name: ReportName[ReportT]) -> ReportT:
@@ -218,7 +220,7 @@ def newer_live(releases: Releases, cut: datetime, *, is_chosen: bool) -> str | N
             "published after this one; give a time that has passed",
             field="data_until",
         )
-    live = releases.ledger().live
+    live = releases.ledger().live_generation
     if live is None or f"{cut:{CUT_FORMAT}}" >= live[:CUT_CHARS]:
         return None
     if is_chosen:
@@ -290,7 +292,7 @@ def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) 
     except (LarderError, OSError):
         return  # the store does not answer: the error itself is what can be told
     is_retired = bool(records) and records[-1].action == "retire"
-    if is_retired and GENERATION.fullmatch(
+    if is_retired and GENERATION_PATTERN.fullmatch(
         records[-1].attempt
     ):  # by a night: any other retirement is a person's
         newer_generation = records[-1].attempt

@@ -15,7 +15,7 @@ from typing import Final
 import orjson
 
 from cache.errors import LarderError
-from cache.store.night_failure import FILE, NightFailure, last_failure
+from cache.store.night_failure import NIGHT_FAILURE_PATH, NightFailure, last_failure
 from precompute.config.settings import NightConfig
 
 RUNNING_SUFFIX: Final = ".night_running.json"
@@ -92,6 +92,10 @@ def _running_file(config: NightConfig) -> Path:
 
 def _write(config: NightConfig, content: bytes) -> None:
     try:
-        config.store().write(FILE, content)
+        config.store().write(NIGHT_FAILURE_PATH, content)
     except (LarderError, OSError) as error:  # often the very reason why the step failed
-        _log.warning("%s could not be written, so `larder status` does not tell: %s", FILE, error)
+        _log.warning(
+            "%s could not be written, so `larder status` does not tell: %s",
+            NIGHT_FAILURE_PATH,
+            error,
+        )

@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cache.format.manifest import (
-    FACET,
-    FEATURED_USERS,
+    FACET_PREFIX,
+    FEATURE_ONLY_USERS_FACT,
+    FORMAT_WITH_ATTRIBUTES,
+    FORMAT_WITH_EVENTS,
+    FORMAT_WITH_FILTERS,
+    FORMAT_WITH_WEIGHTS,
     MANIFEST_FORMAT,
-    WITH_ATTRIBUTES,
-    WITH_EVENTS,
-    WITH_FILTERS,
-    WITH_WEIGHTS,
     Artefact,
     Attribute,
     DirectoryPart,
     EntitySet,
-    EventsRead,
+    IncludedEvents,
     Index,
     ItemFiles,
     Manifest,
@@ -69,10 +69,10 @@ WITHOUT_INTERACTIONS = "without_interactions"
 """Fact of a generation whose night was given no table of interactions; no other has it."""
 
 WRITERS = {
-    WITH_WEIGHTS: "a night of a model with weights beside its file writes",
-    WITH_ATTRIBUTES: "a night of items with attributes writes",
-    WITH_FILTERS: "a night of declared filters or facets writes",
-    WITH_EVENTS: "a night of fresh events writes",
+    FORMAT_WITH_WEIGHTS: "a night of a model with weights beside its file writes",
+    FORMAT_WITH_ATTRIBUTES: "a night of items with attributes writes",
+    FORMAT_WITH_FILTERS: "a night of declared filters or facets writes",
+    FORMAT_WITH_EVENTS: "a night of fresh events writes",
 }
 """Manifest version above the first -> words for the nights that write it."""
 
@@ -111,7 +111,7 @@ def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
                 file_entry(build.describe(catalogue.directory_file("item", shard))) for shard in range(config.shards)
             ]),
         }
-        | {f"{FACET}{name}": _values(name, facet) for name, facet in facets.items()},
+        | {f"{FACET_PREFIX}{name}": _values(name, facet) for name, facet in facets.items()},
         items=ItemFiles(
             ids=build.describe(catalogue.IDS),
             offsets=build.describe(catalogue.OFFSETS),
@@ -140,7 +140,7 @@ def seal(build: Build, features: Iterable[FactsOf]) -> Manifest:
         gates=(),  # `verify` adds its verdicts
         facts={
             "users_in_source": begin_report["users"],
-            FEATURED_USERS: begin_report.get(FEATURED_USERS, False),
+            FEATURE_ONLY_USERS_FACT: begin_report.get(FEATURE_ONLY_USERS_FACT, False),
             "users_scored": sum(report["users"]["scored"] for report in reports),
             "users_without_input": sum(report["users"]["without_input"] for report in reports),
             "short_lists": sum(report["users"]["short"] for report in reports),
@@ -183,25 +183,25 @@ def _model(entry: ModelEntry) -> Model:
     )
 
 
-def _events(config: NightConfig, fields: EventFields) -> EventsRead | None:
+def _events(config: NightConfig, fields: EventFields) -> IncludedEvents | None:
     if not (read := fields.get("events")):
         return None
     facets = {name: facet.attribute for name, facet in config.facets.items()}
     # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
     of = fields["events_namespace"]
     namespace = "" if of == config.namespace else of
-    return EventsRead(read["until"], config.history_limit, facets, namespace)
+    return IncludedEvents(read["until"], config.history_limit, facets, namespace)
 
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:
     """Return the oldest version of the manifest that can express the settings."""
     if config.events.enabled:
-        return WITH_EVENTS
+        return FORMAT_WITH_EVENTS
     if config.filters or config.facets:
-        return WITH_FILTERS
+        return FORMAT_WITH_FILTERS
     if config.sources.item_attributes:
-        return WITH_ATTRIBUTES
-    return WITH_WEIGHTS if bundle.has_weights else MANIFEST_FORMAT
+        return FORMAT_WITH_ATTRIBUTES
+    return FORMAT_WITH_WEIGHTS if bundle.has_weights else MANIFEST_FORMAT
 
 
 def scoring_seconds(reports: Sequence[ShardReport]) -> float:
@@ -235,7 +235,7 @@ def _tables(
 def _values(name: str, facet: FacetEntry) -> EntitySet:
     count = facet["table"]["count"]
     part = DirectoryPart(0, count, Artefact(**facet["directory"]))
-    return EntitySet(f"{FACET}{name}", facet["seed"], count, (part,))
+    return EntitySet(f"{FACET_PREFIX}{name}", facet["seed"], count, (part,))
 
 
 def _facet(config: NightConfig, name: str, part: PagesEntry) -> Table:
@@ -243,7 +243,7 @@ def _facet(config: NightConfig, name: str, part: PagesEntry) -> Table:
     per_page, count = records_per_page(layout, config.page_bytes), part["count"]
     file, sums = Artefact(**part["file"]), Artefact(**part["sums"])
     parts = (TablePart(0, -(-count // per_page), count, file, sums),)
-    return Table(name, f"{FACET}{name}", Producer("none"), layout, per_page, parts, ())
+    return Table(name, f"{FACET_PREFIX}{name}", Producer("none"), layout, per_page, parts, ())
 
 
 def _filters(

@@ -11,11 +11,11 @@ import redis
 
 from cache.config.night import DISK_HEADROOM_RULE, REDIS_HEADROOM_RULE, NightConfig
 from cache.control.control_keys import Control
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Refused
 from cache.format.manifest import Manifest
 from cache.l2.resp import info_number, refusing_unreadable
-from cache.l2.sync_clients import compute_keyspace_shares, masters
+from cache.l2.sync_clients import compute_keyspace_shares, primary_clients
 from cache.store.artefacts import ArtefactStore, disk_errors, generation_path
 from precompute.bulk.load import total_bytes
 from precompute.config.settings import GateThresholds
@@ -65,7 +65,7 @@ def demand_redis(
 ) -> None:
     """Raise Refused unless Redis' `maxmemory` has room for these bytes; in a cluster, each node for its share."""
     share_by_node = compute_keyspace_shares(control.client)
-    for name, server in masters(control.client).items():
+    for name, server in primary_clients(control.client).items():
         info: Any = server.info("memory")
         limit = info_number(info, "maxmemory", 0)
         if not limit:
@@ -113,7 +113,7 @@ def held_bytes(store: ArtefactStore, control: Control, *, but: str | None = None
     """Return the payload of this namespace's generations, other than `but`, whose pages Redis may hold."""
     total = 0
     for generation, row in control.rows().items():
-        if generation != but and row.state is not State.RETIRED:
+        if generation != but and row.state is not GenerationState.RETIRED:
             raw = store.read(generation_path(generation, "manifest.json"))
             total += 0 if raw is None else total_bytes(Manifest.from_bytes(raw))
     return total

@@ -16,7 +16,7 @@ from cache.errors import CorruptArtefact
 from cache.format.manifest import Manifest, Table, TablePart
 from cache.format.redis_keys import Keyspace
 from cache.l2.resp import checked_reply, refusing_unreadable
-from cache.l2.sync_clients import OwnConnections, by_server
+from cache.l2.sync_clients import BulkConnections, group_keys_by_server
 from precompute.bulk.governor import Governor
 
 UNANSWERED_CHUNKS = 2
@@ -215,7 +215,7 @@ class _Chunk(NamedTuple):
     size_bytes: int
 
 
-class PageStream(OwnConnections):
+class PageStream(BulkConnections):
     """Sender of pages in order; calls `landed(pages, bytes)` as Redis confirms them."""
 
     def __init__(
@@ -264,12 +264,12 @@ class PageStream(OwnConnections):
             if self._governor is not None:
                 self._governor.pace(sent_bytes)
             sent_pages = []
-            for server, positions in by_server(self._client, chunk):
+            for server, positions in group_keys_by_server(self._client, chunk):
                 packed: list[bytes | memoryview] = []
                 for position in positions:
                     value = values[position]
                     packed += (_head_of_set(chunk[position], len(value)), value, b"\r\n")
-                connection = self.to(server)
+                connection = self.connection_to(server)
                 connection.send_packed_command(packed, check_health=False)
                 sent_pages.append((connection, [page + position for position in positions]))
         self._track_chunk(_Chunk(sent_pages, len(chunk), sent_bytes))
@@ -284,8 +284,8 @@ class PageStream(OwnConnections):
         the rest nor copies it. A `SETRANGE` per piece costs a round trip each, and zeroes the whole value first.
         """
         size = len(page)
-        ((server, _),) = by_server(self._client, [name])
-        connection = self.to(server)
+        ((server, _),) = group_keys_by_server(self._client, [name])
+        connection = self.connection_to(server)
         for at in range(0, size, piece):
             with page[at : at + piece] as value:
                 governor.pace(len(value))

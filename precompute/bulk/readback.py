@@ -13,7 +13,7 @@ from cache.errors import CorruptArtefact
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
 from cache.l2.resp import checked_reply
-from cache.l2.sync_clients import OwnConnections, by_server
+from cache.l2.sync_clients import BulkConnections, group_keys_by_server
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import BytesProgress, Part
 
@@ -139,7 +139,7 @@ def lengths(
 def sizes(client: "redis.Redis", names: Sequence[bytes]) -> list[int]:
     """Bytes of each of these values, 0 for one that is not there; one round trip to each server."""
     sizes_bytes = [0] * len(names)
-    for server, positions in by_server(client, names):
+    for server, positions in group_keys_by_server(client, names):
         strlens = _strlens(client, server, [names[position] for position in positions])
         for position, size_bytes in zip(positions, strlens, strict=True):
             sizes_bytes[position] = size_bytes
@@ -149,8 +149,8 @@ def sizes(client: "redis.Redis", names: Sequence[bytes]) -> list[int]:
 def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -> list[int]:
     """Return the bytes of each value, by one packet: redis-py's pipeline would take seconds for a large generation."""
     packed = b"".join(b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names)
-    with OwnConnections() as connections:
-        connection = connections.to(server)
+    with BulkConnections() as connections:
+        connection = connections.connection_to(server)
         connection.send_packed_command([packed], check_health=False)
         replies = [_reply(connection) for _ in names]
     return [
@@ -176,7 +176,7 @@ class _PieceRequest(NamedTuple):
     ends_page: bool
 
 
-class PieceReader(OwnConnections):
+class PieceReader(BulkConnections):
     """Pages in order of asking; a page comes back once its last piece is there."""
 
     def __init__(self, client: "redis.Redis", governor: Governor) -> None:
@@ -189,8 +189,8 @@ class PieceReader(OwnConnections):
         self, page: int, name: bytes, size_bytes: int, piece: int
     ) -> Iterator[PageDigest]:
         """Request a page of `size_bytes`; yield pages that came back meanwhile."""
-        ((server, _),) = by_server(self._client, [name])
-        connection = self.to(server)
+        ((server, _),) = group_keys_by_server(self._client, [name])
+        connection = self.connection_to(server)
         for start in range(0, size_bytes, piece):
             is_last = start + piece >= size_bytes
             # One byte too many of the last piece: a page that is longer than it should be is seen by it.

@@ -12,7 +12,7 @@ import redis
 from cache.control.control_keys import Control
 from cache.errors import Conflict, StoreError
 from cache.format.manifest import Artefact, Manifest
-from cache.store.artefacts import ArtefactStore, check, generation_path, read_manifest
+from cache.store.artefacts import ArtefactStore, check_file, generation_path, read_manifest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import BytesProgress, Part, load_part, parts_of, total_bytes
 from precompute.bulk.readback import bad_pages, lengths, sizes, verify_part
@@ -76,9 +76,9 @@ def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
 
 def _missing(control: Control, manifest: Manifest, *, are_whole: bool = False) -> Iterator[Part]:
     """Yield parts without their mark or, unless marked parts `are_whole`, without a page of its length."""
-    mark_by_part_name: Any = control.client.hgetall(control.keys.loaded(manifest.generation))
+    mark_by_part_name: Any = control.client.hgetall(control.keyspace.loaded(manifest.generation))
     for part in parts_of(manifest):
-        page_lengths = lengths(control.client, control.keys, manifest, part)
+        page_lengths = lengths(control.client, control.keyspace, manifest, part)
         if mark_by_part_name.get(part.name.encode()) != part.loaded_digest or not (
             are_whole or all(size_bytes == part.size_of(page) for page, size_bytes in page_lengths)
         ):
@@ -100,7 +100,8 @@ def _is_sample_there(control: Control, manifest: Manifest) -> bool:
         part = parts[number]
         sampled_pages.append((part, int(position - ends[number]) + part.pages.pages))
     names = [
-        part.key(control.keys, manifest.generation, page).encode() for part, page in sampled_pages
+        part.key(control.keyspace, manifest.generation, page).encode()
+        for part, page in sampled_pages
     ]
     return sizes(control.client, names) == [part.size_of(page) for part, page in sampled_pages]
 
@@ -128,15 +129,15 @@ def damaged(
     for part in parts_of(manifest):
         _fetch(store, generation, part.pages.sums)
         damaged_pages = bad_pages(
-            control.client, control.keys, manifest, root, part, governor=governor
+            control.client, control.keyspace, manifest, root, part, governor=governor
         )
-        damaged_keys += [part.key(control.keys, generation, page) for page, _ in damaged_pages]
+        damaged_keys += [part.key(control.keyspace, generation, page) for page, _ in damaged_pages]
     return damaged_keys
 
 
 def is_marked(control: Control, manifest: Manifest, part: Part) -> bool:
     """True if the loader marked exactly this part as wholly loaded."""
-    stored_mark = control.client.hget(control.keys.loaded(manifest.generation), part.name)
+    stored_mark = control.client.hget(control.keyspace.loaded(manifest.generation), part.name)
     return bool(stored_mark == part.loaded_digest)
 
 
@@ -149,7 +150,7 @@ def _repair_part(
     chunk_bytes: int = CHUNK_BYTES,
     governor: Governor | None,
 ) -> list[str]:
-    client, keys, generation = control.client, control.keys, manifest.generation
+    client, keys, generation = control.client, control.keyspace, manifest.generation
     _fetch(store, generation, part.pages.sums)
     root = store.local(generation_path(generation))
     with _needing_files(store, manifest, part):
@@ -197,7 +198,7 @@ def _stream(
     progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> None:
-    client, keys, generation = control.client, control.keys, manifest.generation
+    client, keys, generation = control.client, control.keyspace, manifest.generation
     root = store.local(generation_path(generation))
     for artefact in (part.pages.sums, part.pages.file):
         _fetch(store, generation, artefact)
@@ -237,5 +238,5 @@ def _fetch(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
         raise
     if not path.is_file():
         raise _missing_artefact_error(store, generation, artefact)
-    check(store.local(generation_path(generation)), artefact)
+    check_file(store.local(generation_path(generation)), artefact)
     return path

@@ -17,7 +17,13 @@ from redis.retry import Retry
 from cache.control.control_keys import Control
 from cache.errors import LarderError
 from cache.l2.resp import info_number, refusing_unreadable
-from cache.l2.sync_clients import OwnConnections, another, by_server, disconnect, masters
+from cache.l2.sync_clients import (
+    BulkConnections,
+    clone_client,
+    disconnect,
+    group_keys_by_server,
+    primary_clients,
+)
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +101,7 @@ class Watcher:
             return
         try:
             if self._stirring is None:
-                servers = masters(self._own_control.client).values()
+                servers = primary_clients(self._own_control.client).values()
                 self._stirring = [server.connection_pool.get_connection() for server in servers]
             for connection in self._stirring:
                 connection._sock.sendall(PING)
@@ -132,14 +138,14 @@ class Watcher:
         observation_count = 0
         due = time.perf_counter()
         if self._own_control is None:
-            client = another(
+            client = clone_client(
                 self._caller_control.client,
                 socket_timeout=PROBE_TIMEOUT_S,
                 socket_connect_timeout=PROBE_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
             )
-            self._own_control = Control(client, self._caller_control.keys)
-        with OwnConnections() as connections:
+            self._own_control = Control(client, self._caller_control.keyspace)
+        with BulkConnections() as connections:
             while not self._closing.is_set():
                 if time.perf_counter() >= due:
                     self._observation = self._observe(self._own_control)
@@ -169,17 +175,19 @@ class Watcher:
         self._own_probes += 1
         return spent_s
 
-    def _probes(self, control: Control, connections: OwnConnections) -> Iterator[tuple[Any, bytes]]:
+    def _probes(
+        self, control: Control, connections: BulkConnections
+    ) -> Iterator[tuple[Any, bytes]]:
         """Yield, per server, a connection and a probe that reads a live page's record like a reader."""
-        keys, pointer = control.keys, control.pointer()
+        keys, pointer = control.keyspace, control.read_pointer()
         self._own_probes += 1
         loaded: Any = control.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
         tables = sorted({part_name.decode().partition("/")[0] for part_name in loaded})
         names = [keys.live]
         if pointer is not None and tables:
             names = [keys.page(pointer.generation, tables[0], page) for page in range(PAGES_TRIED)]
-        for server, positions in by_server(control.client, names):
-            connection = connections.to(server)
+        for server, positions in group_keys_by_server(control.client, names):
+            connection = connections.connection_to(server)
             command = "GETRANGE", names[positions[0]], 0, PROBED_BYTES - 1
             yield connection, b"".join(connection.pack_command(*command))
 
@@ -190,7 +198,7 @@ class Watcher:
             for replica in replicas
             if isinstance(replica.l2_p99_ms, int | float)
         }
-        servers = masters(control.client)
+        servers = primary_clients(control.client)
         infos = {name: info_of(server) for name, server in servers.items()}
         now_s, own_read_count = time.perf_counter(), self._own_work + self._own_probes
         reads = -own_read_count

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.agreement import recalls, worst_errors
-from cache.model.ranking import Metric, unpack
-from cache.model.tower import Histories, Inputs, Tower, rows_of
+from cache.model.agreement import recalls, worst_row_errors
+from cache.model.ranking import Metric, unpack_sort_keys
+from cache.model.tower import Histories, Inputs, Tower, row_count_of
 from precompute.bundles.index import best_with, tiles
 
 TOP = 20
@@ -40,10 +40,10 @@ def agreement(
     histories of the newest item alone, as those of users whom the night does not know often are.
     """
     exact, approximate = fp32.run(inputs), int8.run(inputs)
-    facts: dict[str, Any] = {"rows": rows_of(inputs)}
+    facts: dict[str, Any] = {"rows": row_count_of(inputs)}
     if item_vectors is None:
         facts["overlap_at_1"] = float((exact.argmax(axis=1) == approximate.argmax(axis=1)).mean())
-        facts["score_error_p99"] = float(np.percentile(worst_errors(approximate, exact), 99))
+        facts["score_error_p99"] = float(np.percentile(worst_row_errors(approximate, exact), 99))
     else:
         top = min(TOP, len(item_vectors))
         overlap, errors = _compare(exact, approximate, item_vectors, top, metric, excluded)
@@ -57,7 +57,7 @@ def agreement(
             facts[NEWEST_OVERLAP] = float(overlap.mean())
     facts["batch_invariant"] = _is_invariant(int8, inputs, approximate)
     for name, rows in (("single", 1), ("batch_32", 32)):
-        timed_inputs = select_rows(inputs, np.arange(min(rows, rows_of(inputs))))
+        timed_inputs = select_rows(inputs, np.arange(min(rows, row_count_of(inputs))))
         slow, fast = [_seconds(partial(tower.run, timed_inputs)) for tower in (fp32, int8)]
         facts[f"speedup_{name}"] = round(slow / fast, 3)
     return facts
@@ -139,7 +139,7 @@ def _tops(
         for side_index, scores in enumerate((exact_scores, theirs)):
             scores[row_of[inside], exclusions.indices[inside] - start] = -np.inf
             keys[side_index] = best_with(keys[side_index], scores, start, top)
-    return [unpack(packed_keys, top)[0] for packed_keys in keys], error / largest
+    return [unpack_sort_keys(packed_keys, top)[0] for packed_keys in keys], error / largest
 
 
 def _is_invariant(tower: Tower, inputs: Inputs, full_output: NDArray[np.float32]) -> bool:

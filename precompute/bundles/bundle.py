@@ -19,7 +19,7 @@ from cachetools import LRUCache, cached
 from cache.errors import BundleError
 from cache.format.ids import ID_BYTES_MAX
 from cache.format.manifest import EntityKind
-from cache.formats import BUNDLE, FORMATS, unread
+from cache.formats import BUNDLE, FORMATS, unreadable_reason
 from cache.model.ranking import Metric
 from cache.model.tower import Tower
 from cache.model.tower_spec import TowerSpec
@@ -138,7 +138,7 @@ class Bundle:
             data = orjson.loads(raw)
         except (OSError, orjson.JSONDecodeError) as error:
             raise BundleError(f"{path} holds no readable {BUNDLE_FILE}: {error}") from error
-        if (reason := unread(BUNDLE, data.get("format"), BUNDLE_FILE)) is not None:
+        if (reason := unreadable_reason(BUNDLE, data.get("format"), BUNDLE_FILE)) is not None:
             raise BundleError(reason)
         try:
             dims, metric = int(data["dims"]), data["metric"]

@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 from cache.errors import BundleError, ConfigError, StoreError
 from cache.store.artefacts import (
     ArtefactStore,
-    last_change,
+    last_change_time,
+    link_or_copy_file,
     open_draft,
     sha256_of,
-    take_file,
 )
 from precompute.bundles.bundle import BUNDLE_FILE, ITEMS_FILE, Bundle
 from precompute.bundles.imports import demand_finished_import
@@ -309,7 +309,7 @@ def _fetched(
     if raw is None:
         raise StoreError(f"{bundle_record.path} is no longer in {store.url}")
     for name in orjson.loads(raw)["files"]:
-        take_file(store.fetch(_file(bundle_record.digest, name)), private_folder / name)
+        link_or_copy_file(store.fetch(_file(bundle_record.digest, name)), private_folder / name)
     _forget_copies(store, bundle_record.digest)
     bundle = Bundle.read(private_folder)
     bundle.verify()
@@ -322,7 +322,7 @@ def _fetched(
 
 def _copied(source: Path, private_folder: Path) -> Bundle:
     for remaining_attempts in reversed(range(COPY_TRIES)):
-        changed_at = last_change(source)
+        changed_at = last_change_time(source)
         try:
             shutil.copytree(source, private_folder)
             copy = Bundle.read(private_folder)
@@ -331,7 +331,7 @@ def _copied(source: Path, private_folder: Path) -> Bundle:
         except (OSError, BundleError) as error:
             shutil.rmtree(private_folder, ignore_errors=True)
             if not remaining_attempts:
-                if isinstance(error, BundleError) and last_change(source) == changed_at:
+                if isinstance(error, BundleError) and last_change_time(source) == changed_at:
                     raise  # nobody is writing it: it is like that
                 raise StoreError(f"cannot copy the bundle at {source}: {error}") from error
         time.sleep(
@@ -394,7 +394,7 @@ def sweep_training(target: Path, *, changed_before_s: float) -> int:
         leftover
         for kind in ("old", "part")
         for leftover in _swap_leftovers(target, kind)
-        if last_change(leftover) < changed_before_s
+        if last_change_time(leftover) < changed_before_s
     ]
     for leftover in leftovers:
         shutil.rmtree(leftover, ignore_errors=True)
@@ -404,7 +404,7 @@ def sweep_training(target: Path, *, changed_before_s: float) -> int:
 def _swap_leftovers(target: Path, kind: str) -> list[Path]:
     """Return folders of killed swaps, the newest first."""
     dated_folders = [
-        (last_change(folder), folder)
+        (last_change_time(folder), folder)
         for folder in target.parent.glob(f".{glob.escape(target.name)}.????????.{kind}")
     ]
     return [folder for _, folder in sorted(dated_folders, reverse=True)]

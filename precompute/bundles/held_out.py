@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.ranking import Metric, unit
+from cache.model.ranking import Metric, unit_rows
 from cache.model.tower import Histories
 from cache.topk.topk import Scorer
 
@@ -60,11 +60,11 @@ def shares_above_random(
     a finite vector or without a held-out item has NaN.
     """
     if metric == "cosine":
-        compared = unit(compared)
+        compared = unit_rows(compared)
     sums, counts = np.zeros(users), np.zeros(users)
     for row, clicked in enumerate(np.split(held_out_items.indices, held_out_items.indptr[1:-1])):
         if len(clicked) and np.isfinite(vectors[row]).all():
-            rows = unit(items[clicked]) if metric == "cosine" else items[clicked]
+            rows = unit_rows(items[clicked]) if metric == "cosine" else items[clicked]
             scores, of_clicked = compared @ vectors[row], rows @ vectors[row]
             above = (scores < of_clicked[:, None]) + 0.5 * (scores == of_clicked[:, None])
             sums[row % users] += above.mean(axis=1).sum()

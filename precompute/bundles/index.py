@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from cache.model.agreement import recalls
 from cache.model.candidate_search import Searcher
-from cache.model.ranking import Metric, pack, top_keys, unit, unpack
+from cache.model.ranking import Metric, pack_sort_keys, top_sort_keys, unit_rows, unpack_sort_keys
 from cache.store.artefacts import open_draft
 
 IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
@@ -115,7 +115,10 @@ def tiles(
     """Yield (first ordinal, rows as compared) over all items, so that no step holds a matrix of all of them."""
     for start in range(0, len(vectors), TILE_ITEMS):
         part = vectors[start : start + TILE_ITEMS]
-        yield start, np.ascontiguousarray(unit(part) if metric == "cosine" else part, np.float32)
+        yield (
+            start,
+            np.ascontiguousarray(unit_rows(part) if metric == "cosine" else part, np.float32),
+        )
 
 
 def best_with(
@@ -124,8 +127,8 @@ def best_with(
     """Return the best k of each row, of `cache.model.ranking`'s keys and of the scores of the items from `start` on."""
     top_start = max(0, scores.shape[1] - k)
     top_columns = np.argpartition(scores, top_start, axis=1)[:, top_start:]
-    more = pack(np.take_along_axis(scores, top_columns, axis=1), top_columns + start)
-    return top_keys(np.concatenate([keys, more], axis=1), k)
+    more = pack_sort_keys(np.take_along_axis(scores, top_columns, axis=1), top_columns + start)
+    return top_sort_keys(np.concatenate([keys, more], axis=1), k)
 
 
 def lengths_of(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -158,7 +161,7 @@ def inverted_file(vectors: NDArray[np.float32], metric: Metric) -> Any:
         count, min(count, lists * _TRAINING_PER_LIST), replace=False
     )
     trained = vectors[np.sort(training_rows)]
-    index.train(unit(trained) if metric == "cosine" else trained)
+    index.train(unit_rows(trained) if metric == "cosine" else trained)
     return _filled(index, vectors, metric)
 
 
@@ -192,11 +195,11 @@ def exact_neighbours(
     vectors: NDArray[np.float32], sample: NDArray[np.float32], metric: Metric
 ) -> NDArray[np.int64]:
     """Return int64 [n, up to 100]: ordinals of the best items of each query, best first, computed tile by tile."""
-    queries = unit(sample) if metric == "cosine" else sample
+    queries = unit_rows(sample) if metric == "cosine" else sample
     keys = np.empty((len(sample), 0), np.uint64)
     for start, part in tiles(vectors, metric):
         keys = best_with(keys, queries @ part.T, start, RECALL_AT)
-    return unpack(keys, keys.shape[1])[0].astype(np.int64)
+    return unpack_sort_keys(keys, keys.shape[1])[0].astype(np.int64)
 
 
 def _candidates(searcher: Searcher, sample: NDArray[np.float32]) -> NDArray[np.int64]:

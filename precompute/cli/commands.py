@@ -15,20 +15,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from cache.control.control_keys import Control
-from cache.control.states import fold
+from cache.control.states import fold_releases
 from cache.errors import ConfigError, Conflict, LarderError
 from cache.format.directory import Directory
 from cache.format.ids import canonical_id, hash_id
 from cache.l2.sync_clients import connect
-from cache.process.command_line import NOT_WELL, json_text
+from cache.process.command_line import FOUND_PROBLEM_EXIT_CODE, json_text
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.audit import (
-    Audited,
+    AuditedAction,
     AuditRecord,
     audit_records,
     audited,
+    describe_blocked_ids,
     entity_digest,
-    ids_in_words,
 )
 from cache.store.blocklist import Blocklist, change_blocklist, latest_blocklist
 from cache.store.releases import all_releases
@@ -120,7 +120,7 @@ def warm(
 
     generation = arguments.generation
     with connect(config.redis_url, config.redis_timeout_s) as client:
-        pointer = Control(client, config.keyspace()).pointer()
+        pointer = Control(client, config.keyspace()).read_pointer()
     if pointer is None or pointer.generation != generation:
         live = "nothing is live" if pointer is None else f"{pointer.generation} is"
         raise Conflict(f"{generation} is not live, {live}: publish it before waiting for replicas")
@@ -219,7 +219,7 @@ def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress)
     """Pins, or lifts a pin."""
     with open_releases(config) as releases:
         if arguments.unpin:
-            if arguments.generation not in releases.ledger().pinned:
+            if arguments.generation not in releases.ledger().pin_expiry_by_generation:
                 raise Conflict(f"{arguments.generation} is not pinned: `status` shows what is")
             releases.unpin(arguments.generation, attempt=new_attempt())
         else:
@@ -252,8 +252,8 @@ def block(
         if arguments.unblock
         else _unknown_items_in_words(store, items)
     )
-    action: Audited = "unblock" if arguments.unblock else "block"
-    subject, reason = ids_in_words(items, entities), arguments.reason
+    action: AuditedAction = "unblock" if arguments.unblock else "block"
+    subject, reason = describe_blocked_ids(items, entities), arguments.reason
     with audited(store, action, subject, actor=config.actor, reason=reason) as audit_details:
         if arguments.unblock:
             demand_unerased(store, items)
@@ -290,7 +290,7 @@ def _blocklist_to_json(blocklist: Blocklist) -> dict[str, Any]:
 
 def _unknown_items_in_words(store: ArtefactStore, items: Sequence[bytes]) -> list[str]:
     """Describe blocked ids that are no items of the live generation: they may be mistyped."""
-    live = fold(all_releases(store)).live
+    live = fold_releases(all_releases(store)).live_generation
     if not items or live is None:
         return []
     try:
@@ -320,7 +320,7 @@ def status(
         arguments.config or arguments.artifacts or any(map(os.environ.get, LOCATION_VARIABLES))
     )
     status_report = report_status(config, read_state(config), has_settings=bool(is_placed))
-    code = 0 if status_report["well"] else NOT_WELL
+    code = 0 if status_report["well"] else FOUND_PROBLEM_EXIT_CODE
     if arguments.json:
         return CommandOutput(json_text(status_report), code)
     return CommandOutput(render_status(status_report), code)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
-from cache.control.states import Ledger, State, fold
+from cache.control.states import GenerationState, Ledger, fold_releases
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
 from cache.process.redis_server import running_server
@@ -77,7 +77,7 @@ class NamespaceState:
     @property
     def live(self) -> str | None:
         """Live generation by the pointer, else by the releases."""
-        return self.ledger.live if self.pointer is None else self.pointer.generation
+        return self.ledger.live_generation if self.pointer is None else self.pointer.generation
 
     @property
     def canary(self) -> Canary | None:
@@ -92,7 +92,7 @@ def read_state(config: NightConfig) -> NamespaceState:
         history = all_releases(config.store())
         gone = gone_in_words(config.path(config.state))
         return NamespaceState(
-            fold(history),
+            fold_releases(history),
             time.time(),
             REDIS_NOT_CONFIGURED,
             gone,
@@ -121,7 +121,7 @@ def read_state(config: NightConfig) -> NamespaceState:
     except TierUnavailable as error:
         history = all_releases(config.store())
         return NamespaceState(
-            fold(history), time.time(), REDIS_UNREACHABLE, error.message, failure=failure,
+            fold_releases(history), time.time(), REDIS_UNREACHABLE, error.message, failure=failure,
             history=history, killed_in=killed,
         )  # fmt: skip
 
@@ -226,14 +226,14 @@ def _problems(
     if pointer is not None and pointer.epoch > ledger.live_epoch:
         known = (
             f"tells of no later epoch than {ledger.live_epoch}"
-            if ledger.live
+            if ledger.live_generation
             else "tells of no publish"
         )
         problems.append(
             f"Redis says that {pointer.generation} is live, epoch {pointer.epoch}, and the artefact store {store_url} "
             f"{known}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder restore --adopt`"
         )
-    elif namespace_state.redis == REDIS_REACHABLE and ledger.live is not None:
+    elif namespace_state.redis == REDIS_REACHABLE and ledger.live_generation is not None:
         if pointer is None and namespace_state.is_own_redis:
             problems.append(
                 "Redis has lost its pointer: the `larder serve` that started it here fills it again within seconds; if "
@@ -263,7 +263,7 @@ def _problems(
     live_cut = (namespace_state.live or "")[:CUT_CHARS]
     for generation_status in status["generations"]:
         if (
-            generation_status["state"] == State.REFUSED
+            generation_status["state"] == GenerationState.REFUSED
             and generation_status["generation"][:CUT_CHARS] >= live_cut
         ):
             failed = (generation_status["gates"] or {}).get("failed", ())
@@ -275,10 +275,12 @@ def _problems(
                 f"{refused} was refused{at}: {rules}; `larder verify {refused}` tells the values, and what lets it pass"
             )
     for replica in namespace_state.replicas:
-        for generation, load_error in replica.failed.items():
+        for generation, load_error in replica.failure_by_generation.items():
             problems.append(f"replica {replica.name} cannot load {generation}: {load_error}")
-        if pointer is not None and replica.serving != pointer.generation:
-            problems.append(f"replica {replica.name} answers from {replica.serving or 'nothing'}")
+        if pointer is not None and replica.served_generation != pointer.generation:
+            problems.append(
+                f"replica {replica.name} answers from {replica.served_generation or 'nothing'}"
+            )
     return problems
 
 
@@ -308,17 +310,19 @@ def _generation(
     roles = {"live": namespace_state.live, "previous": ledger.previous, "canary": canary}
     generation_status: dict[str, Any] = {
         "generation": generation,
-        "state": str(standing(generation, ledger, row) or State.BEGUN),
+        "state": str(standing(generation, ledger, row) or GenerationState.BEGUN),
         "roles": [role for role, role_generation in roles.items() if role_generation == generation],
         "reason": "" if row is None else row.reason,
         "pinned": ledger.is_pinned(generation, namespace_state.read_at),
-        "pinned_until": _iso(ledger.pinned.get(generation)),
+        "pinned_until": _iso(ledger.pin_expiry_by_generation.get(generation)),
     }
     try:
         manifest = read_manifest(config.store(), generation)
     except LarderError:
         return generation_status | _of_manifest(None, {})
-    return generation_status | _of_manifest(manifest, ledger.overrides.get(generation, {}))
+    return generation_status | _of_manifest(
+        manifest, ledger.overrides_by_generation.get(generation, {})
+    )
 
 
 def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dict[str, Any]:
@@ -381,7 +385,7 @@ def _schedule(config: NightConfig, namespace_state: NamespaceState) -> dict[str,
     return {
         "cron": config.schedule,
         "timezone": config.timezone,
-        "due": _iso(schedule.due(namespace_state.read_at)),
+        "due": _iso(schedule.due_tick(namespace_state.read_at)),
         # Of a live generation without files here nobody can tell when it was made.
         "missing": None
         if namespace_state.live is not None and created_at is None
@@ -395,10 +399,10 @@ def _schedule(config: NightConfig, namespace_state: NamespaceState) -> dict[str,
 def _replica(replica: Replica) -> dict[str, Any]:
     return {
         "replica": replica.name,
-        "serving": replica.serving,
+        "serving": replica.served_generation,
         "epoch": replica.epoch,
-        "ready": list(replica.ready),
-        "failed": dict(replica.failed),
+        "ready": list(replica.ready_generations),
+        "failed": dict(replica.failure_by_generation),
     }
 
 
@@ -468,7 +472,7 @@ def _live_in_words(status: Mapping[str, Any]) -> list[str]:
         f"note on {generation_status['generation']}: {remark}"
         for generation_status in status["generations"]
         for remark in generation_status["remarks"] or ()
-        if generation_status["state"] in (State.LIVE, State.VERIFIED)
+        if generation_status["state"] in (GenerationState.LIVE, GenerationState.VERIFIED)
     ]
     return [text, *odd]
 

@@ -7,15 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cache.control.states import ALLOWED, State
+from cache.control.states import STATES_BY_ACTION, GenerationState
 from cache.errors import ConfigError
-from cache.process.redis_server import joined_server, recorded_server, redis_url, running_server
+from cache.process.redis_server import (
+    join_running_server,
+    recorded_server,
+    redis_url,
+    running_server,
+)
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt
 from precompute.releases.release_log import open_releases
 
-_LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
+_LOADABLE = (*STATES_BY_ACTION["load"], GenerationState.SUPERSEDED, None)
 
 
 @contextmanager
@@ -31,10 +36,10 @@ def redis_for(
     if config.redis_url or need == "none":
         yield config
     elif need == "if running":
-        with joined_server(state) as running:
+        with join_running_server(state) as running:
             yield replace(config, redis_url=running.url if running else None)
     elif need == "running":
-        with joined_server(state) as running:
+        with join_running_server(state) as running:
             if running is None:
                 raise ConfigError(gone_in_words(state) or _NONE_TO_FILL)
             yield replace(config, redis_url=running.url)
@@ -70,7 +75,10 @@ def _fill(config: NightConfig, progress: Progress) -> None:
     with open_releases(config) as releases:
         control = releases.control
         # What is no pointer is left to the command, which may be the one that removes it.
-        empty = not control.client.exists(control.keys.live) and releases.ledger().live is not None
+        empty = (
+            not control.client.exists(control.keyspace.live)
+            and releases.ledger().live_generation is not None
+        )
     if empty:
         from precompute.releases.recovery import restore  # most servers are as they should be
 
@@ -92,12 +100,12 @@ def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: P
 
     load_again(config, arguments, progress)
     # A refused or rolled-back one is lifted by `verify` alone, never on the way to a publish.
-    if _state(config, arguments.generation) in (State.LOADED, State.VERIFIED):
+    if _state(config, arguments.generation) in (GenerationState.LOADED, GenerationState.VERIFIED):
         verify.run(
             config, {"generation": arguments.generation}, attempt=new_attempt(), progress=progress
         )
 
 
-def _state(config: NightConfig, generation: str) -> State | None:
+def _state(config: NightConfig, generation: str) -> GenerationState | None:
     with open_releases(config) as releases:
         return releases.state(generation)

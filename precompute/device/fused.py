@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cache.model.ranking import Metric, unit
+from cache.model.ranking import Metric, unit_rows
 from cache.topk.flat import ComparableItems
 from precompute.device import hopper
 from precompute.device import search as operators
@@ -381,7 +381,7 @@ def agrees(dims: int, device: torch.device) -> bool:
     excluded_pairs = torch.arange(8, device=device), torch.arange(8, device=device) * 3
     metrics: tuple[tuple[Metric, NDArray[np.float32]], ...] = (
         ("inner_product", user_vectors),
-        ("cosine", unit(user_vectors)),
+        ("cosine", unit_rows(user_vectors)),
     )
     for metric, compared_users in metrics:
         comparable_items = ComparableItems.of(vectors, metric)

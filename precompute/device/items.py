@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.model.ranking import score
 from cache.model.tower import Histories
-from cache.topk.compiled import own_lengths
+from cache.topk.compiled import scored_item_lengths
 from cache.topk.flat import ComparableItems
 from precompute.device.columns import Columns, Queries, choose_group_size, columns_by_rank
 from precompute.device.hopper import ROUND_UP, ROUND_UP_SUMMAND, kernels_for
@@ -69,8 +69,8 @@ class DeviceItems:
     ) -> Self:
         """Copy the items to the device; raise torch.OutOfMemoryError if they do not fit."""
         dims = comparable_items.vectors.shape[1]
-        scale = float(np.ldexp(1.0, -int(np.frexp(comparable_items.longest)[1])))
-        ordinals_by_length = np.argsort(-comparable_items.sizes, kind="stable")
+        scale = float(np.ldexp(1.0, -int(np.frexp(comparable_items.longest_length)[1])))
+        ordinals_by_length = np.argsort(-comparable_items.compared_lengths, kind="stable")
         group_size = group or choose_group_size(len(ordinals_by_length))
         exact = torch.empty(
             (len(ordinals_by_length), -(-dims // SUM_LANES), SUM_LANES), device=device
@@ -82,7 +82,7 @@ class DeviceItems:
             part_ordinals = ordinals_by_length[first_index : first_index + _ITEMS_AT_ONCE]
             encoded_parts.append(
                 encode_vectors(
-                    copy_to_device(comparable_items.filtering[part_ordinals], device), scale, dtype
+                    copy_to_device(comparable_items.compared_vectors[part_ordinals], device), scale, dtype
                 )
             )
             exact[first_index : first_index + _ITEMS_AT_ONCE] = arrange_in_sum_order(
@@ -92,7 +92,7 @@ class DeviceItems:
             )
         codes, length, residual = (torch.cat(chunks) for chunks in zip(*encoded_parts, strict=True))
         item_lengths = (
-            own_lengths(comparable_items.vectors) if comparable_items.metric == "cosine" else None
+            scored_item_lengths(comparable_items.vectors) if comparable_items.metric == "cosine" else None
         )
         device_order = copy_to_device(ordinals_by_length, device)
         return cls(
@@ -139,7 +139,7 @@ class DeviceItems:
         user_lengths = (
             None
             if self.cosine_lengths is None
-            else copy_to_device(own_lengths(user_vectors), device)
+            else copy_to_device(scored_item_lengths(user_vectors), device)
         )
         width = self.codes.shape[1]
         kernels = kernels_for(width, device) if self.codes.dtype == torch.float16 else None
@@ -286,7 +286,7 @@ def exact_dots(ordered_users: torch.Tensor, ordered_items: torch.Tensor) -> torc
 
 
 def pack_keys(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
-    """Return `cache.model.ranking.pack` as int64 with its highest bit flipped: torch compares signed numbers."""
+    """Return `cache.model.ranking.pack_sort_keys` as int64, its highest bit flipped: torch compares signed numbers."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     ordered_bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered_bits.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
@@ -299,7 +299,7 @@ def unpack_scores(keys: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `cache.model.ranking.unpack` of keys int64 [n, k]: (ordinals int32, bits of NO_ITEM for WORST; scores)."""
+    """Return `cache.model.ranking.unpack_sort_keys` of int64 [n, k]: (ordinals int32, NO_ITEM for WORST; scores)."""
     low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # of two halves the lower comes first
     return ~low, unpack_scores(keys).masked_fill(keys == WORST, 0.0)
 

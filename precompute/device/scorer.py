@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from cache.errors import LarderError
-from cache.model.ranking import Metric, unit
+from cache.model.ranking import Metric, unit_rows
 from cache.model.tower import Histories
-from cache.topk.compiled import fits, long_enough
-from cache.topk.flat import ComparableItems, Top, lengths
-from cache.topk.topk import Scorer, checked
+from cache.topk.compiled import lengths_fit_mask, scores_fit_mask
+from cache.topk.flat import ComparableItems, TopLists, row_lengths_of
+from cache.topk.topk import Scorer, check_arguments
 from precompute.device.columns import Columns
 from precompute.device.failures import is_full, is_of_device
 from precompute.device.items import (
@@ -53,7 +53,7 @@ class _SearchRequest:
     k: int
     exclusions: Histories
     columns: Columns
-    results: Top
+    results: TopLists
     on_progress: Callable[[int], None]
     room_bytes: int
     fused: ModuleType | None = None
@@ -102,13 +102,13 @@ class DeviceScorer:
         torch.backends.cuda.matmul.allow_tf32 = False
         comparable_items = ComparableItems.of(np.ascontiguousarray(vectors), metric)
         vector_lengths = (
-            lengths(comparable_items.vectors) if metric == "cosine" else comparable_items.sizes
+            row_lengths_of(comparable_items.vectors) if metric == "cosine" else comparable_items.compared_lengths
         )
         has_safe_lengths = (
             len(vector_lengths) > 0 and _SAFE_LENGTHS[0] < vector_lengths.max() < _SAFE_LENGTHS[1]
         )
         if not has_safe_lengths or (
-            metric == "cosine" and not fits(comparable_items, comparable_items.vectors).all()
+            metric == "cosine" and not scores_fit_mask(comparable_items, comparable_items.vectors).all()
         ):
             _log.warning("the lengths of these vectors are beyond what %s is certain about", device)
             return None
@@ -144,11 +144,11 @@ class DeviceScorer:
         allowed: NDArray[np.bool_] | None = None,
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
-    ) -> Top:
+    ) -> TopLists:
         """Return the top K of each user, like `Scorer.top`; `threads` are for the users left to the processor."""
         # That users are finite shows in their lengths, which the device finds.
-        users, exclusions = checked(
-            self._comparable_items, users, k, excluded, allowed, values=False
+        users, exclusions = check_arguments(
+            self._comparable_items, users, k, excluded, allowed, check_finite=False
         )
         top_lists = (
             np.empty((len(users), k), np.uint32),
@@ -263,7 +263,7 @@ class DeviceScorer:
         row_selection = slice_if_consecutive(user_rows)
         user_vectors = np.ascontiguousarray(search_request.users[row_selection])
         compared_users = (
-            unit(user_vectors) if self._comparable_items.metric == "cosine" else user_vectors
+            unit_rows(user_vectors) if self._comparable_items.metric == "cosine" else user_vectors
         )
         with torch.cuda.stream(self._load_stream):
             queries = self._items.queries(user_vectors, compared_users)
@@ -292,7 +292,7 @@ class DeviceScorer:
             host_tensor.numpy() for host_tensor in host_tensors
         )
         if not np.isfinite(user_lengths).all():
-            checked(self._comparable_items, search_request.users, search_request.k, None, None)
+            check_arguments(self._comparable_items, search_request.users, search_request.k, None, None)
         # Lists that are not certain are written again by whoever makes them so.
         search_request.results[0][row_selection], search_request.results[1][row_selection] = (
             ordinals.view(np.uint32),
@@ -302,7 +302,7 @@ class DeviceScorer:
             (user_lengths > _SAFE_LENGTHS[0]) & (user_lengths < _SAFE_LENGTHS[1])
         )
         uncertain: NDArray[np.int64] = user_rows[
-            ~(is_certain & has_safe_length & long_enough(self._comparable_items, user_lengths))
+            ~(is_certain & has_safe_length & lengths_fit_mask(self._comparable_items, user_lengths))
         ]
         return uncertain
 

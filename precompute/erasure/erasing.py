@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from cache.control.control_keys import Control
-from cache.control.states import UNFINISHED, State
+from cache.control.states import UNFINISHED_STATES, GenerationState
 from cache.errors import Conflict, LarderError
 from cache.format.ids import hash_id
 from cache.format.manifest import EntityKind, Manifest
 from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
-from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of, member
+from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, sketch_member_of, window_number_of
 from precompute.builds.tables import ENTITIES
 from precompute.bundles.bundle_store import forget_items
 from precompute.config.settings import NightConfig, retained
@@ -123,7 +123,9 @@ def drop_hot(
     for generation in sorted(control.rows()):
         with contextlib.suppress(LarderError):  # its files are gone
             tables |= set(read_manifest(store, generation).tables)
-    members = [member((table, erasure.raw)) for erasure in erasures for table in sorted(tables)]
+    members = [
+        sketch_member_of((table, erasure.raw)) for erasure in erasures for table in sorted(tables)
+    ]
     batches = [members[at : at + UNLINK_BATCH] for at in range(0, len(members), UNLINK_BATCH)]
     keys, at = config.keyspace(), control.time()
     names = [
@@ -136,7 +138,7 @@ def drop_hot(
 
 def _numbers(window: Window, at: float) -> range:
     """Return the numbers of a sketch's keys that can still exist; a replica's clock may be a little ahead of Redis'."""
-    window_number = hour_of(at, window)
+    window_number = window_number_of(at, window)
     return range(window_number - window.life_s // window.seconds, window_number + 2)
 
 
@@ -235,7 +237,7 @@ def _fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: f
     if holder.is_copy:
         return _fate_of_copy(holder, now_s)
     if ledger.is_pinned(generation, now_s):
-        expires_at = (ledger.pinned or {}).get(generation)
+        expires_at = (ledger.pin_expiry_by_generation or {}).get(generation)
         when = (
             "unpinned"
             if expires_at is None
@@ -243,13 +245,13 @@ def _fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: f
         )
         return f"pinned until {when}"
     state = view.state(generation)
-    if state is State.LIVE:
+    if state is GenerationState.LIVE:
         return (
             f"live, swept once {retained(config.keep)} newer generations have followed the next one"
         )
-    if state is State.SUPERSEDED:
+    if state is GenerationState.SUPERSEDED:
         return f"superseded, swept once it is not among the newest {retained(config.keep)} and nobody holds it"
-    if state is None or state in UNFINISHED:
+    if state is None or state in UNFINISHED_STATES:
         hours = config.abandon_after_s / 3600
         return (
             f"{state or 'begun'}, swept if older than the live one and untouched for {hours:.0f} h"

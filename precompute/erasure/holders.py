@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.control.control_keys import RegistryRow
-from cache.control.states import UNFINISHED
+from cache.control.states import UNFINISHED_STATES
 from cache.errors import Conflict, CorruptArtefact, StoreError
 from cache.format.directory import map_file
 from cache.format.ids import hash_ids
-from cache.format.manifest import GENERATION, EntityKind, Manifest
+from cache.format.manifest import GENERATION_PATTERN, EntityKind, Manifest
 from cache.store.artefacts import COPIES_FOLDER, ArtefactStore, copies_record_path, generation_path
 from precompute.builds.reports import BeginReport
 from precompute.partitions import holdout
@@ -58,12 +58,12 @@ def holders(
     stored_generations = [
         generation_id
         for generation_id in store.names("generations")
-        if GENERATION.fullmatch(generation_id)
+        if GENERATION_PATTERN.fullmatch(generation_id)
     ]
     unfinished_generations = [
         generation_id
         for generation_id, row in rows.items()
-        if row.state in UNFINISHED and generation_id not in stored_generations
+        if row.state in UNFINISHED_STATES and generation_id not in stored_generations
     ]
     holders_by_number: dict[int, list[EntityHolder]] = {erasure.number: [] for erasure in erasures}
     for generation in sorted({*stored_generations, *unfinished_generations}):

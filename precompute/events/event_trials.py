@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cache.events.new_items import NEW_VECTOR_ABS_MAX, with_item_id
 from cache.format.manifest import EntityKind
-from cache.model.tower import Histories, Tower, run_apart
+from cache.model.tower import Histories, Tower, run_isolating_failures
 from cache.process.host import usable_cores
 from cache.records import Layout, unfit_rows
 from precompute.builds.tables import layout_of, producer_of, scored_tables
@@ -231,7 +231,7 @@ class _Trial:
             spec, histories=Histories(np.arange(len(rows) + 1), first), item_indices=first,
             features={name: feature_values.numbers[rows] for name, feature_values in read.items()},
         )  # fmt: skip
-        return rows, *run_apart(self.tower, inputs)
+        return rows, *run_isolating_failures(self.tower, inputs)
 
     def left_out(self, values: EntityValues, unusable: UnusableRows) -> Iterator[bytes]:
         """Yield the ids with a value that the model cannot use, and note them."""

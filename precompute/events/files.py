@@ -24,7 +24,7 @@ from cache.events.event import Event
 from cache.events.new_items import brings_item
 from cache.events.newer_events import AttributeEvents
 from cache.format.manifest import EntityKind
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.sources.columns import Ids
@@ -129,7 +129,7 @@ def _all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
 def last_taken(store: ArtefactStore) -> Position:
     """Return the position up to which the files have all events."""
     files = list_taken_files(store)
-    return _end_of(store, files[-1]) if files else BEGINNING
+    return _end_of(store, files[-1]) if files else STREAM_BEGINNING
 
 
 def to_bytes(rows: Iterable[tuple[Position, Event]], end_position: Position) -> bytes:
@@ -208,7 +208,11 @@ def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
     config = config.of_events()
     store = config.store()
     files = list_taken_files(store)
-    ends = [*(file.after for file in files), _end_of(store, files[-1])] if files else [BEGINNING]
+    ends = (
+        [*(file.after for file in files), _end_of(store, files[-1])]
+        if files
+        else [STREAM_BEGINNING]
+    )
     end_position = ends[-1] if end_text is None else Position.parse(end_text)
     if end_position not in ends:
         raise ConfigError(
@@ -323,7 +327,7 @@ def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, 
                     event_batch.column(name).to_pylist() for name in ("position", "event")
                 )
                 for number, text in zip(numbers, texts, strict=True):
-                    yield Position.of_number(number), Event.from_bytes(text.encode())
+                    yield Position.from_number(number), Event.from_bytes(text.encode())
 
 
 def _only_attributes(
@@ -331,7 +335,7 @@ def _only_attributes(
 ) -> Event:
     """Return a copy of the event with only these attributes, features included."""
     kind = event.kind
-    if kind == "interaction" or not (values := event.values):
+    if kind == "interaction" or not (values := event.set_values):
         return event
     value_by_attribute = {
         name: value for name, value in values.items() if name in attributes_by_kind[kind]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from cache.events.new_items import ITEM_COLUMN, ITEM_VECTORS
+from cache.events.new_items import ITEM_COLUMN_FACT, ITEM_VECTORS_FACT
 from precompute.builds.build import Build, open_bundle
 from precompute.builds.reports import BEGIN, BeginReport, ShardReport
 from precompute.config.settings import NightConfig
@@ -41,8 +41,8 @@ def event_facts(build: Build, _reports: Sequence[ShardReport]) -> dict[str, Any]
     id_column = build.config.sources.item_column
     columns = {feature.column for feature in feature_inputs(open_bundle(build), "item")}
     return {
-        **({ITEM_VECTORS: True} if build.config.sources.item_vectors else {}),
-        **({ITEM_COLUMN: id_column} if id_column in columns else {}),
+        **({ITEM_VECTORS_FACT: True} if build.config.sources.item_vectors else {}),
+        **({ITEM_COLUMN_FACT: id_column} if id_column in columns else {}),
         **({"user_vectors": True} if begin_report.get("user_vectors") else {}),
     }
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cache.format.manifest import Manifest
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from precompute.config.console import iso
 from precompute.config.settings import NightConfig
 from precompute.events.files import last_taken
@@ -44,9 +44,9 @@ def event_lines(status: Mapping[str, Any]) -> list[str]:
 
 def _position_text(position: str | None) -> str:
     """Format an event position with its time; "none" before the first."""
-    event_position = BEGINNING if position is None else Position.parse(position)
+    event_position = STREAM_BEGINNING if position is None else Position.parse(position)
     return (
         "none"
-        if event_position == BEGINNING
+        if event_position == STREAM_BEGINNING
         else f"{iso(event_position.ms / 1000)} ({event_position})"
     )

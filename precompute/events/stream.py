@@ -14,11 +14,11 @@ import redis
 
 from cache.errors import CorruptArtefact, InvalidInput, UnknownGeneration
 from cache.events.event import EVENT_FIELD, Event
-from cache.events.stream import event_of_entry, note_taken
+from cache.events.stream import event_of_entry, write_taken_position
 from cache.format.ids import canonical_id
-from cache.format.manifest import GENERATION
+from cache.format.manifest import GENERATION_PATTERN
 from cache.format.redis_keys import Keyspace
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.traffic.experiments import latest_experiments
 from precompute.config.settings import NightConfig
@@ -81,7 +81,7 @@ class EventStores:
     def iter_generation_positions(self) -> Iterator[Position]:
         """Yield the positions up to which generations have events; ones without events of this stream have none."""
         for store in (self.home_store, *self.arms):
-            for generation in filter(GENERATION.fullmatch, store.names("generations")):
+            for generation in filter(GENERATION_PATTERN.fullmatch, store.names("generations")):
                 end_text: str | None
                 try:
                     manifest = read_manifest(store, generation)
@@ -96,7 +96,7 @@ class EventStores:
                     begin_events = begin_fields.get("events")
                     end_text = None if begin_events is None else begin_events["until"]
                 except CorruptArtefact:
-                    yield BEGINNING
+                    yield STREAM_BEGINNING
                     continue
                 if end_text is not None:
                     yield Position.parse(end_text)
@@ -106,7 +106,7 @@ class EventStores:
         return any(
             "manifest.json" not in store.names(generation_path(generation))
             for store in (self.home_store, *self.arms)
-            for generation in filter(GENERATION.fullmatch, store.names("generations"))
+            for generation in filter(GENERATION_PATTERN.fullmatch, store.names("generations"))
         )
 
 
@@ -149,7 +149,7 @@ def take_events(
             )
         else:  # another one did, perhaps of more of them
             taken_events = taken_events._replace(until_position=last_taken(store))
-    note_taken(store, taken_events.until_position)
+    write_taken_position(store, taken_events.until_position)
     return taken_events
 
 
@@ -381,10 +381,10 @@ def trim_stream(
         seconds, micros = client.time()
         bounds.append(Position(max(0, int((seconds + micros / 1e6 - keep_s) * 1000)), 0))
     bound = min(bounds)
-    if bound == BEGINNING:
+    if bound == STREAM_BEGINNING:
         return 0
     # What is below the id goes, and the bound itself is had.
-    behind = Position.of_number(bound.number + 1)
+    behind = Position.from_number(bound.number + 1)
     return int(client.xtrim(keys.events, minid=str(behind), approximate=False))
 
 

@@ -3,9 +3,9 @@
 import argparse
 from datetime import UTC, datetime
 
-from cache.control.states import UNFINISHED
+from cache.control.states import UNFINISHED_STATES
 from cache.errors import ConfigError
-from cache.format.manifest import GENERATION
+from cache.format.manifest import GENERATION_PATTERN
 from cache.format.stream_position import Position
 from precompute.builds.build import Build, settings_digest
 from precompute.builds.reports import BEGIN
@@ -72,8 +72,8 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
     settings, own_inputs = settings_digest(config), None
     with open_releases(config) as releases:
         for generation in sorted(releases.store.names("generations"), reverse=True):
-            is_one = GENERATION.fullmatch(generation) is not None
-            if not is_one or releases.state(generation) not in UNFINISHED:
+            is_one = GENERATION_PATTERN.fullmatch(generation) is not None
+            if not is_one or releases.state(generation) not in UNFINISHED_STATES:
                 continue
             begin_report = Build(config, releases.store, generation).read_report(BEGIN)
             if (

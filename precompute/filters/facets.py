@@ -11,7 +11,7 @@ from cache.errors import ConfigError
 from cache.filters.attributes import NO_CODE, AttributeColumn, ItemAttributes
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.manifest import FACET
+from cache.format.manifest import FACET_PREFIX
 from cache.records import NO_ITEM, encode_topk
 from precompute.builds.build import Build, cut_of
 from precompute.builds.reports import AttributeFiles, FacetEntry, FacetFields, file_entry
@@ -61,7 +61,7 @@ class AttributeValues:
     @classmethod
     def of(cls, name: str, column: AttributeColumn, score_ranks: NDArray[np.int64]) -> Self:
         """Build from a column of texts; `score_ranks` is each item's rank by score."""
-        names = column.names
+        names = column.dictionary
         assert names is not None  # noqa: S101 - facets of other kinds were refused
         if len(names) > VALUES_MAX:
             raise ConfigError(
@@ -80,7 +80,7 @@ class AttributeValues:
         first = np.ones(len(codes), np.bool_)  # an item may name a value twice
         first[1:] = (codes[1:] != codes[:-1]) | (owners[1:] != owners[:-1])
         codes, owners = codes[first], owners[first]
-        ids = [names.raw(code) for code in range(len(names))]
+        ids = [names.text_bytes(code) for code in range(len(names))]
         starts = np.searchsorted(codes, np.arange(len(ids) + 1))
         return cls(ids, starts, owners.astype(np.uint32))
 
@@ -101,7 +101,7 @@ def _write_facet(
     while (order := sort_unique(hashes := hash_ids(raws, seed))) is None:
         seed += 1
     layout, at = facet_layout(k), cut_of(build.generation)
-    pages, directory = f"tables/{name}/0000.pages", directory_file(f"{FACET}{name}", 0)
+    pages, directory = f"tables/{name}/0000.pages", directory_file(f"{FACET_PREFIX}{name}", 0)
     with (
         PageFile(build.path(pages), layout, build.config.page_bytes) as file,
         GrowingFile(build.path(directory)) as hashes_file,

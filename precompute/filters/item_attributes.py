@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
 from cache.filters.attributes import (
-    DTYPES,
+    DTYPE_BY_KIND,
     NO_CODE,
     NO_FLAG,
     NO_TIME,
@@ -21,7 +21,7 @@ from cache.filters.attributes import (
     AttributeColumn,
     ItemAttributes,
     ItemValue,
-    Names,
+    TextDictionary,
     set_item_values,
 )
 from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read_filter
@@ -108,7 +108,7 @@ def _with_values(
     )
     for name, rows in Counter(item_value.attribute for item_value in item_values).items():
         unusable.looked_at(f"{EVENTS}.{name}", rows)
-    for name, reasons in changed_columns.unfit.items():
+    for name, reasons in changed_columns.unfit_ordinals.items():
         for reason, ordinals in reasons.items():
             cases = ({"item": items.id_of(ordinal)} for ordinal in ordinals)
             unusable.note(f"{EVENTS}.{name}", reason, len(ordinals), cases)
@@ -121,7 +121,7 @@ def _with_values(
 def _as_column(kind: AttributeKind, arrays: Arrays) -> AttributeColumn:
     names = None
     if "names" in arrays:
-        names = Names(arrays["names"], arrays["name_offsets"])
+        names = TextDictionary(arrays["names"], arrays["name_offsets"])
     return AttributeColumn(kind, arrays["values"], arrays.get("offsets"), names)
 
 
@@ -129,8 +129,8 @@ def _as_arrays(column: AttributeColumn) -> Arrays:
     arrays = {"values": column.values}
     if column.offsets is not None:
         arrays["offsets"] = column.offsets
-    if column.names is not None:
-        arrays |= {"names": column.names.data, "name_offsets": column.names.offsets}
+    if column.dictionary is not None:
+        arrays |= {"names": column.dictionary.data, "name_offsets": column.dictionary.offsets}
     return arrays
 
 
@@ -220,7 +220,7 @@ def _several(column: Any) -> Arrays:
 def _write(root: Path, number: int, column: tuple[AttributeKind, Arrays]) -> AttributeFiles:
     kind, arrays = column
     files = {}
-    dtypes = {"values": DTYPES[kind], "offsets": "<u8", "names": "u1", "name_offsets": "<u8"}
+    dtypes = {"values": DTYPE_BY_KIND[kind], "offsets": "<u8", "names": "u1", "name_offsets": "<u8"}
     for part, array in arrays.items():
         files[part] = f"{ATTRIBUTES_FOLDER}/{number:04d}.{part}"
         write_atomically(root / files[part], array.astype(dtypes[part]).tobytes())
@@ -258,7 +258,7 @@ def passing_filters(
     columns, mask_by_filter = ItemAttributes.of_files(root, attributes, count), {}
     for name, declared_filter in declared.items():
         try:
-            mask_by_filter[name] = FilterMask.of(mask_of(declared_filter.root, columns))
+            mask_by_filter[name] = FilterMask.of(mask_of(declared_filter.root_expression, columns))
         except InvalidFilter as error:
             raise _refused(name, error) from error
     return mask_by_filter

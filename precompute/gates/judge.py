@@ -22,7 +22,7 @@ from cache.config.night import GateThresholds, GovernorConfig
 from cache.control.control_keys import Control
 from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavailable
 from cache.format.manifest import Manifest
-from cache.l2.sync_clients import another
+from cache.l2.sync_clients import clone_client
 from precompute.builds.seal import WITHOUT_INTERACTIONS
 from precompute.features import feature_gates
 from precompute.gates.evidence.candidate import Candidate, Gate, Measurement, Verdict
@@ -218,8 +218,8 @@ def run_gates(
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     """Verdict of one gate, run with a Redis connection of its own, of which nothing is left when its time is over."""
     gate_connections = GateConnections()
-    client = another(candidate.control.client, partial(GateConnectionPool, gate_connections))
-    gate_candidate = replace(candidate, control=Control(client, candidate.control.keys))
+    client = clone_client(candidate.control.client, partial(GateConnectionPool, gate_connections))
+    gate_candidate = replace(candidate, control=Control(client, candidate.control.keyspace))
     try:
         return run_within(gate.rule, lambda: gate(gate_candidate), timeout_s)
     finally:

@@ -310,7 +310,7 @@ def _write_ids(root: Path, texts: Any, order: NDArray[np.int64]) -> None:
 
 def item_texts(items: ItemTable) -> Any:
     """The ids of all items in ordinal order, as chunks of Arrow strings over the mapped file."""
-    ids, offsets = items.lent
+    ids, offsets = items.shared_ids
     chunks = []
     for start in range(0, items.count, VOCABULARY_ROWS):
         cuts = offsets[start : start + VOCABULARY_ROWS + 1]

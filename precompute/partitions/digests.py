@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cache.format.ids import FINGERPRINT_SEED
 from cache.format.item_table import ItemTable, Ordinals
-from cache.model.tower import repeated
+from cache.model.tower import repeat_values
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle
@@ -48,7 +48,7 @@ def of_rows(values: Digests, starts: NDArray[np.int64]) -> Digests:
     lengths = np.diff(starts)
     if not len(lengths):
         return np.empty(0, np.uint64)
-    offsets_in_row = np.arange(len(values)) - repeated(starts[:-1] - starts[0], lengths)
+    offsets_in_row = np.arange(len(values)) - repeat_values(starts[:-1] - starts[0], lengths)
     spread = mixed(values ^ mixed(offsets_in_row.astype(np.uint64)))
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(spread, dtype=np.uint64)])
     bounds = starts - starts[0]
@@ -135,5 +135,5 @@ def _of_items(spec: TowerSpec, items: ItemTable, root: Path) -> Digests:
         }
     item_digests = of_columns(columns, count)
     if any(input_spec.bind == "item_index" for input_spec in spec.inputs):
-        item_digests += mixed(items.to_model(Ordinals(np.arange(count))).astype(np.uint64))
+        item_digests += mixed(items.model_indices_of(Ordinals(np.arange(count))).astype(np.uint64))
     return item_digests

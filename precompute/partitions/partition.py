@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cache.format.ids import hash_ids
 from cache.model.tower_spec import InputSpec
-from cache.store.artefacts import take_file, write_atomically
+from cache.store.artefacts import link_or_copy_file, write_atomically
 from precompute.partitions.catalogue import item_texts
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.holdout import Holdout
@@ -193,7 +193,7 @@ class EarlierPartition:
                     shard_paths(partition_folder, shard, (kind,))[0]
                     for partition_folder in (folder, self.folder)
                 )
-                take_file(theirs, target_path)
+                link_or_copy_file(theirs, target_path)
 
 
 def partition_files(has_user_vectors: bool, shards: int) -> list[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cache.control.control_keys import Control
 from cache.errors import Refused
-from cache.l2.sync_clients import compute_keyspace_shares, connect, masters
+from cache.l2.sync_clients import compute_keyspace_shares, connect, primary_clients
 from cache.process.host import disk_free_bytes, memory_available_bytes
 from precompute.bulk.headroom import ArmRoom, held_bytes, sum_mapped_bytes, unevictable_bytes
 from precompute.config.settings import GateThresholds, NightConfig, generations_at_peak
@@ -146,7 +146,7 @@ def _read_nodes(
         own_bytes, arms = held_bytes(config.store(), control), arms_room(config, client)
         arm_growth_bytes = sum(arm.growth_bytes(generations_at_peak(config.keep)) for arm in arms)
         nodes = []
-        for node_name, server in masters(client).items():
+        for node_name, server in primary_clients(client).items():
             own_node_bytes = own_bytes * share_by_node[node_name]
             used_bytes = unevictable_bytes(
                 control, server, pages_bytes=own_node_bytes, record_bytes=record_bytes

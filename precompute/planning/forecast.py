@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from cache.l2.sync_clients import connect
 from cache.process.host import usable_cores
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from cache.quality.probe import probe_bytes
-from cache.tiers.l1 import OVERHEAD_BYTES, READY_BYTES, Entry, LocalKey, LocalTier, size_of
+from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, READY_OVERHEAD_BYTES, Entry, LocalKey, LocalTier, entry_size_bytes
 from precompute.adapters.vector_bundle import make_bundle
 from precompute.builds.reports import EMBED_ITEMS
 from precompute.builds.tables import (
@@ -225,7 +225,7 @@ def forecast(
             progress=progress,
         )
         source_user_count = parameters.users or sample.users
-        with server(folder / "redis") as redis_server:
+        with join_or_start_server(folder / "redis") as redis_server:
             trial = open_trial(config, sample, folder, redis_server.url)
             shape = _shape_night(config, trial, parameters, source_user_count)
             timings = time_scoring(
@@ -596,8 +596,8 @@ def l1_hit_rates(
     of each other.
     """
     table_entry_bytes = l1_table_bytes()
-    record_entry_bytes = record_bytes + OVERHEAD_BYTES + table_entry_bytes
-    answer_entry_bytes = answer_bytes + READY_BYTES + table_entry_bytes if answer_bytes else 0.0
+    record_entry_bytes = record_bytes + ENTRY_OVERHEAD_BYTES + table_entry_bytes
+    answer_entry_bytes = answer_bytes + READY_OVERHEAD_BYTES + table_entry_bytes if answer_bytes else 0.0
 
     def contents(time: float) -> tuple[float, float]:
         """Return the expected (entries, bytes)."""
@@ -663,13 +663,13 @@ def _rate_from_cold(
 
 @functools.cache
 def l1_table_bytes() -> float:
-    """Measure the bytes of an L1's table per entry under churn, which `size_of` does not count, on small L1s."""
+    """Measure the bytes of an L1's table per entry under churn, which `entry_size_bytes` leaves out, on small L1s."""
     return fmean(_measure_table_bytes(entries) for entries in _CHURNED_ENTRIES)
 
 
 def _measure_table_bytes(entry_count: int) -> float:
     entry = Entry(b"", 0)
-    tier = LocalTier(entry_count * (size_of(entry) + 150))
+    tier = LocalTier(entry_count * (entry_size_bytes(entry) + 150))
     for key in range(4 * entry_count):
         tier.put(LocalKey("", "", key), entry)
-    return tier.size_bytes / len(tier) - size_of(entry)
+    return tier.size_bytes / len(tier) - entry_size_bytes(entry)

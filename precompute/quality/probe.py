@@ -6,7 +6,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.quality.probe import FACT, FILE, USERS_MAX, ProbePart, probe_part, write_probe
+from cache.quality.probe import (
+    PROBE_FACT,
+    PROBE_FILE,
+    PROBE_USERS_MAX,
+    ProbePart,
+    probe_part,
+    write_probe,
+)
 from precompute.builds.build import Build
 from precompute.builds.reports import QUANTIZE, SampleFields, ShardReport, file_entry
 from precompute.partitions.shard_input import ShardInput
@@ -25,7 +32,7 @@ class ProbeTaker:
 
     def take(self, entities: ShardInput, usable: NDArray[np.int64]) -> bool:
         """Take the rows still needed from the `usable` ones; return True if more are needed."""
-        rows = usable[~entities.has_vector[usable]][: USERS_MAX - self._count]
+        rows = usable[~entities.has_vector[usable]][: PROBE_USERS_MAX - self._count]
         if len(usable) and not len(rows):
             return (
                 False  # a slice is of users at random: where one has none, there are next to none
@@ -37,16 +44,16 @@ class ProbeTaker:
                     entities.hashes, entities.indptr, entities.ordinals, entities.features, rows
                 )
             )
-        return self._count < USERS_MAX
+        return self._count < PROBE_USERS_MAX
 
     def finish(self, build: Build) -> SampleFields:
         """Write and publish the probe, if it has any users; return `probe` for the step's report."""
         if not self._parts:
             return {"probe": None}
         build.finish(write_probe(build.root, self._parts))
-        return {"probe": file_entry(build.describe(FILE))}
+        return {"probe": file_entry(build.describe(PROBE_FILE))}
 
 
 def probe_facts(build: Build, _reports: Sequence[ShardReport]) -> Mapping[str, Any]:
     """Return the probe's file as a fact of the manifest; None without any users."""
-    return {FACT: build.need(QUANTIZE)["probe"]}
+    return {PROBE_FACT: build.need(QUANTIZE)["probe"]}

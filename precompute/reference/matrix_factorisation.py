@@ -351,7 +351,7 @@ class _Side:
             workspace = np.empty(max(BLOCK_NUMBERS, int(self.lengths.max()) * dims), np.float32)
             for block_rows in row_blocks[worker_index::cores]:
                 length_max = int(self.lengths[block_rows[-1]])
-                padded_indexes = self.histories.padded(
+                padded_indexes = self.histories.pad_rows(
                     block_rows, length_max, len(other_vectors), "int64"
                 )
                 clicked_vectors = workspace[: padded_indexes.size * dims].reshape(

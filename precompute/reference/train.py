@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
-from cache.model.ranking import unit
+from cache.model.ranking import unit_rows
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import held_out, onnx_model
@@ -599,7 +599,7 @@ def compute_affinities(
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.float32], tuple[str, ...]]:
     """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
-    directions = unit(vectors)
+    directions = unit_rows(vectors)
     if categories is not None:
         coded_categories = pc.dictionary_encode(strings_of(categories))
         category_names, name_indexes = np.unique(
@@ -653,4 +653,4 @@ def _compute_centroids(
         (group_count, vector_count),
     )
     has_members = np.bincount(groups, minlength=group_count) > 0
-    return np.where(has_members[:, None], unit(membership_matrix @ directions), default_centroids)
+    return np.where(has_members[:, None], unit_rows(membership_matrix @ directions), default_centroids)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cache.control.control_keys import MOVE_FORMATS, RegistryRow, demand_readers
-from cache.control.states import ALLOWED, State, demand, fold
+from cache.control.states import STATES_BY_ACTION, GenerationState, demand_allowed, fold_releases
 from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.format.manifest import CUT_CHARS
-from cache.formats import FORMATS, MANIFEST, RELEASE
+from cache.formats import FORMATS, MANIFEST, THIS_RELEASE
 from cache.store.artefacts import read_manifest
-from cache.store.releases import MOVES, Action, Canary, Pointer, Release
+from cache.store.releases import MOVE_ACTIONS, Action, Canary, Pointer, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import unlink_pages
 from precompute.bulk.reload import load_missing, repair
@@ -21,7 +21,7 @@ from precompute.releases.replication import VerifyReport
 
 RepeatableAction = Literal["publish", "roll_back", "canary", "end_canary"]
 
-_PUBLISHED_STATES = (State.LIVE, State.SUPERSEDED)
+_PUBLISHED_STATES = (GenerationState.LIVE, GenerationState.SUPERSEDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ def _demand_publish(
     if view.pointer is not None and view.pointer.generation == generation:
         return view.pointer
     view.demand_agreement()
-    demand("publish", generation, view.state(generation))
-    _demand_newer(generation, view.ledger.live)
-    _demand_gates(releases, generation, view.ledger.live, verified)
+    demand_allowed("publish", generation, view.state(generation))
+    _demand_newer(generation, view.ledger.live_generation)
+    _demand_gates(releases, generation, view.ledger.live_generation, verified)
     _demand_readers(releases, generation)
     # No page may belong to a generation that the registry does not know.
     _write_missing_row(releases, generation, view)
@@ -108,14 +108,15 @@ def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) 
         raise Conflict("there is no earlier generation to roll back to")
     if (live := _demand_roll_back(releases, target, view)) is not None:
         return MoveResult(live, has_moved=False)
-    rolled_back_id = view.ledger.live
+    rolled_back_id = view.ledger.live_generation
     with files_of(target):
         releases.check_manifest(target, view.history)
         load_missing(releases.control, releases.store, target, is_urgent=True)
     view = releases.view()
-    if view.ledger.live != rolled_back_id:
+    if view.ledger.live_generation != rolled_back_id:
         raise Conflict(
-            f"{view.ledger.live} became live while {target} was being checked; is it to be rolled back as well?"
+            f"{view.ledger.live_generation} became live while {target} was being checked; is it to be rolled back as "
+            "well?"
         )
     if (live := _demand_roll_back(releases, target, view)) is not None:
         return MoveResult(live, has_moved=False)
@@ -129,7 +130,7 @@ def repair_live(
 
     Does nothing for a generation that is not live by now.
     """
-    if (pointer := releases.control.pointer()) is None or pointer.generation != generation:
+    if (pointer := releases.control.read_pointer()) is None or pointer.generation != generation:
         return []
     return repair(releases.control, releases.store, generation, governor=governor)
 
@@ -138,7 +139,7 @@ def _demand_roll_back(releases: Releases, target: str, view: ReleaseView) -> Poi
     if view.pointer is not None and view.pointer.generation == target:
         return view.pointer
     view.demand_agreement()
-    demand("roll_back", target, view.ledger.state(target))
+    demand_allowed("roll_back", target, view.ledger.state(target))
     _demand_readers(releases, target)
     _write_missing_row(releases, target, view)
     return None
@@ -172,10 +173,10 @@ def _move_live(
     try:
         return _commit(releases, to, view, rows, action)
     except Conflict as error:
-        if error.details.get("state") == State.RETIRED:
+        if error.details.get("state") == GenerationState.RETIRED:
             # Pages loaded for this move while a retirement removed them: nobody else would remove them.
             unlink_pages(
-                releases.control.client, releases.control.keys, manifest, governor=governor
+                releases.control.client, releases.control.keyspace, manifest, governor=governor
             )
         raise
 
@@ -236,9 +237,9 @@ def _demand_canary(
         )
     if view.pointer is None:
         raise Conflict("nothing is live that a canary could be compared with: publish it")
-    demand("canary", generation, view.state(generation))
-    _demand_newer(generation, view.ledger.live)
-    _demand_gates(releases, generation, view.ledger.live, verified)
+    demand_allowed("canary", generation, view.state(generation))
+    _demand_newer(generation, view.ledger.live_generation)
+    _demand_gates(releases, generation, view.ledger.live_generation, verified)
     _demand_readers(releases, generation)
     _write_missing_row(releases, generation, view)
     return view.pointer
@@ -277,7 +278,9 @@ def _end_canary(
         abandoned=abandon,
         expected=view.epoch,
     )
-    rows = {generation: RegistryRow(State.ABANDONED, release.at, reason)} if abandon else {}
+    rows = (
+        {generation: RegistryRow(GenerationState.ABANDONED, release.at, reason)} if abandon else {}
+    )
     to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
     return _commit(releases, to, view, rows, "end_canary", live=False)
 
@@ -325,7 +328,7 @@ def _demand_readers(releases: Releases, generation: str) -> None:
         version = read_manifest(releases.store, generation).format
     demand_readers(releases.control, {MANIFEST: version}, f"{generation} has")
     formats = {name: FORMATS[name].written for name in MOVE_FORMATS}
-    demand_readers(releases.control, formats, f"this release ({RELEASE}) writes")
+    demand_readers(releases.control, formats, f"this release ({THIS_RELEASE}) writes")
 
 
 def _demand_newer(generation: str, live: str | None) -> None:
@@ -354,11 +357,13 @@ def _commit(
     live: bool = True,
 ) -> MoveResult:
     """Move the pointer to an intent's by compare-and-set, then record that it is done."""
-    allowed = ALLOWED[action] if live else (State.LIVE,)
+    allowed = STATES_BY_ACTION[action] if live else (GenerationState.LIVE,)
     # Much may have passed since the intent: what is superseded is superseded now.
     rows = {generation_id: replace(row, at=releases.clock()) for generation_id, row in rows.items()}
     _demand_still(releases, to, view, action)
-    moved = releases.control.move(to, expected_epoch=view.epoch, rows=rows, allowed=allowed)
+    moved = releases.control.move_pointer(
+        to, expected_epoch=view.epoch, row_by_generation=rows, allowed_states=allowed
+    )
     if moved is None:
         raise Conflict(
             f"another publisher moved the pointer before {to.generation} could be made live; try again"
@@ -372,17 +377,21 @@ def _commit(
 def _demand_still(releases: Releases, to: Pointer, view: ReleaseView, action: Action) -> None:
     """Raise Conflict if another move came since: a Redis that lost its newest rows would not notice."""
     history = releases.history()
-    ledger = fold(history)
+    ledger = fold_releases(history)
     if ledger.live_epoch != view.ledger.live_epoch:
         live_release = next(release for release in history if release.epoch == ledger.live_epoch)
         if live_release.attempt == to.attempt:
             return  # a repeat of this very move, which the pointer recognises
         raise Conflict("another publisher moved the pointer meanwhile; try again")
-    if action in MOVES and to.previous and ledger.state(to.previous) is State.RETIRED:
+    if (
+        action in MOVE_ACTIONS
+        and to.previous
+        and ledger.state(to.previous) is GenerationState.RETIRED
+    ):
         raise Conflict(f"{to.previous} was retired meanwhile; try again")
     if action != "end_canary":
         about = to.canary.generation if to.canary is not None else to.generation
-        demand(action, about, standing(about, ledger, view.rows.get(about)))
+        demand_allowed(action, about, standing(about, ledger, view.rows.get(about)))
 
 
 @contextmanager
@@ -466,20 +475,20 @@ def _undone(
         case "publish":
             return _taken_back(own_release, history, later)
         case "roll_back":
-            former_live_id = fold(
+            former_live_id = fold_releases(
                 [release for release in history if release.epoch < own_release.epoch]
-            ).live
+            ).live_generation
             back = (
                 release
                 for release in later
-                if release.action in MOVES and release.generation == former_live_id
+                if release.action in MOVE_ACTIONS and release.generation == former_live_id
             )
             return next(back, None) or _taken_back(own_release, history, later)
         case "canary":
             ends = (
                 release
                 for release in later
-                if release.action in MOVES or release.action == "end_canary"
+                if release.action in MOVE_ACTIONS or release.action == "end_canary"
             )
             end = next(ends, None)
             return None if end is None or end.action == "publish" else end
@@ -493,7 +502,7 @@ def _undone(
             and release.generation == own_release.generation
         )
     )
-    is_tried_out = fold(history).canary is not None
+    is_tried_out = fold_releases(history).canary is not None
     return next(
         (release for release in repeat_releases if is_tried_out or release.action == "verify"), None
     )
@@ -504,13 +513,13 @@ def _taken_back(
 ) -> Release | None:
     """Return the last roll back that took a published generation away, or jumped over it, unless it was restored."""
 
-    def state_until(epoch: int) -> State | None:
+    def state_until(epoch: int) -> GenerationState | None:
         about = [
             release
             for release in history
             if release.epoch <= epoch and not _retires(release, own_release)
         ]
-        return fold(about).state(own_release.generation)
+        return fold_releases(about).state(own_release.generation)
 
     if not later or state_until(later[-1].epoch) in _PUBLISHED_STATES:
         return None
@@ -519,7 +528,7 @@ def _taken_back(
             release
             for release in reversed(later)
             if release.action == "roll_back" and state_until(release.epoch - 1) in _PUBLISHED_STATES
-            and state_until(release.epoch) is State.ROLLED_BACK
+            and state_until(release.epoch) is GenerationState.ROLLED_BACK
         ),
         None,
     )  # fmt: skip

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from cache.control.control_keys import RegistryRow
-from cache.control.states import UNFINISHED, Ledger, State, fold
+from cache.control.states import UNFINISHED_STATES, GenerationState, Ledger, fold_releases
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
-from cache.format.manifest import GENERATION
-from cache.l2.errors import translated
+from cache.format.manifest import GENERATION_PATTERN
+from cache.l2.errors import translate_redis_errors
 from cache.l2.resp import COUNT_SHAPE, checked_reply
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.audit import audited
@@ -63,7 +63,7 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
                 report["notes"] = notes
         try:
             with (
-                translated(),
+                translate_redis_errors(),
                 # Right beside the flip: going slower is better than being felt.
                 open_governor(config.governor, releases.control, awake=False) as governor,
             ):
@@ -81,8 +81,12 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
 
 def _ended_overrides(history: Sequence[Release], epoch: int) -> list[str]:
     """Describe overrides that the move of this epoch ended: what let a generation pass does not let it pass again."""
-    before = fold([release for release in history if release.epoch < epoch]).overrides
-    after = fold([release for release in history if release.epoch <= epoch]).overrides
+    before = fold_releases(
+        [release for release in history if release.epoch < epoch]
+    ).overrides_by_generation
+    after = fold_releases(
+        [release for release in history if release.epoch <= epoch]
+    ).overrides_by_generation
     return [
         f"the override of {', '.join(sorted(rules))} for {generation} has ended with this roll back: to publish "
         f"{generation} again, override it again, then verify"
@@ -97,7 +101,9 @@ def _bundle_left_in_words(
     """Say that the next night uses the model that was left, if it does; empty where this cannot be told."""
     from precompute.bundles.bundle_store import digest_of_chosen  # pyarrow waits for the move
 
-    left_id = fold([release for release in history if release.epoch < pointer.epoch]).live
+    left_id = fold_releases(
+        [release for release in history if release.epoch < pointer.epoch]
+    ).live_generation
     store, now_id = config.store(), pointer.generation
     try:
         left, now = read_manifest(store, str(left_id)), read_manifest(store, now_id)
@@ -122,15 +128,19 @@ def _bundle_left_in_words(
 def rolled_back_in_words(releases: Releases, bundle_digest: str) -> list[str]:
     """Remark on a night whose model is that of a generation that was rolled back, and not that of the live one."""
     history = releases.history()
-    ledger = fold(history)
+    ledger = fold_releases(history)
     rolled_back_ids = [
-        generation for generation, state in ledger.states.items() if state is State.ROLLED_BACK
+        generation
+        for generation, state in ledger.state_by_generation.items()
+        if state is GenerationState.ROLLED_BACK
     ]
-    for generation in sorted(rolled_back_ids, key=lambda rolled: -ledger.left_in.get(rolled, 0)):
+    for generation in sorted(
+        rolled_back_ids, key=lambda rolled: -ledger.left_epoch_by_generation.get(rolled, 0)
+    ):
         try:
             digests = {
                 read_manifest(releases.store, compared).bundle_digest
-                for compared in (generation, ledger.live)
+                for compared in (generation, ledger.live_generation)
                 if compared is not None
             }
             if read_manifest(releases.store, generation).bundle_digest != bundle_digest:
@@ -138,7 +148,7 @@ def rolled_back_in_words(releases: Releases, bundle_digest: str) -> list[str]:
         except LarderError:  # retired, or unreadable: nothing can be said of it
             continue
         if len(digests) > 1:
-            left_in = ledger.left_in.get(generation)
+            left_in = ledger.left_epoch_by_generation.get(generation)
             reason = next((release.reason for release in history if release.epoch == left_in), "")
             return [f"uses the model of {generation}, which was rolled back: {reason}"]
     return []
@@ -200,7 +210,7 @@ def restore_redis(
     for _ in range(LOOK_TRIES):
         view = releases.view()
         ledger = view.ledger
-        if ledger.live is None:
+        if ledger.live_generation is None:
             raise Conflict("nothing was ever published here, so there is nothing to restore")
         if view.epoch > ledger.live_epoch:
             view.demand_agreement()
@@ -208,7 +218,7 @@ def restore_redis(
         doubt = _roll_back_in_doubt(view)
         aim = ledger
         if doubt is not None:
-            carried_out = fold([*view.history, replace(doubt, is_done=True)])
+            carried_out = fold_releases([*view.history, replace(doubt, is_done=True)])
             aim = without_retired(carried_out, view.rows)
         present = _restorable(releases, view, aim)
         # Rows first: no page may belong to a generation that the registry does not know.
@@ -217,8 +227,8 @@ def restore_redis(
         ):
             continue
         # An older snapshot brings pages back. What is only marked as retired may still have readers.
-        for generation_id, state in fold(view.history).states.items():
-            if state is State.RETIRED and (
+        for generation_id, state in fold_releases(view.history).state_by_generation.items():
+            if state is GenerationState.RETIRED and (
                 generation_id in view.rows or is_back(releases, generation_id, view.history)
             ):
                 unlink_recorded(releases, generation_id, view.history, governor=governor)
@@ -234,10 +244,14 @@ def restore_redis(
             for generation_id in present
         )
         latest_view = releases.view()
-        if (latest_view.pointer, latest_view.ledger.live_epoch, latest_view.ledger.states) != (
+        if (
+            latest_view.pointer,
+            latest_view.ledger.live_epoch,
+            latest_view.ledger.state_by_generation,
+        ) != (
             view.pointer,
             ledger.live_epoch,
-            ledger.states,
+            ledger.state_by_generation,
         ):
             continue
         if view.pointer is not None and view.epoch == ledger.live_epoch and not _in_doubt(view):
@@ -266,7 +280,7 @@ def forgotten_in_words(releases: Releases, prior_view: ReleaseView, pointer: Poi
             f"the canary of {canary.generation} has ended: verify {canary.generation}, then start it again"
         )
     for generation, row in sorted(releases.control.rows().items()):
-        if generation in prior_view.rows or row.state is not State.BEGUN:
+        if generation in prior_view.rows or row.state is not GenerationState.BEGUN:
             continue
         try:
             gates = read_manifest(releases.store, generation).gates
@@ -292,7 +306,7 @@ def _in_doubt(view: ReleaseView) -> list[Release]:
 def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
     """Return the roll back that must be carried out: readers who followed it must not meet the bad generation again."""
     for release in reversed(_in_doubt(view)):
-        is_sound = view.ledger.state(release.generation) is State.SUPERSEDED
+        is_sound = view.ledger.state(release.generation) is GenerationState.SUPERSEDED
         if release.action == "roll_back" and is_sound:
             return release
     return None
@@ -315,19 +329,20 @@ def _registry_rows(
     stored_ids = {
         generation_id
         for generation_id in releases.store.names("generations")
-        if GENERATION.fullmatch(generation_id)
+        if GENERATION_PATTERN.fullmatch(generation_id)
     }
     rows = {
-        generation_id: RegistryRow(State.BEGUN, restored_at, "restored")
+        generation_id: RegistryRow(GenerationState.BEGUN, restored_at, "restored")
         for generation_id in stored_ids - set(view.rows)
     }
     return rows | {
         generation_id: RegistryRow(
             state, ledger.superseded_at.get(generation_id, restored_at), "restored"
         )
-        for generation_id, state in ledger.states.items()
+        for generation_id, state in ledger.state_by_generation.items()
         if (
-            generation_id not in view.rows and not (state is State.RETIRED and generation_id in old)
+            generation_id not in view.rows
+            and not (state is GenerationState.RETIRED and generation_id in old)
         )
         or (
             generation_id in view.rows
@@ -338,7 +353,7 @@ def _registry_rows(
 
 def _restorable(releases: Releases, view: ReleaseView, aim: Ledger) -> list[str]:
     """Return the live generation, then the previous one if its files match the release."""
-    live, previous = str(aim.live), aim.previous
+    live, previous = str(aim.live_generation), aim.previous
     try:
         releases.check_manifest(live, view.history)
     except UnknownGeneration as error:
@@ -376,14 +391,17 @@ def _move_pointer(
         return None  # who came after us may have led readers on, and a Redis that was lost again would not tell
     published_at = publication_time(view.history, live) or releases.clock()
     to = Pointer(live, release.epoch, previous, attempt, published_at=published_at)
-    rows = {live: RegistryRow(State.LIVE, releases.clock())}
+    rows = {live: RegistryRow(GenerationState.LIVE, releases.clock())}
     if doubt is not None:
         _, rows = outcome_of(
             view, "roll_back", live, attempt=attempt, at=releases.clock(), reason=doubt.reason
         )
     try:
-        moved = releases.control.move(
-            to, expected_epoch=view.epoch, rows=rows, allowed=frozenset(State)
+        moved = releases.control.move_pointer(
+            to,
+            expected_epoch=view.epoch,
+            row_by_generation=rows,
+            allowed_states=frozenset(GenerationState),
         )
     except Conflict as error:
         if error.details.get("state") == "unknown":
@@ -411,23 +429,25 @@ def adopt(
     """
     reason = demand_reason("adopting a Redis", reason)
     with open_releases(config) as releases:
-        keys, client = releases.control.keys, releases.control.client
+        keys, client = releases.control.keyspace, releases.control.client
         raw: Any = client.get(keys.live)
         if raw is None:
             raise Conflict(
                 f"{keys.live} holds no pointer, so there is nothing to adopt: run `larder restore`"
             )
         stray = _parsed_pointer(raw)
-        ledger = releases.ledger() if stray is not None else fold(releases.history())
+        ledger = releases.ledger() if stray is not None else fold_releases(releases.history())
         if stray is not None and stray.epoch <= ledger.live_epoch:
             raise Conflict(
                 f"the releases in {releases.store.url} explain the pointer in {keys.live}: run "
                 "`larder restore` without --adopt"
             )
-        if ledger.live is not None:
-            releases.check_manifest(ledger.live, releases.history())
+        if ledger.live_generation is not None:
+            releases.check_manifest(ledger.live_generation, releases.history())
         if stray is not None:
-            about = stray.generation if GENERATION.fullmatch(stray.generation) else "unknown"
+            about = (
+                stray.generation if GENERATION_PATTERN.fullmatch(stray.generation) else "unknown"
+            )
             # An intent that is never completed: it changes nothing but the epoch, and keeps the reason.
             releases.record(
                 "restore", about, attempt=attempt, reason=f"adopted: {reason}",
@@ -440,7 +460,7 @@ def adopt(
         log.warning("removed from %s, since %s: %.200r", keys.live, reason, raw)
         _disown(releases, ledger, reason)
     removed = raw.decode(errors="replace")[:200]
-    if ledger.live is None:
+    if ledger.live_generation is None:
         return {"removed": removed, "generation": None, "next": "the first night can publish"}
     return {"removed": removed, **restore(config, attempt=attempt, progress=progress)}
 
@@ -456,9 +476,10 @@ def _disown(releases: Releases, ledger: Ledger, reason: str) -> None:
     """Abandon generations that only Redis has as published: they may be made and verified again, or swept."""
     abandoned_at = releases.clock()
     rows = {
-        generation: RegistryRow(State.ABANDONED, abandoned_at, f"adopted: {reason}")
+        generation: RegistryRow(GenerationState.ABANDONED, abandoned_at, f"adopted: {reason}")
         for generation, row in releases.control.rows().items()
-        if ledger.state(generation) is None and row.state not in (*UNFINISHED, State.RETIRED)
+        if ledger.state(generation) is None
+        and row.state not in (*UNFINISHED_STATES, GenerationState.RETIRED)
     }
     if rows:
         releases.control.write_rows(rows, expected_epoch=0)

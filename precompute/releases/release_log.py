@@ -11,13 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.own_store import unexplained
-from cache.control.states import TRANSITIONS, UNFINISHED, Ledger, State, demand, fold
+from cache.control.own_store import unexplained_pointer_message
+from cache.control.states import (
+    TRANSITIONS,
+    UNFINISHED_STATES,
+    GenerationState,
+    Ledger,
+    demand_allowed,
+    fold_releases,
+)
 from cache.errors import ConfigError, Conflict, CorruptArtefact, UnknownGeneration
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import (
-    POINTED,
+    POINTER_ACTIONS,
     Action,
     Pointer,
     Release,
@@ -25,7 +32,7 @@ from cache.store.releases import (
     done_path,
     intent_path,
     manifest_digest,
-    released_manifest,
+    released_manifest_digest,
 )
 from precompute.config.settings import NightConfig
 
@@ -36,11 +43,18 @@ LOOK_TRIES = 5
 
 # What the release records say about these outranks the registry, which may be lost or old.
 _PROVEN = frozenset(
-    {State.LIVE, State.SUPERSEDED, State.ROLLED_BACK, State.REFUSED, State.RETIRED, State.ABANDONED}
+    {
+        GenerationState.LIVE,
+        GenerationState.SUPERSEDED,
+        GenerationState.ROLLED_BACK,
+        GenerationState.REFUSED,
+        GenerationState.RETIRED,
+        GenerationState.ABANDONED,
+    }
 )
 
 # What a row may say before a record does, or without one; anything else in it is of an older Redis.
-_AHEAD = UNFINISHED | {State.REFUSED}
+_AHEAD = UNFINISHED_STATES | {GenerationState.REFUSED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +71,20 @@ class ReleaseView:
         """The pointer's epoch, 0 when there is none."""
         return self.pointer.epoch if self.pointer else 0
 
-    def state(self, generation: str) -> State | None:
+    def state(self, generation: str) -> GenerationState | None:
         """State of a generation in all of it: see `standing`."""
         return standing(generation, self.ledger, self.rows.get(generation))
 
     def demand_agreement(self) -> None:
         """Raise Conflict unless Redis' pointer is the one that the releases prove."""
-        if self.pointer is None and self.ledger.live is not None:
+        if self.pointer is None and self.ledger.live_generation is not None:
             raise Conflict("Redis has lost its pointer: run `larder restore` first")
         if self.epoch < self.ledger.live_epoch:
             raise Conflict(
                 "Redis holds an older pointer than the releases: run `larder restore` first"
             )
         if self.epoch > self.ledger.live_epoch:
-            raise Conflict(unexplained(self.epoch))
+            raise Conflict(unexplained_pointer_message(self.epoch))
 
 
 class Releases:
@@ -89,7 +103,7 @@ class Releases:
 
     def history(self) -> list[Release]:
         """Every record, oldest first, whether its move is settled or not."""
-        return all_releases(self.store, self._release_by_number, packs=True)
+        return all_releases(self.store, self._release_by_number, should_pack=True)
 
     def settle(self) -> list[Release]:
         """Complete the intent whose move is proven by the pointer; the whole history, oldest first.
@@ -98,9 +112,11 @@ class Releases:
         """
         releases = self.history()
         open_ones = [
-            release for release in releases if not release.is_done and release.action in POINTED
+            release
+            for release in releases
+            if not release.is_done and release.action in POINTER_ACTIONS
         ]
-        pointer = self.control.pointer() if open_ones else None
+        pointer = self.control.read_pointer() if open_ones else None
         if pointer is None:
             return releases
         for release in open_ones:
@@ -111,19 +127,21 @@ class Releases:
 
     def ledger(self) -> Ledger:
         """The settled history."""
-        return fold(self.settle())
+        return fold_releases(self.settle())
 
     def view(self) -> ReleaseView:
         """Pointer and settled history of one moment; raises Conflict when the pointer never rests."""
         for _ in range(LOOK_TRIES):
             # The pointer first: its intent was written before it, so the history read after it knows it.
-            pointer = self.control.pointer()
+            pointer = self.control.read_pointer()
             history, rows = self.settle(), self.control.rows()
-            if self.control.pointer() == pointer:
-                return ReleaseView(pointer, rows, history, without_retired(fold(history), rows))
+            if self.control.read_pointer() == pointer:
+                return ReleaseView(
+                    pointer, rows, history, without_retired(fold_releases(history), rows)
+                )
         raise Conflict("the pointer moved each time it was looked at; try again")
 
-    def state(self, generation: str, ledger: Ledger | None = None) -> State | None:
+    def state(self, generation: str, ledger: Ledger | None = None) -> GenerationState | None:
         """State of a generation: proven by releases, else as the registry says."""
         return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
 
@@ -140,7 +158,7 @@ class Releases:
                     '`larder restore --adopt --reason "..."`'
                 )
             raise Conflict(
-                f"{error.message} (key {self.control.keys.live}, artefact store {self.store.url}){remedy}",
+                f"{error.message} (key {self.control.keyspace.live}, artefact store {self.store.url}){remedy}",
                 **error.details,
             ) from error
 
@@ -152,7 +170,10 @@ class Releases:
                 f"generation {generation} has no manifest in {self.store.url}",
                 generation=generation,
             )
-        released, stored_digest = released_manifest(history, generation), manifest_digest(raw)
+        released, stored_digest = (
+            released_manifest_digest(history, generation),
+            manifest_digest(raw),
+        )
         if released and released != stored_digest:
             raise CorruptArtefact(
                 f"the manifest of {generation} has the digest {stored_digest}, its release record says {released}",
@@ -218,25 +239,27 @@ class Releases:
             if release.epoch == epoch:
                 self.store.write_once(done_path(release.stored_number), b"")
 
-    def note(self, generation: str, state: Literal[State.BEGUN, State.LOADED]) -> None:
+    def note(
+        self, generation: str, state: Literal[GenerationState.BEGUN, GenerationState.LOADED]
+    ) -> None:
         """Record a step of the night in the registry; raise Conflict if the generation was retired meanwhile.
 
         A later or judged state stays unchanged.
         """
-        steps = TRANSITIONS["begin" if state is State.BEGUN else "load"]
+        steps = TRANSITIONS["begin" if state is GenerationState.BEGUN else "load"]
         for _ in range(NOTE_TRIES):
             view = self.view()
             current_state = view.state(generation)
-            if current_state is State.RETIRED:
+            if current_state is GenerationState.RETIRED:
                 raise Conflict(
                     f"{generation} was retired while it was being made", generation=generation
                 )
             rows = {generation: RegistryRow(steps.get(current_state, state), self.clock())}
-            if current_state in (State.LIVE, State.SUPERSEDED):
+            if current_state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
                 return
-            if self.control.write_rows(rows, expected_epoch=view.epoch, unless="live"):
+            if self.control.write_rows(rows, expected_epoch=view.epoch, unless_named_as="live"):
                 row = self.control.rows().get(generation)
-                if row is not None and row.state is State.RETIRED:
+                if row is not None and row.state is GenerationState.RETIRED:
                     continue
                 return
         raise Conflict(
@@ -249,7 +272,7 @@ class Releases:
         Raises ConfigError without a reason, Conflict for a generation that is published, retired or unknown.
         """
         reason = demand_reason("an override", reason)
-        demand("override", generation, self.view().state(generation))
+        demand_allowed("override", generation, self.view().state(generation))
         self.record("override", generation, attempt=attempt, reason=reason, rule=rule)
 
     def mark_verified(self, generation: str, *, attempt: str) -> None:
@@ -257,12 +280,16 @@ class Releases:
         view = self.view()
         state, canary = view.ledger.state(generation), view.ledger.canary
         is_tried_out = canary is not None and canary.generation == generation
-        if is_tried_out or state in (State.LIVE, State.SUPERSEDED):
+        if is_tried_out or state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             # Published by another run meanwhile: only its manifest, with the new verdicts, is another one.
             self.record("verify", generation, attempt=attempt, reason="verified once more")
             return
-        ledger = self._write_state(generation, State.VERIFIED).ledger
-        if ledger.state(generation) in (State.REFUSED, State.ROLLED_BACK, State.ABANDONED):
+        ledger = self._write_state(generation, GenerationState.VERIFIED).ledger
+        if ledger.state(generation) in (
+            GenerationState.REFUSED,
+            GenerationState.ROLLED_BACK,
+            GenerationState.ABANDONED,
+        ):
             self.record("verify", generation, attempt=attempt, reason="verified again")
 
     def pin(self, generation: str, *, reason: str, expires_at: float | None, attempt: str) -> None:
@@ -271,11 +298,11 @@ class Releases:
             raise UnknownGeneration(
                 f"generation {generation} is not in {self.store.url}", generation=generation
             )
-        earlier_pins = self.ledger().pinned
+        earlier_pins = self.ledger().pin_expiry_by_generation
         self.record("pin", generation, attempt=attempt, reason=reason, expires_at=expires_at)
         # A retirement marks first and looks for pins after; here it is the other way round, so one sees the other.
         row = self.control.rows().get(generation)
-        if row is not None and row.state is State.RETIRED:
+        if row is not None and row.state is GenerationState.RETIRED:
             if generation in earlier_pins:
                 # The earlier pin holds: a retirement that sees it takes its mark back.
                 self.record(
@@ -292,26 +319,31 @@ class Releases:
     def record_refusal(self, generation: str, *, reason: str, attempt: str) -> None:
         """Write down that a generation must not go live; raises Conflict when readers depend on it already."""
         # The row first: from here on no publisher that looked earlier can move the pointer to it.
-        self._write_state(generation, State.REFUSED, reason, action="refuse")
+        self._write_state(generation, GenerationState.REFUSED, reason, action="refuse")
         self.record("refuse", generation, attempt=attempt, reason=reason)
         # A Redis that lost the row meanwhile may have let such a publisher pass: say so, or write it again.
         row = self.control.rows().get(generation)
-        if row is None or row.state in (*UNFINISHED, State.LIVE):
-            self._write_state(generation, State.REFUSED, reason)
+        if row is None or row.state in (*UNFINISHED_STATES, GenerationState.LIVE):
+            self._write_state(generation, GenerationState.REFUSED, reason)
 
     def _write_state(
-        self, generation: str, state: State, reason: str = "", *, action: Action | None = None
+        self,
+        generation: str,
+        state: GenerationState,
+        reason: str = "",
+        *,
+        action: Action | None = None,
     ) -> ReleaseView:
         for _ in range(LOOK_TRIES):
             view = self.view()
-            if view.ledger.live == generation:
+            if view.ledger.live_generation == generation:
                 raise Conflict(f"{generation} is live: roll it back instead", generation=generation)
             if action is not None:
-                demand(action, generation, view.state(generation))
+                demand_allowed(action, generation, view.state(generation))
             rows = {generation: RegistryRow(state, self.clock(), reason)}
             # A refused one must not be what the pointer names as previous: answers would fall back to it.
             unless: Literal["live", "previous"] = "previous" if action == "refuse" else "live"
-            if self.control.write_rows(rows, expected_epoch=view.epoch, unless=unless):
+            if self.control.write_rows(rows, expected_epoch=view.epoch, unless_named_as=unless):
                 return view
         raise Conflict("the pointer moved each time it was looked at; try again")
 
@@ -338,10 +370,10 @@ def outcome_of(
     """The ledger that a move at the time `at` would lead to, and the rows that it changes."""
     epoch = max(view.epoch, view.ledger.epoch) + 1
     done_release = Release(epoch, action, generation, None, attempt, at, is_done=True)
-    after = without_retired(fold([*view.history, done_release]), view.rows)
+    after = without_retired(fold_releases([*view.history, done_release]), view.rows)
     rows = {
         generation_id: RegistryRow(state, at, "" if generation_id == generation else reason)
-        for generation_id, state in after.states.items()
+        for generation_id, state in after.state_by_generation.items()
         if generation_id == generation or state is not view.ledger.state(generation_id)
     }
     return after, rows
@@ -350,20 +382,24 @@ def outcome_of(
 def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
     """A retirement marks its row before it is written down; from then on nothing may land on it."""
     retired_ids = {
-        generation_id for generation_id, row in rows.items() if row.state is State.RETIRED
-    } - {ledger.live}
+        generation_id for generation_id, row in rows.items() if row.state is GenerationState.RETIRED
+    } - {ledger.live_generation}
     states = {
-        generation_id: State.RETIRED if generation_id in retired_ids else state
-        for generation_id, state in ledger.states.items()
+        generation_id: GenerationState.RETIRED if generation_id in retired_ids else state
+        for generation_id, state in ledger.state_by_generation.items()
     }
-    return replace(ledger, states=states)
+    return replace(ledger, state_by_generation=states)
 
 
-def standing(generation: str, ledger: Ledger, row: RegistryRow | None) -> State | None:
+def standing(generation: str, ledger: Ledger, row: RegistryRow | None) -> GenerationState | None:
     """State of a generation: what releases prove, else what its registry row says, None when neither knows it."""
     proven = ledger.state(generation)
-    if row is not None and row.state is State.RETIRED and proven is not State.LIVE:
-        return State.RETIRED
+    if (
+        row is not None
+        and row.state is GenerationState.RETIRED
+        and proven is not GenerationState.LIVE
+    ):
+        return GenerationState.RETIRED
     # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
     if row is None or proven in _PROVEN:
         return proven

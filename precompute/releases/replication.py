@@ -10,9 +10,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import Conflict
-from cache.format.manifest import GENERATION
+from cache.format.manifest import GENERATION_PATTERN
 from cache.l2.resp import bound_replies, check_replies, info_number, refusing_unreadable
-from cache.l2.sync_clients import masters
+from cache.l2.sync_clients import primary_clients
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
 from precompute.releases.release_log import Releases
@@ -40,7 +40,7 @@ def run_ids(client: "redis.Redis") -> RunIds:
     Verifying takes them before it reads pages back, and keeps them in its report.
     """
     run_id_by_node = {}
-    for primary, server in masters(client).items():
+    for primary, server in primary_clients(client).items():
         info: Any = server.info("server")
         run_id_by_node[primary] = str(info.get("run_id", ""))
         for name, replica in _replicas(server).items():
@@ -62,7 +62,7 @@ def confirm(
     is none). If a node started since, or that is unknown, all pages are read back and repaired; then all replicas
     must have caught up within `timeout_s`. Without replicas, and with the same primary, it costs two commands.
     """
-    if not GENERATION.fullmatch(generation):
+    if not GENERATION_PATTERN.fullmatch(generation):
         raise Conflict(f"{generation!r} is not a generation id", generation=generation)
     control = releases.control
     current_run_ids = run_ids(control.client)
@@ -73,7 +73,7 @@ def confirm(
     if changed_nodes:
         reload(control, releases.store, generation, governor=governor)
     ends_at = time.monotonic() + timeout_s
-    for server in masters(control.client).values():
+    for server in primary_clients(control.client).values():
         wait_for_replicas(server, timeout_s=max(0.0, ends_at - time.monotonic()))
     if _primaries(run_ids(control.client)) != _primaries(current_run_ids):
         raise Conflict(

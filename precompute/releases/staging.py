@@ -59,7 +59,7 @@ class Readiness:
     @classmethod
     def of(cls, generation: str, replicas: Sequence[Replica]) -> "Readiness":
         """Sort replicas into ready and waiting by their last heartbeats."""
-        ready = tuple(replica for replica in replicas if generation in replica.ready)
+        ready = tuple(replica for replica in replicas if generation in replica.ready_generations)
         return cls(ready, tuple(replica for replica in replicas if replica not in ready))
 
     def is_enough(self, flip: FlipConfig, *, is_over: bool) -> bool:
@@ -71,7 +71,7 @@ class Readiness:
     def describe_waiting(self, generation: str) -> str:
         """Return the replicas that are not ready, each with its reason, as text."""
         reasons = [
-            f"{replica.name}: {replica.failed.get(generation, 'still loading')}"
+            f"{replica.name}: {replica.failure_by_generation.get(generation, 'still loading')}"
             for replica in self.waiting
         ]
         return "; ".join(reasons) or "no other is alive"
@@ -87,7 +87,7 @@ class StagingNote:
         """Ask for a generation, or renew that; return another publisher's note that is in the way, else None."""
         noted_at = self._control.time()
         note = Staging(generation, attempt, noted_at + lease_s)
-        keys = self._control.keys
+        keys = self._control.keyspace
         blocking_note: Any = self._control.client.eval(
             _STAGE, 3, keys.next, keys.channel, keys.live,
             attempt, generation, str(noted_at), note.to_bytes(),
@@ -97,12 +97,12 @@ class StagingNote:
 
     def clear(self, attempt: str, generation: str = "") -> None:
         """Remove the own staging note, or any publisher's about `generation`."""
-        keys = self._control.keys
+        keys = self._control.keyspace
         self._control.client.eval(_UNSTAGE, 2, keys.next, keys.channel, attempt, generation)
 
     def get(self) -> Staging | None:
         """Return the note in force, None without one."""
-        raw: Any = self._control.client.get(self._control.keys.next)
+        raw: Any = self._control.client.get(self._control.keyspace.next)
         note = None if raw is None else Staging.from_bytes(raw)
         return None if note is None or note.until <= self._control.time() else note
 

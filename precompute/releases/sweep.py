@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from itertools import islice
 
 from cache.control.control_keys import RegistryRow
-from cache.control.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
+from cache.control.states import (
+    STATES_BY_ACTION,
+    UNFINISHED_STATES,
+    GenerationState,
+    Ledger,
+    demand_allowed,
+    fold_releases,
+)
 from cache.errors import Conflict, UnknownGeneration
-from cache.format.manifest import CUT_CHARS, GENERATION, Manifest
+from cache.format.manifest import CUT_CHARS, GENERATION_PATTERN, Manifest
 from cache.store.artefacts import generation_path, read_manifest
-from cache.store.releases import POINTED, Release
+from cache.store.releases import POINTER_ACTIONS, Release
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import RETIRE_BATCH, unlink_pages
 from precompute.config.progress import Progress, quiet
@@ -92,13 +99,15 @@ def sweepable(
     """
     view, checked_at = releases.view(), releases.clock()
     ledger = view.ledger
-    states, left_in = ledger.states, ledger.left_in
+    states, left_in = ledger.state_by_generation, ledger.left_epoch_by_generation
     superseded = [
-        generation_id for generation_id, state in states.items() if state is State.SUPERSEDED
+        generation_id
+        for generation_id, state in states.items()
+        if state is GenerationState.SUPERSEDED
     ]
     superseded.sort(key=lambda generation_id: left_in.get(generation_id, 0), reverse=True)
     protected = {
-        ledger.live,
+        ledger.live_generation,
         ledger.previous,
         *superseded[: retained(keep)],
         *_generations_in_use(releases),
@@ -111,11 +120,13 @@ def sweepable(
     stored_ids = {
         generation_id
         for generation_id in releases.store.names("generations")
-        if GENERATION.fullmatch(generation_id)
+        if GENERATION_PATTERN.fullmatch(generation_id)
     }
     # A row without files is all that is left of a night that broke at once; a retired one waits for its overlays.
     registered_ids = {
-        generation_id for generation_id, row in view.rows.items() if row.state is not State.RETIRED
+        generation_id
+        for generation_id, row in view.rows.items()
+        if row.state is not GenerationState.RETIRED
     }
     sweepable_ids = []
     for generation in sorted(stored_ids | registered_ids):
@@ -123,7 +134,7 @@ def sweepable(
             continue
         if _left_s_ago(releases, generation, view) < grace_s:
             continue
-        if view.state(generation) in ALLOWED["retire"] or _is_abandoned(
+        if view.state(generation) in STATES_BY_ACTION["retire"] or _is_abandoned(
             releases, view, generation, abandon_after_s, making
         ):
             sweepable_ids.append(generation)
@@ -140,11 +151,11 @@ def _left_s_ago(releases: Releases, generation: str, view: ReleaseView) -> float
         return math.inf
     row = view.rows.get(generation)  # written when the pointer moved, the record before that
     left_at = max(left_at, left_at if row is None else row.at)
-    left_in = view.ledger.left_in.get(generation, 0)
+    left_in = view.ledger.left_epoch_by_generation.get(generation, 0)
     later = [
         release.at
         for release in view.history
-        if release.is_done and release.action in POINTED and release.epoch > left_in
+        if release.is_done and release.action in POINTER_ACTIONS and release.epoch > left_in
     ]
     return releases.clock() - min([left_at, *later])
 
@@ -154,7 +165,11 @@ def _generations_in_use(releases: Releases) -> Collection[str | None]:
     return {
         generation_id
         for replica in replicas
-        for generation_id in (*replica.held_generations, *replica.ready, replica.serving)
+        for generation_id in (
+            *replica.held_generations,
+            *replica.ready_generations,
+            replica.served_generation,
+        )
     }
 
 
@@ -165,8 +180,8 @@ def _is_abandoned(
     after_s: float,
     making: str | None = None,
 ) -> bool:
-    row, live = view.rows.get(generation), view.ledger.live
-    if view.state(generation) not in (None, *UNFINISHED):
+    row, live = view.rows.get(generation), view.ledger.live_generation
+    if view.state(generation) not in (None, *UNFINISHED_STATES):
         return False
     if making is not None and generation[:CUT_CHARS] < making[:CUT_CHARS]:
         return True  # newer data replaces it: nights come one at a time
@@ -179,7 +194,8 @@ def _is_abandoned(
     except UnknownGeneration:
         # Nothing says how old it is, so its age counts from now.
         releases.control.write_rows(
-            {generation: RegistryRow(State.BEGUN, releases.clock())}, expected_epoch=view.epoch
+            {generation: RegistryRow(GenerationState.BEGUN, releases.clock())},
+            expected_epoch=view.epoch,
         )
         return False
     return releases.clock() - touched_at > after_s
@@ -208,7 +224,7 @@ def retire(
         removed = unlink_recorded(releases, generation, releases.history(), governor=governor)
     else:
         control = releases.control
-        removed = unlink_pages(control.client, control.keys, manifest, governor=governor)
+        removed = unlink_pages(control.client, control.keyspace, manifest, governor=governor)
     releases.store.delete(generation_path(generation))
     return removed
 
@@ -224,7 +240,7 @@ def unlink_recorded(
 
     With readers around, pages go one at a time, each at the price of a piece: their sizes are unknown.
     """
-    pages, keys = _recorded_pages(generation, history), releases.control.keys
+    pages, keys = _recorded_pages(generation, history), releases.control.keyspace
     names = (keys.page(generation, table, page) for table in pages for page in range(pages[table]))
     removed, client = 0, releases.control.client
     while True:
@@ -244,7 +260,7 @@ def note_loaded(releases: Releases, generation: str, *, governor: Governor | Non
     Its pages are then removed again, since the retirement may have ended before they came.
     """
     try:
-        releases.note(generation, State.LOADED)
+        releases.note(generation, GenerationState.LOADED)
     except Conflict:
         take_back(releases, generation, governor=governor)
         raise
@@ -253,13 +269,13 @@ def note_loaded(releases: Releases, generation: str, *, governor: Governor | Non
 def take_back(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
     """Remove pages that came into Redis while their generation was being retired, or after."""
     view = releases.view()
-    if view.state(generation) is State.RETIRED:
+    if view.state(generation) is GenerationState.RETIRED:
         unlink_recorded(releases, generation, view.history, governor=governor)
 
 
 def is_back(releases: Releases, generation: str, history: Sequence[Release]) -> bool:
     """True if the first or the last page of any table of a retired generation, or its marks, are in Redis again."""
-    keys, client = releases.control.keys, releases.control.client
+    keys, client = releases.control.keyspace, releases.control.client
     ends = [
         keys.page(generation, table, page)
         for table, count in _recorded_pages(generation, history).items()
@@ -306,9 +322,9 @@ def _mark_retired(
         state = view.state(generation)
         abandoned = _is_abandoned(releases, view, generation, abandon_after_s, making)
         if not abandoned:
-            demand("retire", generation, state)
-        recorded = fold(view.history).state(generation)
-        if recorded is not State.RETIRED:
+            demand_allowed("retire", generation, state)
+        recorded = fold_releases(view.history).state(generation)
+        if recorded is not GenerationState.RETIRED:
             _demand_unneeded(releases, generation, view.ledger)
             if (
                 _left_s_ago(releases, generation, view) < grace_s
@@ -317,12 +333,12 @@ def _mark_retired(
                     f"cannot retire {generation}: readers may have left it less than {grace_s:g} s ago",
                     generation=generation,
                 )
-        rows = {generation: RegistryRow(State.RETIRED, releases.clock())}
-        if releases.control.write_rows(rows, expected_epoch=view.epoch, unless="previous"):
+        rows = {generation: RegistryRow(GenerationState.RETIRED, releases.clock())}
+        if releases.control.write_rows(rows, expected_epoch=view.epoch, unless_named_as="previous"):
             break
     else:
         raise Conflict("the pointer moved each time it was looked at; try again")
-    if recorded is State.RETIRED:
+    if recorded is GenerationState.RETIRED:
         return
     try:
         # A pin or a reader may have come between the look and the mark; none can come after it.
@@ -334,7 +350,7 @@ def _mark_retired(
             releases.control.set_row(generation, former)
         raise
     if abandoned:
-        demand("abandon", generation, state)
+        demand_allowed("abandon", generation, state)
         releases.record("abandon", generation, attempt=attempt, reason="never published")
     manifest = _manifest(releases, generation)
     pages = (
@@ -372,13 +388,16 @@ def drop_old_rows(
     old = [
         generation_id
         for generation_id, row in rows.items()
-        if row.state is State.RETIRED and checked_at - row.at > longest_s
+        if row.state is GenerationState.RETIRED and checked_at - row.at > longest_s
     ]
     history = releases.history() if old else []
-    recorded, stored_ids = fold(history), set(releases.store.names("generations")) if old else set()
+    recorded, stored_ids = (
+        fold_releases(history),
+        set(releases.store.names("generations")) if old else set(),
+    )
     dropped_count = 0
     for generation in old:
-        if recorded.state(generation) is not State.RETIRED and generation in stored_ids:
+        if recorded.state(generation) is not GenerationState.RETIRED and generation in stored_ids:
             continue  # marked by a sweep that died: what it left must be found, and only its row names it
         # A Redis restored from an older snapshot may have pages again that were removed long ago.
         unlink_recorded(releases, generation, history, governor=governor)

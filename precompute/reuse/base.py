@@ -12,11 +12,11 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import CorruptArtefact, LarderError, StoreError
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
-from cache.format.manifest import GENERATION, Artefact, Manifest, SeenPart, Table
+from cache.format.manifest import GENERATION_PATTERN, Artefact, Manifest, SeenPart, Table
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
 from cache.store.artefacts import fetch_checked, generation_path
@@ -37,7 +37,12 @@ from precompute.releases.release_log import Releases
 from precompute.scoring.copies import HASH_AND_DIGEST, AllowedItemsFunction, PublishedInputs
 
 VERIFIED_STATES: Final = frozenset(
-    {State.VERIFIED, State.LIVE, State.SUPERSEDED, State.ROLLED_BACK}
+    {
+        GenerationState.VERIFIED,
+        GenerationState.LIVE,
+        GenerationState.SUPERSEDED,
+        GenerationState.ROLLED_BACK,
+    }
 )
 """States of a generation whose gates have passed; one that was rolled back holds what its inputs gave all the same."""
 
@@ -166,7 +171,7 @@ def choose_base(
     config_digest, fallback_base, has_verified = settings_digest(config), None, False
     ledger, row_by_generation = releases.ledger(), releases.control.rows()
     stored_ids = sorted(
-        filter(GENERATION.fullmatch, releases.store.names("generations")), reverse=True
+        filter(GENERATION_PATTERN.fullmatch, releases.store.names("generations")), reverse=True
     )
     for generation in stored_ids:
         row = row_by_generation.get(generation)

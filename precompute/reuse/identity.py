@@ -86,8 +86,8 @@ def _compare_users(
         rng.choice(copied_rows, min(sample_size, len(copied_rows)), replace=False)
     )
     directory = candidate.evidence.directories["user"]
-    first_position = sum(map(len, directory.parts[: work.number]))
-    hashes = np.asarray(directory.parts[work.number])[copied_rows]
+    first_position = sum(map(len, directory.hash_parts[: work.number]))
+    hashes = np.asarray(directory.hash_parts[work.number])[copied_rows]
     with scratch_folder(build.root / PARTITION) as scratch:
         recomputed_records_by_user_hash = recompute_users(work, hashes, scratch)
     is_alike_by_model = build.need(EMBED_ITEMS)[

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable
-from cache.model.tower import Inputs, rows_of, rows_taken
+from cache.model.tower import Inputs, row_count_of, select_input_rows
 from precompute.builds.build import Build, fetch_partition
 from precompute.bundles.bundle import Bundle
 from precompute.partitions.shard_files import (
@@ -41,14 +41,14 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
 
     A model's rows must not depend on the other rows of their batch, or its records are not copied.
     """
-    row_count = min(REGROUPED_ROWS, rows_of(inputs))
-    batch_outputs = run(rows_taken(inputs, np.arange(row_count)))
+    row_count = min(REGROUPED_ROWS, row_count_of(inputs))
+    batch_outputs = run(select_input_rows(inputs, np.arange(row_count)))
     shuffled_rows = np.random.default_rng(_REGROUPING_SEED).permutation(row_count)
     group_outputs, first_row = [], 0
     for group_size in (*_GROUP_SIZES, row_count):
         group_rows = shuffled_rows[first_row : first_row + group_size]
         if len(group_rows):
-            group_outputs.append(run(rows_taken(inputs, group_rows)))
+            group_outputs.append(run(select_input_rows(inputs, group_rows)))
         first_row += group_size
     regrouped_outputs = np.concatenate(
         [np.empty((0, *batch_outputs.shape[1:]), np.float32), *group_outputs]

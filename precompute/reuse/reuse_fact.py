@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from cache.errors import LarderError
-from cache.reuse import FACT, NIGHTS
+from cache.reuse import REUSE_FACT, REUSE_NIGHTS_MAX
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 from precompute.builds.reports import BEGIN, EMBED_ITEMS, NO_BASE, ShardReport
@@ -16,7 +16,7 @@ MEASURED_USERS: Final = 1_000
 
 def reuse_facts(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
     """Return the fact of copies under its name in the manifest."""
-    return {FACT: build_reuse_fact(build, reports)}
+    return {REUSE_FACT: build_reuse_fact(build, reports)}
 
 
 def build_reuse_fact(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def build_reuse_fact(build: Build, reports: Sequence[ShardReport]) -> dict[str, 
         "item_vectors": embed_report.get("copied", 0), "user_s": user_s, "spared_s": count_by_reason["copied"] * user_s,
     }  # fmt: skip
     night_entry = {field_name: fact[field_name] for field_name in ("users", "spared_s")}
-    return {**fact, "nights": [*base_fact.get("nights", ()), night_entry][-NIGHTS:]}
+    return {**fact, "nights": [*base_fact.get("nights", ()), night_entry][-REUSE_NIGHTS_MAX:]}
 
 
 def users_by_reason(reports: Iterable[ShardReport]) -> dict[str, int]:
@@ -62,7 +62,7 @@ def _read_base_fact(build: Build, generation: str | None) -> Mapping[str, Any]:
     if generation is None:
         return {}
     try:
-        fact: Mapping[str, Any] = read_manifest(build.store, generation).facts.get(FACT) or {}
+        fact: Mapping[str, Any] = read_manifest(build.store, generation).facts.get(REUSE_FACT) or {}
     except LarderError:
         return {}
     return fact

@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.manifest import FEATURED_USERS
+from cache.format.manifest import FEATURE_ONLY_USERS_FACT
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.records import Layout
@@ -85,7 +85,7 @@ class ShardReuse:
         begin_report = build.need(BEGIN)
         if base.begin_report["user_seed"] != begin_report["user_seed"]:
             raise CannotCopy("its hashes are of other users")
-        if base.begin_report[FEATURED_USERS] != begin_report[FEATURED_USERS]:
+        if base.begin_report[FEATURE_ONLY_USERS_FACT] != begin_report[FEATURE_ONLY_USERS_FACT]:
             raise CannotCopy("a user without a record there may have one now, of the same inputs")
         fitting_tables = _find_fitting_tables(build, base, bundle, tables)
         base_table_by_name = {

@@ -8,7 +8,7 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable
-from cache.model.ranking import Metric, score, unit
+from cache.model.ranking import Metric, score, unit_rows
 from cache.store.artefacts import write_atomically
 from cache.topk.topk import Scorer
 from precompute.builds.build import Build
@@ -42,12 +42,12 @@ def find_favourites(
 
     A mean of products with an item is the product with the mean.
     """
-    mean_vector = (unit(user_vectors) if metric == "cosine" else user_vectors).mean(
+    mean_vector = (unit_rows(user_vectors) if metric == "cosine" else user_vectors).mean(
         axis=0, dtype=np.float64
     )
     item_vectors = np.asarray(items.vectors)
     if metric == "cosine":
-        item_vectors = unit(item_vectors)
+        item_vectors = unit_rows(item_vectors)
     scorer = Scorer.of(np.ascontiguousarray(item_vectors))
     ordinals, scores = scorer.top(mean_vector.astype(np.float32)[None], min(k, items.count))
     return items.ids_of(ordinals[0]), scores[0].tolist()
@@ -65,12 +65,12 @@ def compute_mean_scores(
     items: ItemTable, user_vectors: NDArray[np.float32], metric: Metric
 ) -> NDArray[np.float32]:
     """Return the mean score of each item over these users, float32 [items], for `find_favourites`."""
-    mean_vector = (unit(user_vectors) if metric == "cosine" else user_vectors).mean(
+    mean_vector = (unit_rows(user_vectors) if metric == "cosine" else user_vectors).mean(
         axis=0, dtype=np.float64
     )
     item_vectors = np.asarray(items.vectors)
     if metric == "cosine":
-        item_vectors = unit(item_vectors)
+        item_vectors = unit_rows(item_vectors)
     query, item_scores = (
         mean_vector.astype(np.float32)[None],
         np.empty(items.count, np.float32),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cache.errors import BundleError, SourceError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
-from cache.model.tower import Histories, Inputs, Tower, rows_of
+from cache.model.tower import Histories, Inputs, Tower, row_count_of
 from precompute.builds.build import Build, fetch_model, fetch_partition
 from precompute.builds.reports import SampleFields
 from precompute.bundles.agreement import agreement, select_rows
@@ -306,7 +306,7 @@ def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -
     return bind_inputs(
         model.spec,
         features=features.of(sampled_ordinals)[0],
-        item_indices=items.to_model(Ordinals(sampled_ordinals)),
+        item_indices=items.model_indices_of(Ordinals(sampled_ordinals)),
     )
 
 
@@ -323,11 +323,11 @@ def _select_finite(
     finite_rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
     if not len(finite_rows):
         raise BundleError(
-            f"no output of {tower.name} is finite, on none of {rows_of(inputs):,} sampled inputs: was the model "
+            f"no output of {tower.name} is finite, on none of {row_count_of(inputs):,} sampled inputs: was the model "
             "trained to its end, and are its features on the scale of the training?",
             model=tower.name,
         )
-    if len(finite_rows) == rows_of(inputs):
+    if len(finite_rows) == row_count_of(inputs):
         return inputs, exclusions
     return select_rows(inputs, finite_rows), None if exclusions is None else exclusions.select_rows(
         finite_rows

@@ -166,7 +166,7 @@ def item_inputs(
     """(inputs of some items for a model of items, which of them have all)."""
     features_by_input, is_usable = features.of(ordinals)
     return bind_inputs(
-        spec, features=features_by_input, item_indices=items.to_model(Ordinals(ordinals))
+        spec, features=features_by_input, item_indices=items.model_indices_of(Ordinals(ordinals))
     ), is_usable
 
 

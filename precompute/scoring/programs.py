@@ -6,8 +6,8 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from cache.formats import RELEASE
-from cache.topk.compiled import kernel
+from cache.formats import THIS_RELEASE
+from cache.topk.compiled import find_kernel
 
 _LIBRARIES = ("numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
 
@@ -28,11 +28,11 @@ def computed_by(device: str | None = None) -> str:
         for library_name in library_names
         if (library_version := _version(library_name))
     ]
-    engine = kernel()
+    engine = find_kernel()
     kernel_text = "faiss" if engine is None else f"kernel {engine.level}"
     processor_text = f"processor {instructions_digest()}"
     return ", ".join(
-        [kernel_text, processor_text, *_device_names(device), f"larder {RELEASE}", *versions]
+        [kernel_text, processor_text, *_device_names(device), f"larder {THIS_RELEASE}", *versions]
     )
 
 

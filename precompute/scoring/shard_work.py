@@ -16,7 +16,7 @@ from cache.format.item_table import ItemTable
 from cache.model.tower import AnyTower, Histories
 from cache.process.host import usable_cores
 from cache.records import NO_ITEM, Layout
-from cache.topk.flat import Top
+from cache.topk.flat import TopLists
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
 from precompute.builds.reports import BEGIN
@@ -84,7 +84,7 @@ class Chunk:
     outputs_by_model: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     is_answered_by_model: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
     """Users whose output of each model is finite."""
-    lists_by_table: dict[str, Top] = field(default_factory=dict)
+    lists_by_table: dict[str, TopLists] = field(default_factory=dict)
     records_by_table: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Records of all users of the chunk's range by table, copied ones among them, in hash order."""
     short_list_count: int = 0
@@ -399,7 +399,7 @@ class ShardWork:
         return {part_name: f"seen/{self.number:04d}.{part_name}" for part_name in part_names}
 
 
-def spread_lists(user_count: int, rows: NDArray[np.int64], lists: Top) -> Top:
+def spread_lists(user_count: int, rows: NDArray[np.int64], lists: TopLists) -> TopLists:
     """Spread the lists of the users in `rows` over `user_count` users; the lists of the others are empty."""
     if len(rows) == user_count:
         return lists

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.errors import BundleError, ConfigError, LarderError, ModelFailed, SourceError
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import FEATURED_USERS
+from cache.format.manifest import FEATURE_ONLY_USERS_FACT
 from cache.model.runtime import Accelerator
 from cache.model.tower import (
     AnyTower,
@@ -18,9 +18,9 @@ from cache.model.tower import (
     Inputs,
     Tile,
     Tower,
-    repeated,
-    rows_of,
-    rows_taken,
+    repeat_values,
+    row_count_of,
+    select_input_rows,
 )
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
@@ -89,7 +89,7 @@ def prepare_inputs(
 
     Feature values of rows that are not usable mean nothing.
     """
-    model_indices = items.to_model(Ordinals(entities.ordinals))
+    model_indices = items.model_indices_of(Ordinals(entities.ordinals))
     is_usable_item = (model_indices >= 0) & _is_recent(entities)
     running_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_usable_item)])
     histories = Histories(running_counts[entities.indptr], model_indices[is_usable_item])
@@ -120,7 +120,7 @@ def select_usable_inputs(
 def _is_recent(entities: ShardInput) -> NDArray[np.bool_]:
     """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
     history_lengths = np.diff(entities.indptr)
-    places_from_end = repeated(entities.indptr[1:], history_lengths) - np.arange(
+    places_from_end = repeat_values(entities.indptr[1:], history_lengths) - np.arange(
         len(entities.ordinals)
     )
     return np.asarray(places_from_end <= entities.history_limit, np.bool_)
@@ -128,7 +128,7 @@ def _is_recent(entities: ShardInput) -> NDArray[np.bool_]:
 
 def computes_feature_only_users(build: Build) -> bool:
     """True if the night computes users whom the feature table alone names; its `begin` decided."""
-    return bool(build.need(BEGIN).get(FEATURED_USERS, False))
+    return bool(build.need(BEGIN).get(FEATURE_ONLY_USERS_FACT, False))
 
 
 def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
@@ -172,7 +172,7 @@ def run_named(
     except Exception as error:
         if isinstance(error, LarderError) and not isinstance(error, ModelFailed):
             raise
-        rows = np.arange(rows_of(inputs))
+        rows = np.arange(row_count_of(inputs))
         while len(rows) > 1:
             first_half = rows[: len(rows) // 2]
             rows = first_half if _does_raise(tower, inputs, first_half) else rows[len(rows) // 2 :]
@@ -200,7 +200,7 @@ def run_named(
 
 def _does_raise(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> bool:
     try:
-        tower.run(rows_taken(inputs, rows))
+        tower.run(select_input_rows(inputs, rows))
     except Exception:
         return True
     return False
@@ -263,13 +263,13 @@ class DeviceTower:
 
     def _run_on_device(self, inputs: Inputs) -> NDArray[np.float32] | None:
         """Outputs of the device; None where it has no room for one row."""
-        outputs = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
+        outputs = np.empty((row_count_of(inputs), self.spec.output_dims), np.float32)
         while True:
             tile = self._tile
             try:
                 self._fill_outputs(outputs, inputs, tile)
             except MemoryError as error:
-                if tile.rows == 1:
+                if tile.rows_max == 1:
                     _log.warning("%s: %s; ONNX Runtime goes on", self._name, error)
                     return None
                 self._tile = tile.halved()  # of several callers each halves what it tried
@@ -292,8 +292,8 @@ class DeviceTower:
 
     def _compare_with_processor(self, inputs: Inputs) -> None:
         """Compares a few rows, but for those that are finite on neither: they get no answer."""
-        rows = np.arange(min(_COMPARED_ROWS, rows_of(inputs)))
-        probe_inputs = rows_taken(inputs, rows)
+        rows = np.arange(min(_COMPARED_ROWS, row_count_of(inputs)))
+        probe_inputs = select_input_rows(inputs, rows)
         expected_outputs, device_outputs = (
             self._tower.run(probe_inputs),
             self._run_on_device(probe_inputs),
@@ -343,7 +343,7 @@ class OnnxOnGpu:
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Outputs of each batch; raises MemoryError where the provider's arena is full."""
         for feed in feeds:
-            yield self._tower.fed(dict(zip(self._input_names, feed, strict=True)))
+            yield self._tower.run_batch(dict(zip(self._input_names, feed, strict=True)))
 
 
 def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:
@@ -359,14 +359,14 @@ def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceMode
     if device_kind != "cuda":
         return f"its bundle has no program, and {device} is no GPU"
     accelerator = Accelerator("cuda", int(device_ordinal))
-    if (reason := accelerator.missing()) is not None:
+    if (reason := accelerator.missing_reason()) is not None:
         return f"its bundle has no program, and {reason}"
     # Each such model has an arena of its own, and torch is one more.
     arena_count = 1 + sum(
         bundle_model.program is None for bundle_model in open_bundle(build).models
     )
     limit_bytes = share_memory(device, build.config.device_tasks * arena_count)
-    accelerator = replace(accelerator, limit_bytes=limit_bytes)
+    accelerator = replace(accelerator, memory_max_bytes=limit_bytes)
     gpu_tower = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)
     if gpu_tower.provider != accelerator.provider:
         return (

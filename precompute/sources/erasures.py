@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cache.errors import Conflict, CorruptArtefact
 from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
-from cache.formats import ERASURE, FIELD, demand, stamp, version_of
+from cache.formats import ERASURE, FORMAT_FIELD, demand_readable, version_of, version_stamp
 from cache.store.artefacts import ArtefactStore
 from cache.store.write_once import pack_files, read_files
 from precompute.sources.columns import Ids
@@ -167,7 +167,7 @@ def request(
         number = max((erasure.number for erasure in erasures), default=0) + 1
         new_erasure = Erasure(number, raw.decode(), kind, at, was_blocked)
         fields = ("number", "entity", "kind", "at", "was_blocked")
-        body = _json({name: getattr(new_erasure, name) for name in fields} | stamp(ERASURE))
+        body = _json({name: getattr(new_erasure, name) for name in fields} | version_stamp(ERASURE))
         if store.write_once(_path(number, "json"), body):
             return new_erasure
         existing_erasures = None
@@ -207,8 +207,8 @@ def still_erased(store: ArtefactStore, entities: Collection[bytes]) -> list[str]
 def _read(files: Mapping[str, bytes], number: int) -> Erasure:
     data = _load(files, _path(number, "json"))
     try:
-        demand(ERASURE, version_of(data), _path(number, "json"))
-        data.pop(FIELD, None)
+        demand_readable(ERASURE, version_of(data), _path(number, "json"))
+        data.pop(FORMAT_FIELD, None)
         canonical_id(data["entity"])
         if data["number"] != number or data["kind"] not in ("user", "item"):
             raise ValueError("number or kind do not fit")

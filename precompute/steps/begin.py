@@ -12,12 +12,12 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from cache.control.control_keys import demand_readers, demand_readers_of_night
-from cache.control.states import State, demand
+from cache.control.states import GenerationState, demand_allowed
 from cache.errors import ConfigError, Conflict, Refused, SourceError, StoreError
 from cache.format.item_table import ItemTable
-from cache.format.manifest import FEATURED_USERS, MANIFEST_FORMAT
+from cache.format.manifest import FEATURE_ONLY_USERS_FACT, MANIFEST_FORMAT
 from cache.formats import MANIFEST
-from cache.store.artefacts import ArtefactStore, generation_path, take_file
+from cache.store.artefacts import ArtefactStore, generation_path, link_or_copy_file
 from precompute.builds.build import (
     Build,
     attribute_paths,
@@ -269,13 +269,13 @@ def _begin(
                 "generation": generation,
                 "url": f"{build.store.url}/{generation_path(generation)}",
                 "shards": list(range(config.shards)),
-                "already_live": state is State.LIVE,
+                "already_live": state is GenerationState.LIVE,
             }
-            if state is State.LIVE:
+            if state is GenerationState.LIVE:
                 return begun_build
-            demand("begin", generation, state)
+            demand_allowed("begin", generation, state)
             if state is None:
-                releases.note(generation, State.BEGUN)
+                releases.note(generation, GenerationState.BEGUN)
             rolled_back = rolled_back_in_words(releases, bundle.digest)  # before their files go
             sweep(config, releases, attempt=generation, making=generation)
             prior = prior_index().choose(releases, config, bundle, making=generation)
@@ -370,7 +370,7 @@ def _partition_users(night: BegunNight) -> UserFields:
     is_answered = is_computed or not bundle.needs_history
     return {
         "user_seed": partitioned.seed, "users": partitioned.users - (0 if is_answered else partitioned.featured),
-        "featured": partitioned.featured, FEATURED_USERS: is_computed,
+        "featured": partitioned.featured, FEATURE_ONLY_USERS_FACT: is_computed,
         "answers_without_history": bundle.answers_without_history, "interactions": counts.interactions,
         "unknown_items": counts.unknown_items, "late": counts.late,
         "unusable": merged([night.unusable.to_json(), partitioned.unusable]),
@@ -533,7 +533,7 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
     """
     for model in bundle.models:
         for source, name, _ in model.files:
-            take_file(source, build.path(name))
+            link_or_copy_file(source, build.path(name))
     # From where all other steps open them: what does not open there fails here, not hours later.
     bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
     names = sorted(
@@ -542,7 +542,7 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
         if path.is_file()
     )
     for name in names:
-        take_file(bundle.path / name, build.path(f"bundle/{name}"))
+        link_or_copy_file(bundle.path / name, build.path(f"bundle/{name}"))
     return names
 
 
@@ -560,7 +560,11 @@ def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
 def _featured_in_words(begin_report: BeginReport) -> str:
     """Describe the users of the feature table alone that get no records; empty without any."""
     count = begin_report.get("featured", 0)
-    if not count or begin_report[FEATURED_USERS] or not begin_report["answers_without_history"]:
+    if (
+        not count
+        or begin_report[FEATURE_ONLY_USERS_FACT]
+        or not begin_report["answers_without_history"]
+    ):
         return ""
     other_user_count = begin_report["users"]
     return (

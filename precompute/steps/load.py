@@ -4,7 +4,7 @@ import time
 from typing import Any, NotRequired, TypedDict
 
 from cache.control.control_keys import Control
-from cache.control.states import State, demand
+from cache.control.states import GenerationState, demand_allowed
 from cache.format.manifest import Manifest
 from precompute.builds.build import Build, on_this_host, timed
 from precompute.builds.reports import LOAD, BuildId, LoadReport
@@ -41,8 +41,8 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
     with timed(generation_build, "load"), open_releases(config) as releases:
         control = releases.control
         state = releases.state(generation_build.generation)
-        if state not in (State.LIVE, State.SUPERSEDED):
-            demand("load", generation_build.generation, state)
+        if state not in (GenerationState.LIVE, GenerationState.SUPERSEDED):
+            demand_allowed("load", generation_build.generation, state)
             control.check_policy()
             sweep(
                 config,
@@ -52,7 +52,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
             )
             _demand_room(generation_build, manifest, control)
             if state is None:
-                releases.note(generation_build.generation, State.BEGUN)
+                releases.note(generation_build.generation, GenerationState.BEGUN)
         done_bytes = 0
 
         def advance(more: int) -> None:
@@ -63,13 +63,13 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
         with open_governor(config.governor, control) as governor:
             for part in parts_of(manifest):
                 if not load_part(
-                    control.client, control.keys, manifest, generation_build.root, part,
+                    control.client, control.keyspace, manifest, generation_build.root, part,
                     chunk_bytes=config.load_chunk_bytes, progress=advance, governor=governor,
                 ):  # fmt: skip
                     advance(part.pages.file.size_bytes)
                 else:
                     loaded += part.pages.file.size_bytes
-            if state in (None, State.BEGUN):
+            if state in (None, GenerationState.BEGUN):
                 note_loaded(releases, generation_build.generation, governor=governor)
     seconds = time.perf_counter() - started
     # Also where nothing was left to move: whoever moved it may have been killed before it could say so.
@@ -98,11 +98,11 @@ def in_night(night: Night) -> StepRow:
 
 
 def _demand_room(build: Build, manifest: Manifest, control: Control) -> None:
-    mark_by_part: Any = control.client.hgetall(control.keys.loaded(build.generation))
+    mark_by_part: Any = control.client.hgetall(control.keyspace.loaded(build.generation))
     todo_bytes = 0
     for part in parts_of(manifest):
         if mark_by_part.get(part.name.encode()) != part.loaded_digest:
-            loaded_page_count = loaded_pages(control.client, control.keys, manifest, part)
+            loaded_page_count = loaded_pages(control.client, control.keyspace, manifest, part)
             todo_bytes += sum(
                 part.size_of(page) for page in range(loaded_page_count, part.pages.pages)
             )

@@ -79,7 +79,7 @@ def run(
         else:
             # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.
             StagingNote(releases.control).clear(attempt, build.generation)
-        live_pointer = releases.control.pointer()
+        live_pointer = releases.control.read_pointer()
         if live_pointer is None or live_pointer.epoch < moved.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")
         audit_details["changed"] = moved.has_moved
@@ -95,8 +95,8 @@ def _read_back(build: Build, manifest: Manifest, table: Table, control: Control)
     directory = Directory.open(build.root, manifest.entity_sets[table.entity])
     if not directory.count:
         return
-    page, offset = table.locate(*directory.locate(directory.count - 1))
-    name = control.keys.page(manifest.generation, table.name, page)
+    page, offset = table.locate_record(*directory.locate(directory.count - 1))
+    name = control.keyspace.page(manifest.generation, table.name, page)
     raw: Any = control.client.getrange(name, offset, offset + table.layout.size_bytes - 1)
     if len(raw) != table.layout.size_bytes:
         raise CorruptArtefact(

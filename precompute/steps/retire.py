@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import NotRequired, TypedDict, cast
 
-from cache.control.states import UNFINISHED
+from cache.control.states import UNFINISHED_STATES
 from cache.store.artefacts import COPY_IDLE_S
 from precompute.bulk.governor import open_governor
 from precompute.bundles.bundle_store import heal_swap, sweep_bundles, sweep_training
@@ -69,12 +69,12 @@ def find_needed_generations(releases: Releases) -> set[str]:
         for generation in replica.held_generations
     }
     unfinished_generations = {
-        generation for generation, row in view.rows.items() if row.state in UNFINISHED
+        generation for generation, row in view.rows.items() if row.state in UNFINISHED_STATES
     }
     return {
         *unfinished_generations,
         *held_generations,
-        *filter(None, (view.ledger.live, view.ledger.previous)),
+        *filter(None, (view.ledger.live_generation, view.ledger.previous)),
     }
 
 

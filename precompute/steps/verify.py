@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NotRequired, TypedDict
 
-from cache.control.states import State, demand
+from cache.control.states import GenerationState, demand_allowed
 from cache.errors import Conflict, CorruptArtefact, LarderError, NotJudged, Refused
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
@@ -79,18 +79,18 @@ def run(
     with open_releases(config) as releases:
         ledger = releases.ledger()
         state = releases.state(generation_build.generation, ledger)
-        if state in (State.LIVE, State.SUPERSEDED):
+        if state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             return _published(generation_build, releases, state)
         releases.demand_agreement()
-        if state in (None, State.BEGUN):  # Redis lost what `load` did, and perhaps was restored
+        if state in (None, GenerationState.BEGUN):  # Redis lost what `load` did, and perhaps was restored
             load.run(config, build)
             state = releases.state(generation_build.generation)
-        demand("verify", generation_build.generation, state)
+        demand_allowed("verify", generation_build.generation, state)
         # Before any page is read back: a node that starts while the gates run counts as changed.
         nodes = run_ids(releases.control.client)
-        judged_verdicts = _judged(generation_build, manifest, releases, ledger.live, progress)
+        judged_verdicts = _judged(generation_build, manifest, releases, ledger.live_generation, progress)
         verdicts = apply_overrides(
-            judged_verdicts, ledger.overrides.get(generation_build.generation, {})
+            judged_verdicts, ledger.overrides_by_generation.get(generation_build.generation, {})
         )
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
         _demand_still(generation_build, releases)
@@ -124,11 +124,11 @@ def run(
             )  # fmt: skip
         # The verdicts first: their baseline says nothing of older ones.
         generation_build.store.write(path, manifest.to_bytes())
-        report = VerifyReport(run_ids=nodes, baseline=ledger.live)
+        report = VerifyReport(run_ids=nodes, baseline=ledger.live_generation)
         generation_build.report(VERIFIED, report)
         releases.mark_verified(generation_build.generation, attempt=attempt)
     odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE_NOTE in verdict.note]
-    live = None if ledger.live is None else _read_manifest(generation_build, ledger.live)
+    live = None if ledger.live_generation is None else _read_manifest(generation_build, ledger.live_generation)
     if live is not None:
         odd += changed_labels_in_words(manifest, live)
     result: VerifyResult = {
@@ -164,21 +164,21 @@ def in_night(night: Night) -> StepRow:
 def _demand_still(build: Build, releases: Releases) -> None:
     """Raise Conflict if it can no longer be verified; remove pages that a gate may have loaded of a retired one."""
     try:
-        demand("verify", build.generation, releases.state(build.generation))
+        demand_allowed("verify", build.generation, releases.state(build.generation))
     except Conflict:
         with open_governor(build.config.governor, releases.control) as governor:
             take_back(releases, build.generation, governor=governor)
         raise
 
 
-def _published(build: Build, releases: Releases, state: State) -> VerifyResult:
+def _published(build: Build, releases: Releases, state: GenerationState) -> VerifyResult:
     """Judge a generation to be published by its gates; of a live one read the pages back. Raise CorruptArtefact."""
     result: VerifyResult = {
         "generation": build.generation,
         "gates": 0,
-        "verified": state is State.LIVE,
+        "verified": state is GenerationState.LIVE,
     }
-    if state is not State.LIVE:
+    if state is not GenerationState.LIVE:
         return {**result, "not_run": f"it is {state}: a roll back to it reads its pages back"}
     with open_governor(build.config.governor, releases.control) as governor:
         damaged_pages = damaged(
@@ -325,6 +325,6 @@ def _pages_bytes(build: Build, releases: Releases) -> int:
     manifests = [
         _read_manifest(build, generation)
         for generation, row in releases.control.rows().items()
-        if row.state is not State.RETIRED
+        if row.state is not GenerationState.RETIRED
     ]
     return sum(total_bytes(manifest) for manifest in manifests if manifest is not None)

@@ -44,7 +44,9 @@ def run(config: NightConfig, build: BuildId) -> WarmResult:
         control = Control(client, config.keyspace())
         while True:
             replicas = control.replicas()
-            waiting = [replica.name for replica in replicas if replica.serving != generation]
+            waiting = [
+                replica.name for replica in replicas if replica.served_generation != generation
+            ]
             seconds = time.perf_counter() - started
             if not waiting or seconds > config.warm_timeout_s:
                 return {
@@ -52,7 +54,7 @@ def run(config: NightConfig, build: BuildId) -> WarmResult:
                     "replicas": len(replicas),
                     "waiting": waiting,
                     "seconds": round(seconds, 3),
-                    **_flip_of(control.pointer(), replicas),
+                    **_flip_of(control.read_pointer(), replicas),
                 }
             time.sleep(WARM_POLL_S)
 

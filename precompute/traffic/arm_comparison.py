@@ -71,7 +71,7 @@ class CanaryArmTotals:
             )
             total.score_sum += weight * float(replica_counts["score_sum"])
         if len(sketches) == total._replicas:
-            united = KeySketch.united(sketches).count()
+            united = KeySketch.unite(sketches).count()
             total.different = min(max(united, most_of_one), total.keys)
         else:  # a replica of an older release: its keys may be those of the others
             total.different = most_of_one
@@ -296,7 +296,7 @@ def _feedback_ratio(
 def ending_remark(config: NightConfig, generation: str) -> str:
     """Describe the canary that a publish of this generation ends; empty without one, or if it is the canary's own."""
     with open_releases(config) as releases:
-        pointer, replicas = releases.control.pointer(), releases.control.replicas()
+        pointer, replicas = releases.control.read_pointer(), releases.control.replicas()
     canary = None if pointer is None else pointer.canary
     if canary is None or canary.generation == generation:
         return ""

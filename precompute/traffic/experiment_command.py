@@ -15,7 +15,7 @@ from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
 from cache.store.audit import audited
 from cache.traffic.experiments import Experiment, Experiments, latest_experiments, rate_ratio
-from cache.traffic.split import BUCKETS, bucket_count
+from cache.traffic.split import BUCKET_COUNT, bucket_count
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import unlink_pages
 from precompute.config.progress import Progress
@@ -110,8 +110,8 @@ def _experiment_summary(experiment: Experiment) -> dict[str, Any]:
     return {
         "experiment": experiment.name,
         "state": "over" if experiment.is_over else "running" if experiment.is_running else "held ready",
-        "share": bucket_count(experiment.buckets) / BUCKETS,
-        "arms": [f"{arm.name}={arm.namespace}:{bucket_count(arm.buckets) / BUCKETS:g}" for arm in experiment.arms],
+        "share": bucket_count(experiment.buckets) / BUCKET_COUNT,
+        "arms": [f"{arm.name}={arm.namespace}:{bucket_count(arm.buckets) / BUCKET_COUNT:g}" for arm in experiment.arms],
     }  # fmt: skip
 
 
@@ -179,19 +179,19 @@ def _experiment_status(
     for arm in experiment.arms:
         total = totals_by_arm.get(arm.name, ArmTotals())
         control = controls[arm.namespace]
-        pointer = control.pointer()
+        pointer = control.read_pointer()
         arms.append({
             "arm": arm.name,
             "namespace": arm.namespace,
-            "share": bucket_count(arm.buckets) / BUCKETS,
+            "share": bucket_count(arm.buckets) / BUCKET_COUNT,
             "generation": None if pointer is None else pointer.generation,
-            "replicas": sum(replica.serving is not None for replica in control.replicas()),
+            "replicas": sum(replica.served_generation is not None for replica in control.replicas()),
             **total.to_json(),
             "ratios": {} if arm.namespace == own_namespace else event_ratios(base or ArmTotals(), total),
         })  # fmt: skip
     return {
         "experiment": experiment.name,
-        "share": bucket_count(experiment.buckets) / BUCKETS,
+        "share": bucket_count(experiment.buckets) / BUCKET_COUNT,
         "sample": experiment.sample,
         "created_at": experiment.created_at,
         "started_at": experiment.started_at,
@@ -216,8 +216,8 @@ def _layer(all_experiments: Experiments) -> dict[str, Any]:
     holdout = bucket_count(all_experiments.holdout)
     return {
         "version": all_experiments.version,
-        "holdout": holdout / BUCKETS,
-        "free": (BUCKETS - used_bucket_count - holdout) / BUCKETS,
+        "holdout": holdout / BUCKET_COUNT,
+        "free": (BUCKET_COUNT - used_bucket_count - holdout) / BUCKET_COUNT,
     }
 
 
@@ -254,7 +254,7 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
 def _free_namespace(releases: Releases, governor: Governor) -> int:
     """Remove a namespace's keys: the pointer first, so that no replica starts, rows last: a retry needs them."""
     control, history = releases.control, releases.history()
-    control.client.delete(control.keys.live, control.keys.next)
+    control.client.delete(control.keyspace.live, control.keyspace.next)
     removed = 0
     for generation in sorted(control.rows()):
         try:
@@ -262,6 +262,6 @@ def _free_namespace(releases: Releases, governor: Governor) -> int:
         except UnknownGeneration:
             removed += unlink_recorded(releases, generation, history, governor=governor)
         else:
-            removed += unlink_pages(control.client, control.keys, manifest, governor=governor)
+            removed += unlink_pages(control.client, control.keyspace, manifest, governor=governor)
         control.drop_row(generation)
     return removed

@@ -8,7 +8,7 @@ from typing import Any
 import redis
 
 from cache.control.control_keys import Control
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, LarderError
 from cache.format.manifest import Manifest, Table
 from cache.format.redis_keys import Keyspace
@@ -16,10 +16,10 @@ from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.audit import audited
 from cache.traffic.experiments import (
+    ARM_NAMESPACES_MAX,
     ARMS_MAX,
-    EXPERIMENT_NAME,
-    NAMESPACES_MAX,
-    RUNNING_MAX,
+    EXPERIMENT_NAME_PATTERN,
+    RUNNING_EXPERIMENTS_MAX,
     Experiment,
     ExperimentArm,
     Experiments,
@@ -61,7 +61,7 @@ class ExperimentOption:
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
         for name in (self.name, *names):
-            if not EXPERIMENT_NAME.fullmatch(name):
+            if not EXPERIMENT_NAME_PATTERN.fullmatch(name):
                 raise ConfigError(
                     f"{name!r} is no name: a letter, then up to 31 of a-z, 0-9, - and _",
                     field="name",
@@ -214,7 +214,9 @@ def _lacking_replicas(
     names = sorted(replica.name for replica in own_control.replicas())
     lacking_pairs = []
     for namespace, control in controls.items():
-        serving = {replica.name for replica in control.replicas() if replica.serving is not None}
+        serving = {
+            replica.name for replica in control.replicas() if replica.served_generation is not None
+        }
         lacking_pairs += [(name, namespace) for name in names if name not in serving]
     return lacking_pairs
 
@@ -243,15 +245,15 @@ def add_experiment(
                 experiment=existing_experiment.name,
             )
         return all_experiments
-    if len(all_experiments.current) >= RUNNING_MAX:
-        raise Conflict(f"{RUNNING_MAX} experiments run already: stop one first")
+    if len(all_experiments.current) >= RUNNING_EXPERIMENTS_MAX:
+        raise Conflict(f"{RUNNING_EXPERIMENTS_MAX} experiments run already: stop one first")
     namespaces = {arm.namespace for arm in option.arms} | set(
         all_experiments.namespaces(option.own_namespace)
     )
-    if len(namespaces - {option.own_namespace}) > NAMESPACES_MAX:
+    if len(namespaces - {option.own_namespace}) > ARM_NAMESPACES_MAX:
         raise Conflict(
             f"replicas would have to hold {len(namespaces - {option.own_namespace})} namespaces beside their own, "
-            f"{NAMESPACES_MAX} "
+            f"{ARM_NAMESPACES_MAX} "
             "are allowed: stop an experiment first"
         )
     buckets = allot_buckets({}, {arm.name: arm.share for arm in option.arms})
@@ -415,8 +417,8 @@ def _demand_whole(arm_shares: Mapping[str, float]) -> None:
 
 def published_manifest(store: ArtefactStore, control: Control) -> Manifest:
     """Return the manifest of a namespace's live generation; raise Conflict if there is none."""
-    namespace = control.keys.namespace
-    pointer = control.pointer()
+    namespace = control.keyspace.namespace
+    pointer = control.read_pointer()
     if pointer is None:
         raise Conflict(
             f"nothing is published in namespace {namespace!r} (no generation is live in its Redis keys, its files "
@@ -512,7 +514,7 @@ def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]
 def _generation_manifests(config: NightConfig, control: Control) -> list[Manifest]:
     manifests = []
     for generation, row in control.rows().items():
-        if row.state is not State.RETIRED:
+        if row.state is not GenerationState.RETIRED:
             try:
                 manifests.append(read_manifest(config.store(), generation))
             except LarderError:  # one in the making has no pages yet

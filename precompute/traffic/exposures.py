@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
-from cache.traffic.experiments import EXPERIMENT_NAME, EXPOSURES_FOLDER
+from cache.traffic.experiments import EXPERIMENT_NAME_PATTERN, EXPOSURES_FOLDER
 from cache.usage.hot_keys import HOUR_S
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases
@@ -238,7 +238,7 @@ def _experiments(store: ArtefactStore) -> list[str]:
     return [
         experiment
         for experiment in store.names(EXPOSURES_FOLDER)
-        if experiment != "parts" and EXPERIMENT_NAME.fullmatch(experiment)
+        if experiment != "parts" and EXPERIMENT_NAME_PATTERN.fullmatch(experiment)
     ]
 
 

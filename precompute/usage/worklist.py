@@ -22,7 +22,7 @@ from cache.l2.sync_clients import connect
 from cache.process.command_line import printable
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
-from cache.usage.hot_keys import COLD_WINDOW, Name, hour_of
+from cache.usage.hot_keys import COLD_WINDOW, EntityName, window_number_of
 from precompute.config.console import OutputContent, err_console
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
@@ -48,7 +48,7 @@ def worklist(
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control = Control(client, config.keyspace())
-        counts, pointer = read(control), control.pointer()
+        counts, pointer = read(control), control.read_pointer()
     worklist_rows = lines(store, counts, None if pointer is None else pointer.generation)
     if arguments.export is not None:
         export(worklist_rows, Path(arguments.export))
@@ -69,11 +69,11 @@ def worklist(
     ]
 
 
-def read(control: Control) -> dict[Name, int]:
+def read(control: Control) -> dict[EntityName, int]:
     """Return counts of reads in vain by table and id, this day and the last, over all replicas."""
-    day, counts = hour_of(control.time(), COLD_WINDOW), Counter[Name]()
+    day, counts = window_number_of(control.time(), COLD_WINDOW), Counter[EntityName]()
     for counted_day in (day, day - 1):
-        key = control.keys.cold_names(counted_day)
+        key = control.keyspace.cold_names(counted_day)
         pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
         for raw, count in pairs:
             table, _, entity = raw.partition(b":")
@@ -81,7 +81,9 @@ def read(control: Control) -> dict[Name, int]:
     return dict(counts)
 
 
-def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) -> list[WorklistRow]:
+def lines(
+    store: ArtefactStore, counts: Mapping[EntityName, int], live: str | None
+) -> list[WorklistRow]:
     """Return rows, most requested first, without blocked and erased ids that replicas reported."""
     excluded_ids = {erasure.raw for erasure in all_erasures(store) if erasure.is_in_force}
     blocked = latest_blocklist(store)

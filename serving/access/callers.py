@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cache.errors import ConfigError
-from cache.process.background_loops import BackgroundLoops, stop
+from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from cache.store.artefacts import file_version
 from serving.access.quota import Quota, QuotaTable, Shortage, quota_exceeded, row_key
 from serving.access.token_file import (
@@ -284,7 +284,7 @@ class TokenWatch(Collector):
         try:
             yield
         finally:
-            await stop([check_task])
+            await cancel_and_wait([check_task])
             executor.shutdown(wait=False, cancel_futures=True)
 
     def reload_if_changed(self) -> bool:

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 import orjson
 
 from cache.errors import ConfigError
-from cache.format.redis_keys import NAME
+from cache.format.redis_keys import NAME_PATTERN
 from cache.process.command_line import json_text, printable, printable_lines
 
 PROG = "python -m serving lookup"
@@ -170,7 +170,7 @@ def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
         "as_of": arguments.as_of,
     }
     if arguments.filter is not None:
-        is_name = NAME.fullmatch(arguments.filter)
+        is_name = NAME_PATTERN.fullmatch(arguments.filter)
         options["filter"] = (
             arguments.filter if is_name else _parse_json(arguments.filter, "--filter")
         )

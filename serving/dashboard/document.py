@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from cache.format.manifest import CUT_CHARS
 from cache.format.stream_position import Position
-from cache.store.artefacts import NO_MANIFEST
+from cache.store.artefacts import NO_MANIFEST_WORDS
 from cache.traffic.experiments import rate_ratio
 from serving.dashboard import counters
 from serving.dashboard.aggregator import LATELY_BINS, DrawnBin, FleetReading, quantiles, series
@@ -525,7 +525,8 @@ def _check_ready(body: Body) -> Iterator[Finding]:
             (replica["failed"] for replica in unready_replicas if replica["failed"]), "see /readyz"
         )
         strange = next(
-            (r["replica"] for r in unready_replicas if NO_MANIFEST in (r["failed"] or "")), None
+            (r["replica"] for r in unready_replicas if NO_MANIFEST_WORDS in (r["failed"] or "")),
+            None,
         )
         if strange is not None:
             advice = (

@@ -9,11 +9,11 @@ import orjson
 
 from cache.config.timetable import NIGHT_STEPS, STEPS_TIMED_APART
 from cache.errors import LarderError
-from cache.format.manifest import GENERATION, Manifest
+from cache.format.manifest import GENERATION_PATTERN, Manifest
 from cache.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.night_failure import NightFailure, last_failure
-from cache.store.releases import MOVES, POINTED, Release, publication_time
+from cache.store.releases import MOVE_ACTIONS, POINTER_ACTIONS, Release, publication_time
 
 GENERATIONS_MAX = 20
 NIGHTS_MAX = 7
@@ -59,7 +59,9 @@ class GenerationHistory:
         names = {release.generation for release in releases} | set(registry or ())
         with suppress(LarderError, OSError):
             names |= set(self._store.names("generations"))
-        newest_names = sorted(filter(GENERATION.fullmatch, names), reverse=True)[:GENERATIONS_MAX]
+        newest_names = sorted(filter(GENERATION_PATTERN.fullmatch, names), reverse=True)[
+            :GENERATIONS_MAX
+        ]
         self._facts_by_generation = {
             name: facts for name, facts in self._facts_by_generation.items() if name in newest_names
         }
@@ -160,9 +162,9 @@ def _proven(releases: Sequence[Release]) -> dict[str, str]:
     states: dict[str, str] = {}
     live: str | None = None
     for release in releases:
-        if release.action in POINTED and not release.is_done:
+        if release.action in POINTER_ACTIONS and not release.is_done:
             continue
-        if release.action in MOVES:
+        if release.action in MOVE_ACTIONS:
             if live not in (None, release.generation):
                 states[str(live)] = "rolled_back" if release.action == "roll_back" else "superseded"
             live = release.generation
@@ -176,7 +178,7 @@ def _proven(releases: Sequence[Release]) -> dict[str, str]:
 
 
 def _is_move(release: Release) -> bool:
-    return release.action in MOVES and release.is_done
+    return release.action in MOVE_ACTIONS and release.is_done
 
 
 def _generation(

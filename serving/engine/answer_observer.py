@@ -193,7 +193,7 @@ class AnswerObserver:
         self.on_cold: list[Callable[[EntityName], object]] = []
         """Called with an id that was asked for and that the night does not know."""
         self._l1_misses = l1_misses
-        self._eviction_history = eviction_history or EvictionHistory(slots=2)
+        self._eviction_history = eviction_history or EvictionHistory(slot_count=2)
 
     def classify_miss(
         self, generation: str, table: str, key: int | bytes, reason: MissReason | None
@@ -201,7 +201,7 @@ class AnswerObserver:
         """The reason by which a miss is counted: an id that the night lacks may have had a live answer for its life."""
         if reason is None:
             return MissReason.INTERNAL_ERROR
-        if reason.traits.is_nowhere and self._eviction_history.is_over(generation, table, key):
+        if reason.traits.is_nowhere and self._eviction_history.has_expired(generation, table, key):
             return MissReason.EXPIRED
         return reason.public
 
@@ -216,7 +216,7 @@ class AnswerObserver:
 
     def count_reads(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
         """Counts entities that Redis answered, so L1 did not; the night knows them all."""
-        self._l1_misses.add(table, self._eviction_history.count(generation, table, keys))
+        self._l1_misses.add(table, self._eviction_history.count_reasons(generation, table, keys))
         for on_read_hook in self.on_read:
             on_read_hook(generation, table, keys)
 

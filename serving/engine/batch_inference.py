@@ -8,7 +8,7 @@ import numpy as np
 
 from cache.errors import InvalidInput
 from cache.model.input_preparation import PreparedInput
-from cache.model.new_items import merged_lists
+from cache.model.new_items import merge_new_items
 from cache.model.predictor import Predictor
 from serving.engine.hooks import AnswerReuse, ComputeNewer
 from serving.engine.micro_batcher import (
@@ -93,9 +93,9 @@ def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list
         metric, layout = list_search.searcher.metric, snapshot.manifest.tables[table].layout
         night_lists = list_search.lists(batch, vectors, snapshot.blocked_ordinals)
         records_without_new = predictor.lists(
-            table, night_lists, [job.eligible_new_items.own_print for job in batch_jobs], scored_at
+            table, night_lists, [job.eligible_new_items.own_fingerprint for job in batch_jobs], scored_at
         )
-        merged_night_lists = merged_lists(
+        merged_night_lists = merge_new_items(
             night_lists, vectors, [job.eligible_new_items for job in batch_jobs], metric, layout
         )
         records = predictor.lists(

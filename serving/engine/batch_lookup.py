@@ -438,7 +438,7 @@ def list_items(lookup: BatchRequest, batch_answers: BatchAnswers, row_slice: sli
     layout, rows, lent = (
         lookup.table.layout,
         batch_answers.rows[row_slice],
-        lookup.served.live.items.lent,
+        lookup.served.live.items.shared_ids,
     )
     is_half = layout.precision == "f2"
     data, cuts = loader.kernels.names(rows, layout.width, is_half, lookup.k, *lent)
@@ -474,6 +474,6 @@ def _concatenate_ids(id_parts: Sequence[IdBytes]) -> IdBytes:
     if not id_parts:
         return NO_ITEMS
     return IdBytes.of(
-        b"".join([id_part.data for id_part in id_parts]),
-        np.concatenate([id_part.sizes for id_part in id_parts]),
+        b"".join([id_part.joined_ids for id_part in id_parts]),
+        np.concatenate([id_part.id_sizes for id_part in id_parts]),
     )

@@ -61,7 +61,7 @@ async def rank_candidates(
             snapshot, layout, user_vector, np.array(ordinals, np.int64), request_options.k, reranker
         )
         if request_options.rerank is not None:
-            answer["reranked"] = request_options.rerank.named
+            answer["reranked"] = request_options.rerank.part_names
     elif ordinals:
         ids_by_reason["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
     return answer | ids_by_reason

@@ -274,7 +274,7 @@ def new_items_of(snapshot: Snapshot, pending: PendingAnswer) -> EligibleNewItems
     if pending.counted_events is not None and not pending.is_settled:
         excluded_ids += pending.counted_events.items
     excluded_numbers = {
-        pending.new_items.numbers.get(excluded_id, -1) for excluded_id in excluded_ids
+        pending.new_items.number_by_id.get(excluded_id, -1) for excluded_id in excluded_ids
     } | snapshot.blocked
     return EligibleNewItems(
         pending.new_items, frozenset(excluded_numbers), pending.nightly_key.fingerprint

@@ -55,7 +55,7 @@ _CACHED_START_MESSAGES_MAX = 8_192
 _START_MESSAGE = {"type": "http.response.start", "status": 200}
 _JSON_HEADER = b"content-type", JSON_MEDIA_TYPE.encode()
 _ARROW_HEADER = b"content-type", ARROW_MEDIA_TYPE.encode()
-_get_table_and_id, _get_table, _get_is_newer = itemgetter(4), itemgetter(0), attrgetter("is_newer")
+_get_table_and_id, _get_table, _get_is_newer = itemgetter(4), itemgetter(0), attrgetter("has_newer_events")
 
 
 class FastLookups:
@@ -70,7 +70,7 @@ class FastLookups:
         self._service = service
         self._holder = service.follower.holder
         self._tiers = tiers = service.tiers
-        self._find_ready_answer = tiers.local.ready
+        self._find_ready_answer = tiers.local_tier.find_ready_answer
         self._shaper, self._newer_inputs = service.ladder.shaper, service.ladder.newer_inputs
         self._get_packed_events = self._newer_inputs.packed.get
         self._concerns = service.follower.concerns
@@ -120,11 +120,11 @@ class FastLookups:
         if served is None or self._holder.is_divided or self._concerns.reasons_text is not None:
             return None
         if (
-            ready_answer.stamp != served.live.stamp
-            and ready_answer.stamp != served.live.values_stamp
+            ready_answer.state_stamp != served.live.stamp
+            and ready_answer.state_stamp != served.live.values_stamp
         ):
             return None
-        if self._get_packed_events(ready_answer.table_and_id[1]) is not ready_answer.events:
+        if self._get_packed_events(ready_answer.table_and_id[1]) is not ready_answer.user_events:
             return None
         if ready_answer.access is not None:
             sent_answers.note_access(ready_answer)
@@ -132,7 +132,7 @@ class FastLookups:
         if len(sent_answers) >= sent_answers.due_length:
             sent_answers.flush_or_time()
         age_json = orjson.dumps(round(self._clock() - ready_answer.data_until, 3))
-        return b"".join((ready_answer.head, age_json, ready_answer.tail))
+        return b"".join((ready_answer.body_head, age_json, ready_answer.body_tail))
 
     def _time_next_answer(self) -> None:
         self.answer = self._answer_timed
@@ -347,7 +347,7 @@ class SingleLookups:
         local_key = LocalKey(
             live.generation, single_request.lookup.table, single_request.record_key.key
         )
-        if self._tiers.local.inspect(local_key) is not None:
+        if self._tiers.local_tier.inspect(local_key) is not None:
             return None  # what is here waits for no read of others
         coalescer.note_arrival()
         return coalescer.join(single_request)
@@ -500,15 +500,15 @@ class SentAnswers(list[ReadyAnswer]):
         self.time_next = time_next
         self._clock = clock
         self._holder = service.follower.holder
-        self._local = service.tiers.local
+        self._local = service.tiers.local_tier
         self._recent, self._observes = service.ladder.recent_names, service.observes
-        self._counters, self._trace = service.tiers.counters, service.tiers.trace
+        self._counters, self._trace = service.tiers.counters, service.tiers.access_trace
         self._tally, self._answer_seconds = service.metrics.tally, service.metrics.answer_seconds
         self._sampler = service.ladder.observer.sampler
         self._newer_event_answers = service.metrics.changed_answers.answers
         self._timing_step = ANSWERS_PER_TIMED_ONE if self._observes else FLUSHED_ANSWER_COUNT
         self.due_length = self._timing_step
-        self._recent.flush_pending = self._counters.flush = self.flush
+        self._recent.flush_pending = self._counters.add_pending = self.flush
 
     def flush_or_time(self) -> None:
         """Count all answers if enough were sent, else have the next one timed; called at `due_length`."""
@@ -533,7 +533,7 @@ class SentAnswers(list[ReadyAnswer]):
 
     def _count_answers(self, entity_names: list[EntityName]) -> None:
         sent_count = len(entity_names)
-        self._counters.ready += sent_count
+        self._counters.ready_answers += sent_count
         self._tally.requests[GET_ROUTE] += sent_count
         answer_seconds = self.timed_seconds or [0.0]
         for time_index, seconds in enumerate(answer_seconds):
@@ -546,7 +546,7 @@ class SentAnswers(list[ReadyAnswer]):
                 [
                     _get_table(ready_answer.table_and_id)
                     for ready_answer in self
-                    if ready_answer.is_newer
+                    if ready_answer.has_newer_events
                 ]
             )
         ready_tables = self._local.ready_tables
@@ -567,18 +567,18 @@ class SentAnswers(list[ReadyAnswer]):
     def note_access(self, ready_answer: ReadyAnswer) -> None:
         """Record that a sampled answer is about to be sent."""
         trace_entry = ready_answer.access
-        if trace_entry is not None and trace_entry[0] <= self._trace.last:
+        if trace_entry is not None and trace_entry[0] <= self._trace.greatest_sampled_spot:
             self._trace.append(trace_entry)
         else:  # since its answer was kept the sample shrank
-            self._local.unsampled(ready_answer)
+            self._local.drop_access(ready_answer)
 
     def _offer_to_sampler(self, ready_answer: ReadyAnswer) -> None:
         """Pass an answer to the sampler with its current age; skip an answer from before a flip."""
         served, now_s = self._holder.served, self._clock()
         live_stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
-        if served is not None and ready_answer.stamp in live_stamps and not ready_answer.is_newer:
+        if served is not None and ready_answer.state_stamp in live_stamps and not ready_answer.has_newer_events:
             age_json = orjson.dumps(round(now_s - ready_answer.data_until, 3))
-            body = b"".join((ready_answer.head, age_json, ready_answer.tail))
+            body = b"".join((ready_answer.body_head, age_json, ready_answer.body_tail))
             self._sampler.put(
                 AnswerSample(
                     served.live.generation,

@@ -5,9 +5,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from cache.l2.commands import OVERLAY_COMMANDS, deadline_for
+from cache.l2.commands import COMMANDS_PER_OVERLAY_READ, deadline_for
 from cache.records import Record, decode_record
-from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey, View
+from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey, SnapshotView
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.answer_builder import AnswerBuilder, RequestContext
 from serving.engine.answer_observer import AnswerObserver, RecentNames
@@ -35,11 +35,11 @@ class RecordReader(Protocol):
     """Interface of the tiers that the ladder uses."""
 
     async def get_many(
-        self, view: View, record_keys: Sequence[RecordKey], deadline: float
+        self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline: float
     ) -> Sequence[ReadResult]:
         """Read one outcome per record key, in order; `deadline` is monotonic."""
 
-    def discard(self, view: View, record_key: RecordKey) -> None:
+    def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
         """Remove a record that turned out to be damaged."""
 
 
@@ -376,10 +376,10 @@ def _seen_in_previous(previous: Snapshot, pending: PendingAnswer, live: Snapshot
 def _is_worth_computing(pending: PendingAnswer, snapshot: Snapshot) -> bool:
     """True if live may compute and would not compute exactly the answer that was used up."""
     is_used_up = (
-        pending.reason == MissReason.EXHAUSTED and pending.hit is not None and pending.hit.live
+        pending.reason == MissReason.EXHAUSTED and pending.hit is not None and pending.hit.is_live
     )
     return pending.may_compute(snapshot) and not is_used_up
 
 
 def _command_count(record_keys: Sequence[RecordKey]) -> int:
-    return sum(1 if record_key.position >= 0 else OVERLAY_COMMANDS for record_key in record_keys)
+    return sum(1 if record_key.position >= 0 else COMMANDS_PER_OVERLAY_READ for record_key in record_keys)

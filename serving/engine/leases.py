@@ -12,7 +12,7 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.commands import LEASE_DONE_PREFIX, LEASE_GIVEN_BACK, LeaseMark, LeaseSwap, LeaseTake
 from cache.l2.data_plane import DataPlane
-from cache.tiers.reads import Hit, RecordKey, View
+from cache.tiers.reads import Hit, RecordKey, SnapshotView
 from cache.tiers.tiered import TieredCache
 
 LEASE_REST_S = 1.0
@@ -90,7 +90,7 @@ class LeaseManager:
 
     async def answer(
         self,
-        view: View,
+        view: SnapshotView,
         record_key: RecordKey,
         digest: bytes,
         limit_s: float,
@@ -142,13 +142,13 @@ class LeaseManager:
 
     def give_back(self, lease_mark: LeaseMark) -> None:
         """End a lease under which no answer was stored, so that another process may lead at once."""
-        self._data_plane.lease(LeaseSwap(lease_mark.key, lease_mark.token, LEASE_GIVEN_BACK, 1))
+        self._data_plane.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK_LEASE_VALUE, 1))
 
     async def _follow(
         self,
         lease_mark: LeaseMark,
         lease_state: bytes | TierUnavailable,
-        view: View,
+        view: SnapshotView,
         record_key: RecordKey,
         give_up_at: float,
     ) -> Hit | bool:
@@ -200,7 +200,7 @@ class LeaseManager:
         if isinstance(lease_state, TierUnavailable) or took_s > self._slow_reply_s:
             self._resting_until = self._timer() + LEASE_REST_S
 
-    def _build_lease_mark(self, view: View, record_key: RecordKey, digest: bytes) -> LeaseMark:
+    def _build_lease_mark(self, view: SnapshotView, record_key: RecordKey, digest: bytes) -> LeaseMark:
         self._token_number += 1
         return LeaseMark(
             self._keyspace.lease(

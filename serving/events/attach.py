@@ -166,7 +166,7 @@ class EventOverview:
             "users": len(newer_events.users),
             "held_bytes": newer_events.size_bytes,
             "held_max_bytes": self.follower.limit_bytes,
-            "counted_until": str(Position.of_number(newer_events.users.last)),
+            "counted_until": str(Position.from_number(newer_events.users.last_number)),
             "published_until": None if published is None else published.until,
         }
 
@@ -266,9 +266,9 @@ def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
         return snapshot
     if snapshot.predictor is not None:
         opened = functools.partial(
-            events.opened, snapshot.manifest, snapshot.root, snapshot.items, seen_items, snapshot.predictor,
+            events.with_models, snapshot.manifest, snapshot.root, snapshot.items, seen_items, snapshot.predictor,
             threads=config.live_threads, cores=parse_cores(config.live_cores),
-            exact_bytes=config.events.exact_bytes,
+            exact_search_bytes_max=config.events.exact_bytes,
         )  # fmt: skip
         events, degraded = open_event_models(namespace.store, snapshot.manifest, opened, events)
     return dataclasses.replace(snapshot.with_part(events), degraded=degraded)

@@ -15,8 +15,8 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, Respon
 
 from cache.config.events import Durability
 from cache.errors import ConfigError, LarderError
-from cache.events.stream import ACCEPT_SCRIPT, STREAM_FULL
-from cache.l2.errors import HANDLER_CLOSED
+from cache.events.stream import ACCEPT_SCRIPT, STREAM_FULL_PREFIX
+from cache.l2.errors import HANDLER_CLOSED_MESSAGE
 from cache.l2.resp import (
     ASYNC_BOUNDED_POOL_SETTINGS,
     TEXTS_SHAPE,
@@ -129,7 +129,7 @@ class EventsRedis:
                 except NoScriptError:
                     return await self._called(connection, ("EVAL", script, *call))
             except ResponseError as error:
-                if not str(error).startswith(STREAM_FULL):
+                if not str(error).startswith(STREAM_FULL_PREFIX):
                     raise
                 raise EventsFull("the stream of events is full") from error
             finally:
@@ -221,7 +221,7 @@ def _as_unavailable() -> Iterator[None]:
     except (RedisError, OSError) as error:
         raise EventsUnavailable(f"the Redis of events: {error or type(error).__name__}") from error
     except RuntimeError as error:
-        if not str(error).endswith(HANDLER_CLOSED):
+        if not str(error).endswith(HANDLER_CLOSED_MESSAGE):
             raise
         raise EventsUnavailable("the Redis of events closed the connection") from error
 

@@ -17,9 +17,9 @@ from redis.exceptions import RedisError
 from cache.errors import CorruptArtefact, LarderError
 from cache.events.event import Event
 from cache.events.event_predictor import GenerationEvents
-from cache.events.stream import event_of_entry, read_taken
+from cache.events.stream import event_of_entry, read_taken_position
 from cache.format.redis_keys import Keyspace
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS, check_replies
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
@@ -166,13 +166,13 @@ class EventFollower:
             return 0.0
         if self._floor is None:
             return 0.0 if self._waits_since is None else self._timer() - self._waits_since
-        latest_event_at = Position.of_number(self.newer_events.users.last).ms / 1000
+        latest_event_at = Position.from_number(self.newer_events.users.last_number).ms / 1000
         return max(0.0, self._clock() - max(latest_event_at, self._at_end_at))
 
     def count_new_items_without_vector(self) -> int:
         """Return the number of new items of which the live generation has no vector, since its item tower fails."""
         served = self._holder.served
-        return 0 if served is None else len(served.live.new_items.left_out)
+        return 0 if served is None else len(served.live.new_items.left_out_ids)
 
     def _wanted_floor(self) -> int | None:
         """Return the oldest position that a held generation was made at; None if no generation has events."""
@@ -191,7 +191,7 @@ class EventFollower:
         of: "_EventOwners | None" = None,
     ) -> int:
         """Add the next entries, up to a position's number, of some owners or all; return their number."""
-        last = str(Position.of_number(newer_events.users.last))
+        last = str(Position.from_number(newer_events.users.last_number))
         streams: Any = await client.xread(
             {self._stream: last}, count=_ENTRIES_AT_ONCE, block=wait_ms
         )
@@ -205,10 +205,10 @@ class EventFollower:
             except CorruptArtefact:
                 self.unreadable += 1
                 log.warning("entry %s of the stream is no event", position)
-                newer_events.users.last = position.number
+                newer_events.users.last_number = position.number
                 continue
             if self._blocked.has(event) or (of is not None and not of.has(event)):
-                newer_events.users.last = position.number
+                newer_events.users.last_number = position.number
             else:
                 newer_events.add(position, event)
         return len(entries)
@@ -228,7 +228,7 @@ class EventFollower:
             )
         if self._floor is not None and (self._free.users or self._free.items):
             newer_events.forget(*self._free)  # where this was tried before, and an outage ended it
-            await self._read_aside(client, self._floor, newer_events.users.last, self._free)
+            await self._read_aside(client, self._floor, newer_events.users.last_number, self._free)
             if self._free.items:
                 self._recheck_values()
         self._free = _EventOwners()
@@ -257,11 +257,11 @@ class EventFollower:
             await self._read(client, self.newer_events, None)
         users = list(aside.packed)
         for start in range(0, len(users), _ENTRIES_AT_ONCE):
-            self.newer_events.users.put_before(aside.users, users[start : start + _ENTRIES_AT_ONCE])
+            self.newer_events.users.prepend(aside.users, users[start : start + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
-        for _ in self.newer_events.values.put_before_in_turns(aside.values):
+        for _ in self.newer_events.values.prepend_in_turns(aside.values):
             await asyncio.sleep(0)
-        self.newer_events.items.put_before(aside.items)
+        self.newer_events.items.prepend(aside.items)
         return True
 
     async def _read_whole(self, client: Redis, floor: int) -> None:
@@ -285,7 +285,7 @@ class EventFollower:
             more = self.newer_events.values.drop_until(floor, _ENTRIES_AT_ONCE) == _ENTRIES_AT_ONCE
             await asyncio.sleep(0)
         self.newer_events.items.drop_until(floor)
-        self.newer_events.users.last = max(self.newer_events.users.last, floor)
+        self.newer_events.users.last_number = max(self.newer_events.users.last_number, floor)
         self.newer_events.users.complete_after_number = floor
         self._floor = floor
 
@@ -320,7 +320,7 @@ def _blocked_owners(blocklist: Blocklist) -> _EventOwners:
 
 def _empty_events_since(number: int) -> NewerEvents:
     empty_events = NewerEvents()
-    empty_events.users.last = empty_events.users.complete_after_number = (
+    empty_events.users.last_number = empty_events.users.complete_after_number = (
         empty_events.values.complete_after_number
     ) = number
     return empty_events
@@ -362,12 +362,12 @@ class EventMetrics(Collector):
         yield CounterMetricFamily(
             "larder_event_values_refused",
             "Events whose values were not taken in: their item or user has too many attributes",
-            newer_events.values.refusals,
+            newer_events.values.refusal_count,
         )
         yield CounterMetricFamily(
             "larder_event_new_items_evicted",
             "Items that events brought and that went for newer ones",
-            newer_events.items.evicted,
+            newer_events.items.evicted_count,
         )
 
 
@@ -381,13 +381,13 @@ class NewestPosition:
         self, newer_events: NewerEvents, holder: GenerationHolder, store: ArtefactStore
     ) -> None:
         self._newer_events, self._holder, self._store = newer_events, holder, store
-        self._taken_position = BEGINNING
+        self._taken_position = STREAM_BEGINNING
 
     async def load_taken_position(self, in_thread: StoreThreads) -> None:
         """Read once, at the start, the position up to which nights took events over; the follower sees later ones."""
         try:
             async with asyncio.timeout(_STORE_WAIT_S):
-                self._taken_position = await in_thread(read_taken, self._store)
+                self._taken_position = await in_thread(read_taken_position, self._store)
         except (LarderError, TimeoutError) as error:
             log.warning("what nights took of the stream of events is not known: %s", error)
 
@@ -395,5 +395,6 @@ class NewestPosition:
         snapshots = () if self._holder.served is None else self._holder.served.snapshots
         numbers = _until_numbers(snapshots)
         return max(
-            self._taken_position, Position.of_number(max([self._newer_events.users.last, *numbers]))
+            self._taken_position,
+            Position.from_number(max([self._newer_events.users.last_number, *numbers])),
         )

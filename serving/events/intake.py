@@ -15,15 +15,15 @@ from cache.events.new_items import NewItemInputs
 from cache.events.stream import (
     ACCEPT_SCRIPT,
     ACCEPT_SCRIPT_AT_MAXMEMORY,
-    Accepted,
+    AcceptOutcome,
     PackedEvent,
     StreamBounds,
-    accept_call,
+    accept_script_arguments,
     read_outcomes,
 )
 from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import Position
-from cache.process.background_loops import BackgroundLoops, stop
+from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
@@ -110,7 +110,7 @@ _EVICTION_WARNING = (
 class _Piece(NamedTuple):
     events: Sequence[PackedEvent]
     size_bytes: int
-    outcome: asyncio.Future[list[Accepted]]
+    outcome: asyncio.Future[list[AcceptOutcome]]
 
 
 class EventsBusy(LarderError):
@@ -142,7 +142,7 @@ class Acceptor:
         self._waiting_bytes = 0
         self._sending: asyncio.Task[None] | None = None
 
-    async def accept(self, events: Sequence[PackedEvent]) -> list[Accepted]:
+    async def accept(self, events: Sequence[PackedEvent]) -> list[AcceptOutcome]:
         """Return the outcome of each event, once they are as durable as demanded.
 
         Raises EventsFull, EventsUnavailable and EventsBusy. After an error some may have been accepted: sent again
@@ -173,7 +173,7 @@ class Acceptor:
         piece_outcomes = await asyncio.gather(
             *(piece.outcome for piece in pieces), return_exceptions=True
         )
-        accepted: list[Accepted] = []
+        accepted: list[AcceptOutcome] = []
         for outcome in piece_outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -193,7 +193,7 @@ class Acceptor:
     async def _call(self, pieces: list[_Piece]) -> None:
         events = [event for piece in pieces for event in piece.events]
         try:
-            keys, arguments = accept_call(
+            keys, arguments = accept_script_arguments(
                 self._keyspace, self._bounds, events, self._get_newest_position()
             )
             replies = await self._redis.accept(keys, arguments, self._script)
@@ -231,7 +231,7 @@ class Acceptor:
                 piece.outcome.set_exception(error)
 
 
-def _parse_outcomes(replies: Sequence[bytes], count: int) -> list[Accepted]:
+def _parse_outcomes(replies: Sequence[bytes], count: int) -> list[AcceptOutcome]:
     """Parse the outcomes of `count` events; raise EventsUnavailable for malformed or missing replies."""
     try:
         found = read_outcomes(replies)
@@ -384,7 +384,7 @@ class EventIntake:
         self.counts.seconds.observe("inbox", self.timer() - began_at)
 
     def _answer(
-        self, events: Sequence[Any], read_events: ReadEvents, outcomes: Sequence[Accepted]
+        self, events: Sequence[Any], read_events: ReadEvents, outcomes: Sequence[AcceptOutcome]
     ) -> dict[str, Any]:
         for rejected_event in read_events.rejected:
             self.rejections.add(
@@ -415,7 +415,7 @@ class EventIntake:
             "position": str(last) if counts[ACCEPTED] else None,
         }
 
-    def _count(self, outcome: Accepted, raw_event: Any) -> None:
+    def _count(self, outcome: AcceptOutcome, raw_event: Any) -> None:
         if outcome.reason == TOO_MANY:
             self.rejections.add(TOO_MANY, _TOO_MANY_DETAIL, raw_event)
         else:
@@ -458,7 +458,7 @@ class Inbox:
 
     async def aclose(self) -> None:
         """Stop; after a while another consumer claims the unfinished entries."""
-        await stop([self._task])
+        await cancel_and_wait([self._task])
 
     async def consume(self) -> None:
         """Consume entries until that fails; return after a pause if Redis is full or away."""

@@ -66,7 +66,7 @@ def with_changed_filtering(snapshot: Snapshot, filtering: Filtering) -> Snapshot
             for table, name in facets.items()
             if name in filtering.changed_attributes
         },
-        changed_filters=frozenset(filter(filtering.differs, snapshot.manifest.filters)),
+        changed_filters=frozenset(filter(filtering.may_differ, snapshot.manifest.filters)),
     )
 
 
@@ -130,7 +130,7 @@ class ItemUpdater:
             return True
         if snapshot.part(Filtering) is None and not snapshot.new_items:
             return False
-        return self._attributes.newest_item > update.values_until
+        return self._attributes.newest_item_number > update.values_until
 
 
 def _without_values(snapshot: Snapshot) -> Snapshot:
@@ -155,9 +155,11 @@ class MissingItems(NamedTuple):
             if new_item_inputs(snapshot) is not None
             else ()
         )
-        values = attributes.of_items((new_item.raw for new_item in new_items), until_number)
+        values = attributes.values_of_items(
+            (new_item.raw_id for new_item in new_items), until_number
+        )
         values_until = ItemUpdate.of(snapshot).values_until
-        return cls(attributes.items_since(values_until), new_items, values, events.version)
+        return cls(attributes.item_values_since(values_until), new_items, values, events.version)
 
 
 class SnapshotUpdate:
@@ -195,26 +197,27 @@ class SnapshotUpdate:
         if (filtering := snapshot.part(Filtering)) is None:
             return snapshot.with_part(update)
         values, of_new_items = (
-            list(missing_items.values.values()),
-            missing_items.of_new_items.packed,
+            list(missing_items.values.iterate_values()),
+            missing_items.of_new_items.packed_by_item,
         )
         ordinals = snapshot.items.ordinals_of(
-            [attribute_value.raw for attribute_value in values]
+            [attribute_value.entity_id for attribute_value in values]
         ).tolist()
         item_values = [
-            ItemValue(ordinal, attribute_value.attribute, attribute_value.value)
+            ItemValue(ordinal, attribute_value.attribute, attribute_value.new_value)
             for ordinal, attribute_value in zip(ordinals, values, strict=True)
             if ordinal >= 0
         ]
-        changed_filtering, changed_columns = filtering.changed_by(item_values)
+        changed_filtering, changed_columns = filtering.with_item_values(item_values)
         counts = self.counts[snapshot.generation]
         pairs = zip(ordinals, values, strict=True)
         unknown = [
-            at < 0 and attribute_value.raw not in of_new_items for at, attribute_value in pairs
+            at < 0 and attribute_value.entity_id not in of_new_items
+            for at, attribute_value in pairs
         ]
         counts["unknown item"] = sum(unknown)
-        counts["unknown attribute"] = changed_columns.unknown
-        for reasons in changed_columns.unfit.values():
+        counts["unknown attribute"] = changed_columns.unknown_count
+        for reasons in changed_columns.unfit_ordinals.values():
             counts.update(
                 {reason: len(unfit_ordinals) for reason, unfit_ordinals in reasons.items()}
             )
@@ -227,21 +230,21 @@ class SnapshotUpdate:
         if tower is None:
             return snapshot
         values_by_item = {
-            new_item.raw: missing_items.of_new_items.of(new_item.raw)
+            new_item.raw_id: missing_items.of_new_items.values_of(new_item.raw_id)
             for new_item in missing_items.new_items
         }
-        new_items = tower.items(
+        new_items = tower.compute_new_items(
             snapshot.items, missing_items.new_items, values_by_item, snapshot.new_items, self._now_s
         )
-        if newly_left_out := sorted(new_items.left_out - snapshot.new_items.left_out):
+        if newly_left_out := sorted(new_items.left_out_ids - snapshot.new_items.left_out_ids):
             log.warning(
                 "generation %s has no vector of %d new items, so no list names them (%s): the item tower fails on "
                 "them, or makes a number that is not finite or too large",
                 snapshot.generation, len(newly_left_out),
                 ", ".join(repr(raw.decode()) for raw in newly_left_out[:_NAMED_ITEMS]),
             )  # fmt: skip
-        values = [values_by_item[new_item.raw] for new_item in new_items.items]
+        values = [values_by_item[new_item.raw_id] for new_item in new_items.items]
         if (filtering := snapshot.part(Filtering)) is not None:
-            snapshot = snapshot.with_part(filtering.with_new(values, new_items.vectors))
+            snapshot = snapshot.with_part(filtering.with_new_items(values, new_items.vectors))
         update = ItemUpdate.of(snapshot)._replace(new_items_version=missing_items.version)
         return snapshot.with_part(update).with_new_items(new_items)

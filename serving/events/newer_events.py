@@ -9,7 +9,7 @@ import xxhash
 
 from cache.events.event import Event
 from cache.events.event_predictor import EventInput, GenerationEvents
-from cache.events.new_items import ITEM_VECTORS, NewItemEvents
+from cache.events.new_items import ITEM_VECTORS_FACT, NewItemEvents
 from cache.events.newer_events import AttributeEvents, UserEvent, UserEvents, takes_any_attribute
 from cache.format.manifest import Table
 from cache.format.stream_position import Position
@@ -65,7 +65,7 @@ class CountedEvents(NamedTuple):
     @property
     def as_of(self) -> str:
         """Time when the newest was accepted, RFC 3339, UTC."""
-        return iso_time(Position.of_number(self.input.events[-1].number).ms / 1000)
+        return iso_time(Position.from_number(self.input.events[-1].number).ms / 1000)
 
     @property
     def items(self) -> tuple[bytes, ...]:
@@ -94,7 +94,7 @@ class NewerEvents(NewerInputs):
 
         With each event the user gets another object: while it is the same, an answer still counts all events.
         """
-        return self.users.packed
+        return self.users.packed_by_user
 
     def add(self, position: Position, event: Event) -> None:
         """Add the next event."""
@@ -104,9 +104,9 @@ class NewerEvents(NewerInputs):
 
     def become_in_turns(self, replacement: "NewerEvents") -> Iterator[None]:
         """Take over the contents of `replacement`, which is then given up; a few users between two yields."""
-        yield from self.users.become_in_turns(replacement.users)
-        self.values.become(replacement.values)
-        self.items.become(replacement.items)
+        yield from self.users.replace_in_turns(replacement.users)
+        self.values.replace_contents(replacement.values)
+        self.items.replace_contents(replacement.items)
 
     def forget(self, users: Iterable[bytes], items: frozenset[bytes]) -> None:
         """Forget the events of users, and new items and item values, of items of a night as of those of events."""
@@ -116,7 +116,7 @@ class NewerEvents(NewerInputs):
         for raw in items:
             if raw in self.items:
                 self.items.forget(raw)
-        for raw in self.values.items_among(items):
+        for raw in self.values.items_with_values(items):
             self.values.forget("item", raw)
 
     def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
@@ -127,7 +127,7 @@ class NewerEvents(NewerInputs):
         if not self.users.has_newer(raw, events.until_number):
             return False
         return self.users.has_newer_item(raw, events.until_number) or takes_any_attribute(
-            self.values.of_user(raw, events.until_number), features
+            self.values.values_of_user(raw, events.until_number), features
         )
 
     def find_counted_events(
@@ -146,7 +146,7 @@ class NewerEvents(NewerInputs):
         user with a record in the table it is None.
         """
         events_of_night = snapshot.part(GenerationEvents)
-        if events_of_night is None or not events_of_night.changes(
+        if events_of_night is None or not events_of_night.changes_answer(
             table, position, snapshot.seen_items
         ):
             return None
@@ -154,7 +154,7 @@ class NewerEvents(NewerInputs):
             return None
         features = events_of_night.tables[table.name]
         newer_events = self.users.list_events_after(raw, events_of_night.until_number)
-        values = self.values.of_user(raw, events_of_night.until_number)
+        values = self.values.values_of_user(raw, events_of_night.until_number)
         is_of_values = takes_any_attribute(values, features)
         events = tuple(
             [
@@ -171,7 +171,7 @@ class NewerEvents(NewerInputs):
             event_input = event_input._replace(caller_input=source)
         is_whole = events_of_night.until_number >= self.users.complete_after_number
         is_past = as_of < NO_LIMIT
-        is_approximate = is_of_values and self.values.newest_of_user(raw) > as_of
+        is_approximate = is_of_values and self.values.newest_number_of_user(raw) > as_of
         return CountedEvents(
             event_input, _digest(raw, events, digest), is_whole, is_past, is_approximate
         )
@@ -245,7 +245,7 @@ class NewerEvents(NewerInputs):
         events, counted_events = snapshot.part(GenerationEvents), sibling_pending.counted_events
         if events is None or counted_events is None:
             return
-        if events.changes(case.table, counted_events.position, snapshot.seen_items):
+        if events.changes_answer(case.table, counted_events.position, snapshot.seen_items):
             _count(snapshot, case, counted_events)
 
 
@@ -289,7 +289,7 @@ def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInpu
     return (
         events is not None
         and newer_input.is_whole
-        and events.computes(case.table, newer_input.position)
+        and events.can_compute(case.table, newer_input.position)
     )
 
 
@@ -310,11 +310,11 @@ def _with_new(
     If items are a table of vectors, the next night's models know them as well, so the answer is approximate.
     """
     new_items = snapshot.new_items
-    if not new_items or new_items.numbers.keys().isdisjoint(counted_events.items):
+    if not new_items or new_items.number_by_id.keys().isdisjoint(counted_events.items):
         return counted_events
     if as_of is not None:
         new_items = new_items.up_to(as_of)
-    among = sorted({*counted_events.items} & new_items.numbers.keys())
+    among = sorted({*counted_events.items} & new_items.number_by_id.keys())
     if not among:
         return counted_events
     named = b"".join([len(raw).to_bytes(4, "little") + raw for raw in among])
@@ -322,7 +322,7 @@ def _with_new(
         input=counted_events.input._replace(new_items=new_items),
         digest=xxhash.xxh3_128_digest(counted_events.digest + named),
         is_approximate=counted_events.is_approximate
-        or bool(snapshot.manifest.facts.get(ITEM_VECTORS)),
+        or bool(snapshot.manifest.facts.get(ITEM_VECTORS_FACT)),
     )
 
 

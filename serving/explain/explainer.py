@@ -33,7 +33,7 @@ from cache.tiers.reads import (
     MissReason,
     ReadResult,
     RecordKey,
-    View,
+    SnapshotView,
     judge_entry,
     live_key,
     overlay_entry,
@@ -104,12 +104,12 @@ class TierInspector:
     def __init__(
         self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic
     ) -> None:
-        self._local = tiers.local
-        self._negative = tiers.negative
+        self._local = tiers.local_tier
+        self._negative = tiers.negative_cache
         self._remote = remote
         self._timer = timer
 
-    def l1(self, view: View, record_key: RecordKey) -> ReadResult | None:
+    def l1(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
         """Return the outcome of inspecting L1; None if it holds nothing of this entity."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         entry = self._local.inspect(key)
@@ -119,7 +119,7 @@ class TierInspector:
             return MISS_BY_REASON[MissReason.NEGATIVE]
         return None
 
-    def find_stand_in(self, view: View, record_key: RecordKey) -> ReadResult | None:
+    def find_stand_in(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
         """Return the live answer in L1 that replaces a record while its page is out of reach, if there is one."""
         if record_key.position < 0 or record_key.digest is None:
             return None
@@ -127,12 +127,12 @@ class TierInspector:
         entry = self._local.inspect(live_key(key, record_key.digest))
         return None if entry is None else judge_entry(entry, record_key, "l1")
 
-    async def record(self, view: View, record_key: RecordKey) -> ReadResult:
+    async def record(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the record of L1, else the outcome of a read of L2."""
         outcome = self.l1(view, record_key)
         return outcome if isinstance(outcome, Hit) else await self.l2(view, record_key)
 
-    async def l2(self, view: View, record_key: RecordKey) -> ReadResult:
+    async def l2(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the outcome of a read of L2."""
         asked_at = self._timer()
         answer: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
@@ -177,7 +177,7 @@ class PageChecks:
         """Read a nightly record's page; return its key, the record's position, and both checksums (xxh3-64, hex)."""
         shard, position = snapshot.directories[table.entity].locate(record_key.position)
         part = table.parts[shard]
-        number, offset = table.locate(shard, position)
+        number, offset = table.locate_record(shard, position)
         within = number - part.first_page
         record_count = min(table.records_per_page, part.count - within * table.records_per_page)
         size_bytes = record_count * table.layout.size_bytes
@@ -422,7 +422,7 @@ class LadderReplay:
         await ladder.resolve(served, [case], RequestContext.of(options, time.monotonic()))
         return case
 
-    async def read(self, view: View, record_key: RecordKey) -> ReadResult:
+    async def read(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the outcome of inspecting both tiers, made once for each generation and record."""
         result_key = view.generation, record_key.key
         if result_key not in self._result_by_key:
@@ -431,14 +431,14 @@ class LadderReplay:
 
     async def get_many(
         self,
-        view: View,
+        view: SnapshotView,
         record_keys: Sequence[RecordKey],
         deadline: float,  # noqa: ARG002 - what was seen waits for nobody
     ) -> Sequence[ReadResult]:
         """Return the recorded outcomes."""
         return [await self.read(view, record_key) for record_key in record_keys]
 
-    def discard(self, view: View, record_key: RecordKey) -> None:
+    def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
         """Do nothing: an inspection keeps a damaged record where it is."""
 
     def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:
@@ -477,7 +477,7 @@ class RecordDecoder:
             (
                 record_and_hit
                 for record_and_hit in self._readable(outcomes)
-                if not record_and_hit[1].live
+                if not record_and_hit[1].is_live
             ),
             None,
         )
@@ -615,7 +615,7 @@ class Explainer:
             "record": None,
             "filter": filter_mask
             and {"passing": filter_mask.count, "items": snapshot.nameable_item_count},
-            "rerank": request.options.rerank and {"by": request.options.rerank.named},
+            "rerank": request.options.rerank and {"by": request.options.rerank.part_names},
             "previous": previous,
             "model": rescore_result.to_json(),
             "difference": None,
@@ -668,7 +668,7 @@ class Explainer:
         if isinstance(outcome, Miss):
             return {"found": False, "reason": outcome.reason.value}
         left_s = None if outcome.expires_at is None else outcome.expires_at - time.monotonic()
-        return {"found": True, "by": "live" if outcome.live else "batch"} | (
+        return {"found": True, "by": "live" if outcome.is_live else "batch"} | (
             {} if left_s is None else {"expires_in_seconds": round(left_s, 3)}
         )
 
@@ -705,13 +705,13 @@ def _events(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, 
     event_input = counted_events.input
     events = event_input.events if isinstance(event_input, EventInput) else ()
     return {
-        "until": str(Position.of_number(generation_events.until_number)),
+        "until": str(Position.from_number(generation_events.until_number)),
         "as_of": counted_events.as_of,
         "counted": [
             {
                 "item": event.item.decode(),
                 "time": iso_time(event.at_us / 1e6),
-                "position": str(Position.of_number(event.number)),
+                "position": str(Position.from_number(event.number)),
             }
             for event in events
         ],
@@ -721,9 +721,9 @@ def _events(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, 
 def _new_items(case: PendingAnswer) -> list[dict[str, str]]:
     """Return the new items in the answer, and the positions that brought them."""
     named = () if case.answer is None else case.answer.get("items") or ()
-    number_by_item = {new_item.raw.decode(): new_item.number for new_item in case.new_items.items}
+    number_by_item = {new_item.raw_id.decode(): new_item.position_number for new_item in case.new_items.items}
     return [
-        {"item": item, "position": str(Position.of_number(number_by_item[item]))}
+        {"item": item, "position": str(Position.from_number(number_by_item[item]))}
         for item in named
         if item in number_by_item
     ]
@@ -831,7 +831,7 @@ def _deltas(
     if not len(live):
         return {"delta_max": None, "delta_mean": None}
     errors = absolute_errors(live, stored_numbers)
-    return {"delta_max": errors.largest, "delta_mean": errors.mean}
+    return {"delta_max": errors.largest_error, "delta_mean": errors.mean_error}
 
 
 _OUTAGE_TEXTS = {

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.expression import Filter, InvalidFilter
-from cache.filters.filtering import Filtering, UnknownAttribute, unknown_filter
+from cache.filters.filtering import Filtering, UnknownAttribute, unknown_filter_error
 from cache.filters.reranker import Reranker
-from cache.filters.reranking import Reranking, below
+from cache.filters.reranking import Reranking, with_error_path
 from cache.model.filter_mask import FilterMask
 from cache.model.ranking import Metric
 from cache.tiers.reads import MissReason
@@ -149,7 +149,7 @@ class Filters:
             try:
                 boosted.append(await self._get_or_evaluate(snapshot, boost.filter, deadline))
             except InvalidFilter as error:
-                raise below(error, f"boost[{boost_index}].filter") from error
+                raise with_error_path(error, f"boost[{boost_index}].filter") from error
         filtering = snapshot.part(Filtering)
         attributes = None if filtering is None else filtering.attributes
         return Reranker(reranking, tuple(boosted), attributes, snapshot.items.vectors)
@@ -177,14 +177,14 @@ class Filters:
         filtering = snapshot.part(Filtering)
         if filtering is None:
             if isinstance(filter_, str):
-                raise unknown_filter(filter_)
+                raise unknown_filter_error(filter_)
             raise UnknownAttribute(
                 "items of this generation have no attributes: [sources] item_attributes names them for the next night",
                 attributes={},
             )
         if (filter_mask := filtering.get_cached(filter_)) is not None:
             return filter_mask
-        if self._mask_executor is None or filtering.cost(filter_) <= _INLINE_COST:
+        if self._mask_executor is None or filtering.evaluation_cost(filter_) <= _INLINE_COST:
             return filtering.evaluate(filter_)
         return await self._evaluated(self._mask_executor, filtering, filter_, deadline)
 
@@ -192,7 +192,7 @@ class Filters:
         self, executor: Executor, filtering: Filtering, filter_: Filter | str, deadline: float
     ) -> FilterMask:
         """Return the filter's mask, evaluated once for all concurrent requests; raise Problem after `deadline`."""
-        key = id(filtering), filter_ if isinstance(filter_, str) else filter_.key
+        key = id(filtering), filter_ if isinstance(filter_, str) else filter_.canonical_bytes
         evaluation = self._evaluations.get(key)
         if evaluation is None:
             if len(self._evaluations) >= WAITING_FILTERS_MAX or not self.admit():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cache.formats import HEARTBEAT, RELEASE, served_formats, stamp
+from cache.formats import HEARTBEAT, THIS_RELEASE, served_formats, version_stamp
 from cache.process.host import disk_free_bytes, memory_available_bytes
 from serving.generations.holder import LiveSwap
 from serving.generations.pointer_follower import PointerFollower
@@ -94,8 +94,8 @@ class Heartbeat:
             "l2_p99_ms": self.l2_p99_ms(),
             "canary": self.canary(),
             "overlay_ttl_s": self.overlay_ttl_s,
-            **stamp(HEARTBEAT),
-            "release": RELEASE,
+            **version_stamp(HEARTBEAT),
+            "release": THIS_RELEASE,
             "reads": served_formats(),
             **({} if self.host_headroom is None else self.host_headroom.headroom),
         }

@@ -13,7 +13,7 @@ from typing import Any
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import (
-    MOVES,
+    MOVE_ACTIONS,
     Canary,
     Pointer,
     Release,
@@ -283,7 +283,9 @@ def open_published(
         live_moves = [
             release
             for release in releases
-            if release.is_done and release.generation == generation and release.action in MOVES
+            if release.is_done
+            and release.generation == generation
+            and release.action in MOVE_ACTIONS
         ]
         if live_moves:
             return open_snapshot(pointer_of_release(live_moves[-1], releases), blocklist)

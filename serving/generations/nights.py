@@ -11,14 +11,14 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cache.config.timetable import MISSED_MAX, Schedule
+from cache.config.timetable import MISSED_TICKS_MAX, Schedule
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import Manifest
 from cache.l2.control_plane import ControlPlane
 from cache.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.night_failure import NightFailure, last_failure
-from cache.store.releases import POINTED, Release, all_releases
+from cache.store.releases import POINTER_ACTIONS, Release, all_releases
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
 from serving.metrics.collectors import by_label
@@ -42,7 +42,7 @@ class Nights:
 
     def due_at(self) -> float:
         """Return the tick that a generation must have followed by now."""
-        return self.schedule.due(self.clock())
+        return self.schedule.due_tick(self.clock())
 
     def is_missing(self) -> bool:
         """True if a night is missing; also after a rollback, which makes an older night live."""
@@ -50,7 +50,7 @@ class Nights:
 
     def missed_count(self) -> int:
         """Return the number of nights that are due and not served."""
-        return self.schedule.missed(self.clock(), self._created_at())
+        return self.schedule.count_missed(self.clock(), self._created_at())
 
     def _created_at(self) -> float | None:
         served = self.follower.served
@@ -110,7 +110,7 @@ class ReleaseWatch:
         effective_releases = [
             release
             for release in self.read_records()
-            if release.is_done or release.action not in POINTED
+            if release.is_done or release.action not in POINTER_ACTIONS
         ]
         refusal = open_refusal(effective_releases)
         last_time_by_action: dict[str, float] = {
@@ -196,7 +196,7 @@ class NightMetrics(Collector):
         live_manifest = None if served is None else served.live.manifest
         yield GaugeMetricFamily(
             "larder_nights_missed",
-            f"Nights that are due and not in what is served, {MISSED_MAX} at most",
+            f"Nights that are due and not in what is served, {MISSED_TICKS_MAX} at most",
             self.nights.missed_count(),
         )
         yield GaugeMetricFamily(

@@ -15,7 +15,7 @@ from cache.errors import (
     TierUnavailable,
     UnknownFormat,
     UnknownGeneration,
-    masked,
+    mask_secrets,
 )
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
@@ -305,7 +305,7 @@ class PointerFollower:
             )
 
     async def _note_load_failure(self, pointer: Pointer, reason: str) -> None:
-        reason = masked(reason)
+        reason = mask_secrets(reason)
         self.progress.load_failure = f"generation {pointer.generation} cannot be loaded: {reason}"
         self._retry_at = self._timer() + self._retry_s
         self._note_pointer_concern(StaleReason.LOAD_FAILED)
@@ -544,7 +544,7 @@ class StagedGeneration:
         except Exception as error:  # whatever is wrong with it, the live one goes on
             if not isinstance(error, UnknownGeneration):  # the line of `_note_failure` says all
                 log.exception("generation %s cannot be made ready", generation)
-            self._note_failure(generation, masked(str(error)) or type(error).__name__)
+            self._note_failure(generation, mask_secrets(str(error)) or type(error).__name__)
             return
         self.load_failure, self.is_ready = None, True
         self.warm_s = self._timer() - started_at

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from cache.errors import CorruptArtefact, LarderError, StoreError, TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from cache.l2.resp import WrongReply
-from cache.process.background_loops import BackgroundLoops, stop
+from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
 from cache.store.blocklist import Blocklist
 from serving.generations.heartbeat import Heartbeat
@@ -107,7 +107,7 @@ class Refresher:
 
     async def aclose(self) -> None:
         """Stops the background, and signs off."""
-        await stop(self._tasks)
+        await cancel_and_wait(self._tasks)
         await self.follower.aclose()
         await self._sign_off()
 

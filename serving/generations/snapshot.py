@@ -25,7 +25,7 @@ from cache.model.ranking import Metric
 from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
-from cache.tiers.reads import View
+from cache.tiers.reads import SnapshotView
 from serving.requests.errors import Problem
 
 _STAMP_COUNTER = itertools.count(1)
@@ -72,7 +72,7 @@ class Snapshot:
     root: Path
     directories: Mapping[str, Directory]
     items: ItemTable
-    view: View
+    view: SnapshotView
     predictor: Predictor | None
     degraded: str | None
     defaults: Mapping[str, DefaultList]
@@ -139,7 +139,7 @@ class Snapshot:
             root=root,
             directories=directories,
             items=items,
-            view=View(generation, directories),
+            view=SnapshotView(generation, directories),
             predictor=predictor,
             degraded=degraded,
             fallback=fallback,
@@ -230,7 +230,7 @@ class Snapshot:
         is_list_of_user = table.kind == "topk" and table.entity == "user"
         if self.seen_items is None or not is_list_of_user or position < 0:
             return np.empty(0, np.int64)
-        return self.seen_items.of(position)
+        return self.seen_items.ordinals_of(position)
 
     def blocks_entity(self, table: Table, raw: bytes | None) -> bool:
         """True if the entity itself must not be served (also when it is blocked as an item or a user)."""

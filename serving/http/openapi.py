@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from cache.formats import RELEASE
+from cache.formats import THIS_RELEASE
 from serving.access.token_file import Scope
 from serving.http import schemas
 from serving.requests.errors import ERROR_CODES, ErrorCode
@@ -286,7 +286,7 @@ def openapi_document(operations: Sequence[Operation], *, has_tokens: bool) -> Js
         "openapi": "3.1.0",
         "info": {
             "title": "Larder",
-            "version": RELEASE,
+            "version": THIS_RELEASE,
             "summary": "Precomputed predictions, each marked with where it came from",
             "description": "Looks up what a model would say about an entity: from memory, from Redis, or computed "
             "live. An answer always says which, and why it is not a plain hit where it is none.",

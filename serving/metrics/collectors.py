@@ -257,8 +257,8 @@ class LoopFailures(Collector):
         failing = GaugeMetricFamily(
             "larder_background_failing", "1 while a background loop keeps failing", labels=["loop"]
         )
-        now_failing = self._loops.failing
-        for name, count in sorted(self._loops.failures.items()):
+        now_failing = self._loops.error_by_failing_loop
+        for name, count in sorted(self._loops.failure_count_by_loop.items()):
             failures.add_metric([name], count)
             failing.add_metric([name], float(name in now_failing))
         yield failures

@@ -608,7 +608,7 @@ class NearMatches:
         layout = snapshot.manifest.tables[table].layout
         if layout.kind == "topk":
             dims = predictor.output_dims(table)
-            reach = predictor.search(table).reach()
+            reach = predictor.search(table).score_change_max()
             of_lists: Neighbours[Candidates] = Neighbours(
                 config.error, config.entries, dims, self._rng, counts
             )
@@ -638,7 +638,7 @@ def refusal(snapshot: Snapshot, table: str) -> str | None:
         return "no model computes its answers"
     if manifest_table.kind == "vector":
         return "its answer is the vector itself: behind its model there is nothing to spare"
-    if manifest_table.kind == "value" and not predictor.takes_numbers_alone(table):
+    if manifest_table.kind == "value" and not predictor.takes_floats_only(table):
         return "its model takes more than float32 features, by which inputs could be compared"
     if manifest_table.kind == "value" and manifest_table.layout.width < 2:
         return "it has a single value, and no first label that could differ"

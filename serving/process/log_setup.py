@@ -12,7 +12,7 @@ from urllib.parse import unquote, unquote_plus, urlsplit
 
 import orjson
 
-from cache.errors import SECRET_OPTIONS, masked
+from cache.errors import SECRET_OPTIONS, mask_secrets
 from serving.requests.context import current_record
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Redactor:
         """Return the text with secrets masked, cut if it is too long."""
         for secret in self._secrets:
             text = text.replace(secret, _MASK)
-        text = _BEARER.sub(rf"\g<1>{_MASK}", masked(text))
+        text = _BEARER.sub(rf"\g<1>{_MASK}", mask_secrets(text))
         return text if len(text) <= TEXT_LENGTH_MAX else f"{text[:TEXT_LENGTH_MAX]}... (cut)"
 
 

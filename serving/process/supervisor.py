@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cache.process.background_loops import BackgroundLoops, stop
+from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from serving.access.quota import QuotaTable
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Workers:
         await asyncio.wait(keeping)
         while self._reaping:  # one that a rolling restart has just started or retired
             await asyncio.wait(self._reaping)
-        await stop([rolling])
+        await cancel_and_wait([rolling])
         return self._code
 
     def _stop(self) -> None:

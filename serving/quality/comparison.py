@@ -14,7 +14,7 @@ from cache.format.manifest import Artefact, Table
 from cache.model.agreement import SKEW_DEPTH, cosine, overlap, relative_errors
 from cache.model.input_preparation import LiveInput
 from cache.model.tower_spec import TowerSpec
-from cache.quality.probe import FACT, Probe
+from cache.quality.probe import PROBE_FACT, Probe
 from cache.records import decode_record
 from cache.store.artefacts import ArtefactStore, fetch_checked
 from serving.engine.answer_observer import AnswerSample
@@ -81,12 +81,12 @@ class NightInputs:
 
     def of(self, raw: bytes) -> LiveInput | None:
         """Return the input of a user; None if it is not in the probe."""
-        return self.probe.of(hash_id(raw, self.seed))
+        return self.probe.input_of(hash_id(raw, self.seed))
 
 
 def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputs | None:
     """Fetches, checks and maps a probe; None where there is none or it is damaged: then user tables go unjudged."""
-    described = snapshot.manifest.facts.get(FACT)
+    described = snapshot.manifest.facts.get(PROBE_FACT)
     if not described:
         return None
     try:
@@ -211,7 +211,7 @@ def _lists(
     if not count or not len(live_items):
         return Agreement(count == len(live_items), float(count == len(live_items)), 0.0)
     is_exact = len(live_items) == count and bool((live_items == served).all())
-    error = relative_errors(scores[: len(live_items)], own_scores).mean
+    error = relative_errors(scores[: len(live_items)], own_scores).mean_error
     return Agreement(is_exact, overlap(served, live_items, count), error)
 
 
@@ -219,12 +219,12 @@ def _numbers(
     table: Table, served: NDArray[np.float32], live_numbers: NDArray[np.float32]
 ) -> Agreement:
     errors = relative_errors(served, live_numbers)
-    is_close = errors.largest <= CLOSE
+    is_close = errors.largest_error <= CLOSE
     if table.kind != "vector":
-        return Agreement(is_close, max(0.0, 1.0 - errors.largest), errors.mean)
+        return Agreement(is_close, max(0.0, 1.0 - errors.largest_error), errors.mean_error)
     if (similarity := cosine(served, live_numbers)) is None:
         similarity = float(not (served.any() or live_numbers.any()))
-    return Agreement(is_close, min(1.0, max(0.0, similarity)), errors.mean)
+    return Agreement(is_close, min(1.0, max(0.0, similarity)), errors.mean_error)
 
 
 def _band(snapshot: Snapshot, source: LiveInput) -> Band:

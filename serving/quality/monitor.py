@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
-from cache.process.background_loops import BackgroundLoops, stop
+from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from cache.tiers.l1 import LocalKey, LocalTier
 from cache.usage.hot_keys import COLD_WINDOW, SharedHotKeys
 from serving.admission.controller import Admission
@@ -125,7 +125,7 @@ class QualityMonitor:
 
     async def aclose(self) -> None:
         """Stops sampling, and takes this replica's part of the shared report back."""
-        await stop([self._running])
+        await cancel_and_wait([self._running])
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._every_s:
             await self._shared_report.sign_off()

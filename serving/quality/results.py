@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from cache.model.agreement import SKEW_COSINE_RULE, SKEW_RULE
-from cache.usage.hot_keys import COLD_WINDOW, Name, SharedHotKeys, hour_of
+from cache.usage.hot_keys import COLD_WINDOW, EntityName, SharedHotKeys, window_number_of
 from serving.generations.snapshot import Snapshot
 from serving.metrics.collectors import by_label
 from serving.metrics.sequential import DRIFT_ALPHA, Drift
@@ -352,7 +352,8 @@ class SharedReport:
             return
         self._worklist = len(
             still_cold(
-                live, await self._hot_keys.fetch_names(hour_of(now_s, COLD_WINDOW), COLD_WINDOW)
+                live,
+                await self._hot_keys.fetch_names(window_number_of(now_s, COLD_WINDOW), COLD_WINDOW),
             )
         )
         self._until_count = _REPORTS_A_COUNT - 1
@@ -369,7 +370,7 @@ def _parse_part(raw: bytes) -> dict[str, Any] | None:
         return None
 
 
-def still_cold(live: Snapshot, names: Sequence[Name]) -> list[Name]:
+def still_cold(live: Snapshot, names: Sequence[EntityName]) -> list[EntityName]:
     """Names that this generation does not know either, of tables that it has."""
     tables = live.manifest.tables
     return [

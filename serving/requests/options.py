@@ -14,7 +14,7 @@ import orjson
 from cache.errors import InvalidInput
 from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.reranking import BOOSTS_MAX, InvalidReranking, Reranking, read_reranking
-from cache.format.redis_keys import NAME
+from cache.format.redis_keys import NAME_PATTERN
 from cache.format.stream_position import Position
 from serving.requests.errors import problem_from_input, unprocessable
 from serving.requests.json_fields import read_id, read_ids, read_object
@@ -205,7 +205,7 @@ def _parse_generation(sent_value: object, _limits: Limits) -> str:
 
 def _parse_filter(sent_value: object, _limits: Limits) -> Filter | str | None:
     """Parse a filter, or return the name of a declared one, which the answering generation looks up."""
-    if sent_value is None or (isinstance(sent_value, str) and NAME.fullmatch(sent_value)):
+    if sent_value is None or (isinstance(sent_value, str) and NAME_PATTERN.fullmatch(sent_value)):
         return sent_value
     try:
         return read_filter(sent_value)
@@ -214,7 +214,7 @@ def _parse_filter(sent_value: object, _limits: Limits) -> Filter | str | None:
 
 
 def _filter_from_text(text: str, field: str) -> object:
-    return text if NAME.fullmatch(text) else _json_from_text(text, field)
+    return text if NAME_PATTERN.fullmatch(text) else _json_from_text(text, field)
 
 
 def _parse_reranking(sent_value: object, limits: Limits) -> Reranking:

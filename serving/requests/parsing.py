@@ -379,7 +379,7 @@ def id_batch_from_json(body_fields: object, ids_max: int) -> IdBatch | None:
         id_bytes_list = [entity_id.encode() for entity_id in sent_ids]
     except (AttributeError, UnicodeEncodeError):
         return None
-    return IdBatch(id_bytes_list, k) if are_ids(id_bytes_list) else None
+    return IdBatch(id_bytes_list, k) if have_id_lengths(id_bytes_list) else None
 
 
 def _plain_k(body_fields: Mapping[str, Any]) -> int | None:
@@ -391,7 +391,7 @@ def _plain_k(body_fields: Mapping[str, Any]) -> int | None:
 def id_batch_from_stream(id_stream: ArrowLookup) -> IdBatch | None:
     """Batch for the hot route: plain ids and perhaps `k`; None for all that other routes handle."""
     id_bytes_list, options = id_stream
-    if not are_ids(id_bytes_list) or not options.keys() <= {"k"}:
+    if not have_id_lengths(id_bytes_list) or not options.keys() <= {"k"}:
         return None
     k = options.get("k")
     if k is None:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
-from cache.traffic.experiments import VERSIONS, Experiment, Experiments
-from cache.traffic.split import BUCKETS, KeySplit, Owners, bucket_count
+from cache.traffic.experiments import EXPERIMENTS_VERSIONS, Experiment, Experiments
+from cache.traffic.split import BUCKET_COUNT, BucketOwners, KeySplit, bucket_count
 from serving.engine.service import LookupService
 from serving.process.resources import StoreThreads
 from serving.requests.reasons import StaleReason
@@ -109,7 +109,7 @@ class Routing:
             experiment.name: experiment for experiment in record.current
         }
         self._layer = record.owners
-        self._arms: Mapping[str, Owners] = {
+        self._arms: Mapping[str, BucketOwners] = {
             experiment.name: experiment.owners for experiment in record.running
         }
         self._sampled = {
@@ -119,9 +119,9 @@ class Routing:
 
     def of(self, key: bytes) -> tuple[str, str] | None:
         """Return the running experiment and arm of the key; None without one."""
-        name = self._layer.of(key)
+        name = self._layer.owner_of(key)
         owners = None if name is None else self._arms.get(name)
-        arm = None if owners is None else owners.of(key)
+        arm = None if owners is None else owners.owner_of(key)
         return None if name is None or arm is None else (name, arm)
 
     def is_sampled(self, experiment: str, key: bytes) -> bool:
@@ -213,13 +213,13 @@ class Arms:
             arms = sorted(experiment.arms, key=lambda arm: arm.namespace != self.namespace)
             experiment_rows.append({
                 "experiment": experiment.name,
-                "share": bucket_count(experiment.buckets) / BUCKETS,
+                "share": bucket_count(experiment.buckets) / BUCKET_COUNT,
                 "started_at": experiment.started_at,
                 "arms": [
                     {
                         "arm": arm.name,
                         "namespace": arm.namespace,
-                        "share": bucket_count(arm.buckets) / BUCKETS,
+                        "share": bucket_count(arm.buckets) / BUCKET_COUNT,
                         "generation": self._live(arm.namespace),
                     }
                     for arm in arms
@@ -340,4 +340,8 @@ class Arms:
 
 
 def _read_newer(store: ArtefactStore, current: int) -> Experiments | None:
-    return VERSIONS.latest(store) if VERSIONS.read_newest_number(store) > current else None
+    return (
+        EXPERIMENTS_VERSIONS.latest(store)
+        if EXPERIMENTS_VERSIONS.read_newest_number(store) > current
+        else None
+    )

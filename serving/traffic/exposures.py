@@ -15,7 +15,7 @@ import xxhash
 
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
-from cache.traffic.experiments import exposure_part
+from cache.traffic.experiments import exposure_part_path
 from cache.usage.hot_keys import HOUR_S
 from serving.process.resources import StoreThreads
 
@@ -175,5 +175,5 @@ class ExposureLog:
     def _part(self, hour: int, arms: list[dict[str, object]]) -> None:
         self._number += 1
         count = sum(len(arm_line["exposures"]) for arm_line in arms)  # type: ignore[misc, arg-type]
-        path = exposure_part(hour, self._name, self._number)
+        path = exposure_part_path(hour, self._name, self._number)
         self._parts.append((path, orjson.dumps({"arms": arms}), count))

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from cache.errors import TierUnavailable
-from cache.usage.hot_keys import HOT_WINDOW, HotKeyReport, Name, SharedHotKeys, Window, hour_of
+from cache.usage.hot_keys import (
+    HOT_WINDOW,
+    EntityName,
+    HotKeyReport,
+    SharedHotKeys,
+    Window,
+    window_number_of,
+)
 from serving.engine.answer_observer import RecentNames
 from serving.generations.snapshot import Snapshot
 
@@ -36,7 +43,7 @@ class HotKeySketch:
     window: Window = HOT_WINDOW
     reported: int = field(init=False, default=0)
     failed: int = field(init=False, default=0)
-    _reported_names: set[Name] = field(init=False, default_factory=set)
+    _reported_names: set[EntityName] = field(init=False, default_factory=set)
 
     async def report(self) -> None:
         """Report the entities requested since the last report; remove reported ones that were blocked since."""
@@ -64,7 +71,7 @@ class HotKeySketch:
         self._reported_names = {name for name, _ in counts}
         if not counts and not blocked_names:
             return
-        hour = hour_of(self.clock(), self.window)
+        hour = window_number_of(self.clock(), self.window)
         try:
             for at in range(0, max(1, len(counts)), _AT_ONCE):
                 piece = counts[at : at + _AT_ONCE]
@@ -80,19 +87,19 @@ class HotKeySketch:
         """Event counts by name."""
         return {"hot_reported": self.reported, "hot_reports_failed": self.failed}
 
-    async def hottest(self) -> Sequence[Name]:
+    async def hottest(self) -> Sequence[EntityName]:
         """Return the recently most requested entities of all replicas, hottest first; empty if Redis is slow."""
         try:
             async with asyncio.timeout(_HEAR_S):
-                return await self.shared.fetch_names(hour_of(self.clock()))
+                return await self.shared.fetch_names(window_number_of(self.clock()))
         except (TierUnavailable, TimeoutError):
             return ()
 
 
-def _hottest(names: Sequence[Name]) -> list[tuple[Name, int]]:
+def _hottest(names: Sequence[EntityName]) -> list[tuple[EntityName, int]]:
     return Counter(names).most_common(REPORTED)
 
 
-def _is_blocked(live: Snapshot, name: Name) -> bool:
+def _is_blocked(live: Snapshot, name: EntityName) -> bool:
     table = live.manifest.tables.get(name[0])
     return table is not None and live.blocks_entity(table, name[1])

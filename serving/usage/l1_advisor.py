@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cache.tiers.access_sample import TRACE_MAX
+from cache.tiers.access_sample import TRACED_READS_MAX
 from cache.tiers.reads import Counters
 from cache.tiers.tiered import TieredCache
 from cache.usage.miss_ratio_curve import MissRatioCurve
@@ -124,7 +124,7 @@ class L1Advisor(Collector):
         self._tiers = tiers
         self._live = live
         self._timer = timer
-        self._budget = budget = tiers.local.max_bytes
+        self._budget = budget = tiers.local_tier.max_bytes
         doublings = [
             at / STEPS_PER_DOUBLING
             for at in range(
@@ -138,20 +138,20 @@ class L1Advisor(Collector):
         self._credit = _BURST
         self._last_counts = _counts(tiers.counters)
         if keys_max:
-            tiers.trace.sample(self._shards.last)
+            tiers.access_trace.sample_up_to(self._shards.greatest_sampled_spot)
 
     async def step(self) -> None:
         """Add the reads since the last step to the curve."""
-        trace, shards = self._tiers.trace, self._shards
-        self._tiers.counters.flush()
+        trace, shards = self._tiers.access_trace, self._shards
+        self._tiers.counters.add_pending()
         now_s = self._timer()
         elapsed_s, self._at = now_s - self._at, now_s
-        touches, is_whole = list(trace), len(trace) < TRACE_MAX
+        touches, is_whole = list(trace), len(trace) < TRACED_READS_MAX
         trace.clear()
         earlier_counts, self._last_counts = self._last_counts, _counts(self._tiers.counters)
         shards.age(0.5 ** (elapsed_s / HALF_LIFE_S))
         live = self._live()
-        trace.begin(None if live is None else live.generation)
+        trace.begin_generation(None if live is None else live.generation)
         if trace.generation != self._of:
             self._of = trace.generation
             shards.restart()
@@ -169,8 +169,10 @@ class L1Advisor(Collector):
                 await asyncio.sleep(0)
                 if trace.generation != self._of:  # a flip: the next step begins anew
                     return
-            shards.record_accesses(touches[start : start + _SLICE], self._tiers.local.place_bytes)
-            trace.sample(shards.last)
+            shards.record_touches(
+                touches[start : start + _SLICE], self._tiers.local_tier.table_bytes_per_entry
+            )
+            trace.sample_up_to(shards.greatest_sampled_spot)
         earned = TOUCHES_FREE_PER_S * elapsed_s + TOUCHES_PER_READ * (
             self._last_counts[1] - earlier_counts[1]
         )
@@ -181,12 +183,12 @@ class L1Advisor(Collector):
             self._lower()
 
     def _lower(self) -> None:
-        self._shards.lower(min(BUSY_RATE, self._shards.rate / 2))
-        self._tiers.trace.sample(self._shards.last)
+        self._shards.lower_rate(min(BUSY_RATE, self._shards.rate / 2))
+        self._tiers.access_trace.sample_up_to(self._shards.greatest_sampled_spot)
 
     def to_json(self) -> dict[str, Any] | None:
         """Curve of this worker's L1, JSON-able; None before there was enough traffic."""
-        if self._shards.sampled < SAMPLED_MIN:
+        if self._shards.sampled_reads < SAMPLED_MIN:
             return None
         return self._curve().to_json()
 
@@ -210,12 +212,12 @@ class L1Advisor(Collector):
             "Share of reads that L1 would answer at a size, by the advisor",
             labels=["size"],
         )
-        if shards.sampled >= SAMPLED_MIN:
+        if shards.sampled_reads >= SAMPLED_MIN:
             curve = self._curve()
             for size, doublings in SIZES.items():
                 predicted.add_metric([size], curve.ratio(doublings))
         yield predicted
-        rate = self._tiers.trace.last >= 0 and shards.rate
+        rate = self._tiers.access_trace.greatest_sampled_spot >= 0 and shards.rate
         for name, text, value in (
             ("sampling_rate", "Share of keys that the advisor samples, 0 while it is off", rate),
             ("sampled_keys", "Keys in the advisor's sample", shards.keys),
@@ -230,7 +232,7 @@ class L1Advisor(Collector):
 
 def _counts(counters: Counters) -> tuple[int, int]:
     """Reads that found a record, and all reads."""
-    return counters.l1 + counters.l2, counters.total
+    return counters.l1 + counters.l2_records, counters.total
 
 
 def merge_curves(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:

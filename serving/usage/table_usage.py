@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from cache.errors import TierUnavailable
 from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
-from cache.usage.hot_keys import Name
+from cache.usage.hot_keys import EntityName
 from serving.generations.snapshot import Snapshot
 from serving.metrics.collectors import by_label
 from serving.metrics.registry import Metrics, counts_of
@@ -84,11 +84,11 @@ class TableUsage(Collector):
     control: ControlPlane
     reads: ReadHashes
     metrics: Metrics
-    recent: Callable[[], Iterable[Name]]
+    recent: Callable[[], Iterable[EntityName]]
     live: Callable[[], Snapshot | None]
     failed: int = field(init=False, default=0)
     read: dict[str, int] = field(init=False, default_factory=dict)
-    _reported_names: set[tuple[str, Name]] = field(init=False, default_factory=set)
+    _reported_names: set[tuple[str, EntityName]] = field(init=False, default_factory=set)
     _release: tuple[str, int] | None = field(init=False, default=None)
     _hits_before: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -118,7 +118,7 @@ class TableUsage(Collector):
             self.failed += 1
 
     def _packed(
-        self, live: Snapshot, recent: Sequence[Name], reads: Mapping[str, HashBatches]
+        self, live: Snapshot, recent: Sequence[EntityName], reads: Mapping[str, HashBatches]
     ) -> dict[str, list[bytes]]:
         """Pack hashes of read entities, and of those requested without a read, as they were warmed before."""
         keys_by_table = {table: pack_hashes(keys) for table, keys in reads.items()}

@@ -65,7 +65,7 @@ def accuracy(report: Report, options: Options) -> None:
         cpu_start_s = time.process_time()
         sampled(keys, shards, seed=seed)
         spent += time.process_time() - cpu_start_s
-        touches += shards.sampled
+        touches += shards.sampled_reads
         rates.append(shards.rate)
         errors.append(np.abs(np.array(shards.hit_ratios()) - exact) * 100)
     worst = np.max(errors, axis=0)

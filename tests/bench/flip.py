@@ -123,7 +123,7 @@ def _cycle(config: NightConfig, control: Control, second: str, cycle: int) -> li
 
 
 def _swapped(control: Control, asked_at: float, *, is_rollback: bool) -> Flip:
-    pointer = control.pointer()
+    pointer = control.read_pointer()
     if pointer is None:
         raise RuntimeError("there is no pointer")
 

@@ -4,7 +4,7 @@ The baseline is `cachetools.LRUCache`, bounded by bytes as well (`getsizeof`), w
 requests (Zipf 1.0 over all keys), read by `[]`. Rates are of one call each, keys made before.
 
 - `record_vs_cachetools`: hits/s of `LocalTier.get`, over it.
-- `ready_vs_cachetools`: of `LocalTier.ready`, which the hot route asks first, by the bytes of the request.
+- `ready_vs_cachetools`: of `LocalTier.find_ready_answer`, which the hot route asks first, by the bytes of the request.
 - `churn_vs_cachetools`: of `get`, and `put` where it found nothing, with room for a tenth of the keys.
 
 Figures: nanoseconds of single calls by percentiles, those of reading the clock taken off, and what L1 said it held at
@@ -61,7 +61,7 @@ class Bench:
             local.put(name, entry)
             lru_cache[name] = entry
         for request, record in zip(self.requests, self.records, strict=True):
-            local.keep(ReadyAnswer(1, record, b"}", 0, ("user_topk", b"u"), request))
+            local.keep_ready_answer(ReadyAnswer(1, record, b"}", 0, ("user_topk", b"u"), request))
         return local, lru_cache
 
     def churned(self) -> tuple[LocalTier, "LRUCache[LocalKey, Entry]"]:
@@ -103,14 +103,16 @@ def measure(report: Report, options: Options) -> None:
     base = partial(rate, lru_cache.__getitem__, bench.drawn_names)
     hits = {
         "record_vs_cachetools": partial(rate, local.get, bench.drawn_names),
-        "ready_vs_cachetools": partial(rate, local.ready, bench.asked_ready),
+        "ready_vs_cachetools": partial(rate, local.find_ready_answer, bench.asked_ready),
     }
     report.ratios |= alternate(base, hits, rounds=options.rounds)
     report.figures["cachetools: ns, p50 / p99 / p99.9"] = singly(
         lru_cache.__getitem__, bench.drawn_names
     )
     report.figures["record: ns, p50 / p99 / p99.9"] = singly(local.get, bench.drawn_names)
-    report.figures["ready: ns, p50 / p99 / p99.9"] = singly(local.ready, bench.asked_ready)
+    report.figures["ready: ns, p50 / p99 / p99.9"] = singly(
+        local.find_ready_answer, bench.asked_ready
+    )
 
     small, base_small = bench.churned()
     peak_bytes = 0

@@ -26,7 +26,7 @@ import redis
 
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, open_bundle
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
@@ -182,7 +182,7 @@ def main() -> None:
         case = drawn_case(bundle) if file is None else real_case(file, bundle, 1 << 30, DIMS)
         write_interactions(sources, case.histories, copies)
         (folder / "redis").mkdir()
-        with server(folder / "redis") as running:
+        with join_or_start_server(folder / "redis") as running:
             config = NightConfig(
                 artifacts=str(folder / "artifacts"), state=str(folder / "state"),
                 bundle=str(bundle), redis_url=running.url, shards=copies,

@@ -190,7 +190,7 @@ def drive(case: Case, users: int, record_bytes: int, mib: int) -> tuple[float, f
     hits = np.zeros(REQUESTS, np.bool_)
     for at, user in enumerate(stream(case, users, seed=1).tolist()):
         request = b"%d" % user
-        if tier.ready(request) is not None:
+        if tier.find_ready_answer(request) is not None:
             hits[at] = True
             continue
         key = LocalKey("g", "user_topk", user)
@@ -199,7 +199,7 @@ def drive(case: Case, users: int, record_bytes: int, mib: int) -> tuple[float, f
             continue
         hits[at] = True
         answer_body = bytes(ANSWER_BYTES - 2 * len(request))
-        tier.keep(ReadyAnswer(0, answer_body, b"", 0, ("user_topk", request), request))
+        tier.keep_ready_answer(ReadyAnswer(0, answer_body, b"", 0, ("user_topk", request), request))
     return float(hits.mean()), float(hits[REQUESTS // 2 :].mean())
 
 

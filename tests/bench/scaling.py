@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from cache.errors import Refused
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from cache.topk.topk import Scorer
 from precompute.builds.reports import BegunBuild, BuildId
 from precompute.config.settings import NightConfig, Sources, TableConfig
@@ -243,7 +243,7 @@ def main() -> None:
     with TemporaryDirectory(prefix="larder-bench-") as folder_name:
         folder = Path(folder_name)
         (folder / "redis").mkdir()
-        with server(folder / "redis") as running:
+        with join_or_start_server(folder / "redis") as running:
             os.environ["REDIS_URL"] = running.url
             nights(report, folder, options)
             memory(report, folder, options)

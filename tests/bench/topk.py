@@ -19,7 +19,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.topk.compiled import kernel
+from cache.topk.compiled import find_kernel
 from cache.topk.topk import AnyScorer, Scorer
 from tests.bench.tools.harness import Promise, Ratio, Report, compare, parse
 from tests.bench.tools.topk_cases import NO_DATA, Case, random_case, real_case, real_file
@@ -115,7 +115,7 @@ def main() -> None:
     options = parse(__doc__.splitlines()[0])
     users = 2048 if options.quick else 16_384
     report = Report("topk", ("faiss-cpu",))
-    engine = kernel()
+    engine = find_kernel()
     report.figures |= {
         "users": users,
         "k": K,

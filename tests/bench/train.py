@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import scipy.sparse as sp
 
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from precompute.reference.matrix_factorisation import UserItemMatrix, build_matrix, train_tables
 from precompute.reference.train import choose_shape
 from tests.bench.tools.harness import Options, Report, parse
@@ -89,7 +89,7 @@ def run(config: Path, command: str) -> tuple[float, float]:
 def sizes(report: Report, options: Options) -> None:
     """Both programs over growing numbers of users."""
     for users in USERS_QUICK if options.quick else USERS:
-        with TemporaryDirectory() as folder_name, server(Path(folder_name) / "redis") as redis:
+        with TemporaryDirectory() as folder_name, join_or_start_server(Path(folder_name) / "redis") as redis:
             write(Path(folder_name) / "clicks.parquet", users)
             config = settings(Path(folder_name), redis.url)
             trained, training_gib = run(config, "train")

@@ -85,9 +85,12 @@ def command(rng: random.Random, keys: Keyspace) -> list[bytes]:
         [b"HSET", b"hash", value, score], [b"HDEL", b"hash", value, members[1]], [b"HGETALL", b"hash"],
         [b"EXPIRE", b"hash", b"5000"], [b"PFADD", b"log", value], [b"PFCOUNT", b"log"],
         [b"PUBLISH", channel, b"pointer"], [b"PING"],
-        script(control_plane._BEAT, [replicas], score, value, rng.choice(members)),
+        script(control_plane._HEARTBEAT_SCRIPT, [replicas], score, value, rng.choice(members)),
         script(commands._LEASE_SWAP_SCRIPT, [name], value, rng.choice(members), b"500000"),
-        script(hot_keys.REPORT, [sketch, keys.hot_names(0).encode()], b"4096", b"7200", b"1", score, value, members[2]),
+        script(
+            hot_keys.REPORT_SCRIPT, [sketch, keys.hot_names(0).encode()], b"4096", b"7200", b"1", score, value,
+            members[2],
+        ),
         script(staging._STAGE, [note, channel, live], attempt, generation, b"5", staged),
         script(staging._UNSTAGE, [note, channel], attempt, generation), [b"GET", note],
     ])  # fmt: skip

@@ -79,7 +79,7 @@ class AirflowDeployment:
     @property
     def live(self) -> Pointer:
         """What readers would answer from."""
-        pointer = self.control.pointer()
+        pointer = self.control.read_pointer()
         assert pointer is not None
         return pointer
 

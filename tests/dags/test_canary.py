@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.process.redis_server import RedisServer
 from infra.local.airflow import AirflowFailed
 from tests.dags.place import (
@@ -77,4 +77,4 @@ def test_a_canary_without_answers_is_left_running_for_a_person_to_decide(
         deployment.live.generation == live_before.generation and deployment.live.canary is not None
     )
     assert deployment.live.canary.generation == tried
-    assert deployment.control.rows()[tried].state is State.VERIFIED
+    assert deployment.control.rows()[tried].state is GenerationState.VERIFIED

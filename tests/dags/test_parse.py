@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache.config.timetable import STAGES
+from cache.config.timetable import NIGHT_STAGES
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,7 +92,7 @@ def test_only_what_is_verified_can_be_published(night: Any) -> None:
 
 def test_the_night_goes_through_its_steps_in_order(night: Any) -> None:
     ids = {"score": "score_shard", "index": "build_index"}
-    stages = [[ids.get(name, name) for name in stage] for stage in STAGES]
+    stages = [[ids.get(name, name) for name in stage] for stage in NIGHT_STAGES]
 
     for stage, following in pairwise(stages):
         for earlier, later in product(stage, following):

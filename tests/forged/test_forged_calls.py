@@ -14,12 +14,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import open_client
 from cache.store.releases import Pointer
-from cache.usage.hot_keys import COLD_WINDOW, hour_of
+from cache.usage.hot_keys import COLD_WINDOW, window_number_of
 from infra.cli.check import redis_kind_of
 from precompute.bulk import readback, watch
 from precompute.bulk.headroom import unevictable_bytes
@@ -34,7 +34,7 @@ from tests.forged.proxy import ForgingProxy, Order, forging
 
 KEYS = Keyspace("forged-calls")
 POINTER = Pointer("20260101T000000Z-000000000001", 1, None, "test", 0.0)
-ROWS = {POINTER.generation: RegistryRow(State.VERIFIED, 0.0)}
+ROWS = {POINTER.generation: RegistryRow(GenerationState.VERIFIED, 0.0)}
 PAGES = [b"forged-calls:page", b"forged-calls:absent"]
 NAMED = (LarderError, redis.RedisError, OSError)
 """Errors that say what is wrong."""
@@ -65,14 +65,14 @@ def mark_part(control: Control) -> None:
 
 
 CALLS: dict[str, Callable[[Control], Any]] = {
-    "pointer": Control.pointer,
+    "pointer": Control.read_pointer,
     "rows": Control.rows,
     "time": Control.time,
     "replicas": Control.replicas,
     "silent replicas": Control.silent_replicas,
     "policy": Control.check_policy,
     "mark": lambda control: control.write_rows(ROWS, expected_epoch=1),
-    "move": lambda control: control.move(POINTER, expected_epoch=1, rows=ROWS),
+    "move": lambda control: control.move_pointer(POINTER, expected_epoch=1, row_by_generation=ROWS),
     "staging note": stage,
     "run ids": lambda control: run_ids(control.client),
     "figures": figures,
@@ -96,7 +96,9 @@ def proxy(redis_url: str) -> Iterator[ForgingProxy]:
         true.hset(KEYS.generations, mapping={name: row.to_bytes() for name, row in ROWS.items()})
         true.set(PAGES[0], bytes(100))
         true.xadd(KEYS.events, {"e": "{}"})
-        true.zadd(KEYS.cold_names(hour_of(time.time(), COLD_WINDOW)), {b"user_topk:u": 2.0})
+        true.zadd(
+            KEYS.cold_names(window_number_of(time.time(), COLD_WINDOW)), {b"user_topk:u": 2.0}
+        )
         true.zadd(KEYS.replicas, {b'{"replica":"r","holds":[]}': time.time()})
         yield forging_proxy
         true.delete(

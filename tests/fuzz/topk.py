@@ -15,7 +15,7 @@ from tests.fuzz.given import FuzzInput
 
 def target(folder: Path) -> Callable[[bytes], None]:
     """The function that a fuzzer calls with bytes: they choose sizes, shapes of the numbers, and some numbers."""
-    loaded_kernel = compiled.load({}, folder)
+    loaded_kernel = compiled.load_kernel({}, folder)
     assert loaded_kernel is not None
     engines = [
         compiled.Kernel(loaded_kernel.library, level) for level in range(loaded_kernel.level + 1)

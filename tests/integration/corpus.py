@@ -15,11 +15,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Refused
 from cache.format.manifest import Manifest, Table
 from cache.l2.sync_clients import connect
-from cache.store.artefacts import describe, read_manifest
+from cache.store.artefacts import describe_file, read_manifest
 from infra.demo.synthetic import World, synthesize
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import NightConfig, parse_time
@@ -98,7 +98,7 @@ class Spoilt:
 def _described(root: Path, data: Any) -> Any:
     if isinstance(data, dict):
         if data.keys() == {"path", "size_bytes", "sha256"}:
-            artefact = describe(root, data["path"])
+            artefact = describe_file(root, data["path"])
             return {
                 "path": artefact.path,
                 "size_bytes": artefact.size_bytes,
@@ -153,7 +153,7 @@ def judged(
             read_manifest(config.store(), generation),
         )
         unlink_pages(client, config.keyspace(), manifest)
-        control.set_row(generation, RegistryRow(State.BEGUN, time.time()))
+        control.set_row(generation, RegistryRow(GenerationState.BEGUN, time.time()))
         load.run(config, {"generation": generation})
         in_redis(client, manifest)
     with suppress(Refused):

@@ -111,16 +111,16 @@ class Ground:
             control = Control(client, self.config.keyspace())
 
             def follows() -> bool:
-                pointer, replicas = control.pointer(), control.replicas()
+                pointer, replicas = control.read_pointer(), control.replicas()
                 assert pointer is not None
                 allowed = {pointer.generation, pointer.previous, *self.watch.canaries}
                 return bool(replicas) and all(
-                    replica.serving == pointer.generation
+                    replica.served_generation == pointer.generation
                     and allowed.issuperset(replica.held_generations)
                     for replica in replicas
                 )
 
-            assert poll_until(follows, 20.0), f"{control.pointer()}, {control.replicas()}"
+            assert poll_until(follows, 20.0), f"{control.read_pointer()}, {control.replicas()}"
 
     def compare(self) -> None:
         """Both places are the same, and what is live is whole."""
@@ -228,7 +228,7 @@ class Ground:
         keys, rng = config.keyspace(), random.Random(len(self.killed))
         with connect(config.redis_url, 5.0) as client:
             control = Control(client, keys)
-            pointer = control.pointer()
+            pointer = control.read_pointer()
             assert pointer is not None
             if loss == "everything":
                 client.flushdb()

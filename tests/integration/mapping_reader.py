@@ -27,7 +27,7 @@ def main(folder: Path, items: int, dims: int) -> None:
     directory = Directory.open(folder, entities)
     vectors = map_file(folder / VECTORS, "<f4", (items, dims))
     searcher = Searcher.open(folder / INDEX, "inner_product", count=items)
-    total = int(directory.parts[0].max()) + float(vectors.max())
+    total = int(directory.hash_parts[0].max()) + float(vectors.max())
     ordinals = searcher.search(query, 10)
     print(
         json.dumps([private_before_kb, private_kb(os.getpid()), total > 0 and len(ordinals) == 1]),

@@ -11,7 +11,7 @@ from typing import Any
 import redis
 
 from cache.control.control_keys import Control
-from cache.control.states import State, demand
+from cache.control.states import GenerationState, demand_allowed
 from cache.errors import Conflict, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
@@ -71,16 +71,16 @@ class Racer:
         return f"racer-{self.number}-{self.attempts}"
 
     def _live_index(self) -> int:
-        pointer = self.releases.control.pointer()
+        pointer = self.releases.control.read_pointer()
         return -1 if pointer is None else NIGHTS.index(pointer.generation)
 
     def _near(self, first: int) -> list[str]:
         """The next nights from one on; what was retired is never made again, so it is none of them."""
-        states = self.releases.view().ledger.states
+        states = self.releases.view().ledger.state_by_generation
         unretired_generations = (
             generation
             for generation in NIGHTS[max(0, first) :]
-            if states.get(generation) is not State.RETIRED
+            if states.get(generation) is not GenerationState.RETIRED
         )
         return list(islice(unretired_generations, NEAR))
 
@@ -92,15 +92,15 @@ class Racer:
     def prepare(self, generation: str, make: Make) -> None:
         releases = self.releases
         state = releases.state(generation)
-        if state in (State.LIVE, State.SUPERSEDED):
+        if state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             return
-        demand("begin", generation, state)
+        demand_allowed("begin", generation, state)
         if state is None:
-            releases.note(generation, State.BEGUN)
+            releases.note(generation, GenerationState.BEGUN)
         if releases.store.read(generation_path(generation, "manifest.json")) is None:
             make(releases, generation)
         reload(releases.control, releases.store, generation)
-        releases.note(generation, State.LOADED)
+        releases.note(generation, GenerationState.LOADED)
         if self.rng.random() < 0.15:
             moves.refuse(releases, generation, reason="bad", attempt=self._attempt())
             raise Conflict("refused")
@@ -132,7 +132,7 @@ class Racer:
         moves.start_canary(self.releases, generation, 5.0, self._attempt())
 
     def _retry(self, _make: Make) -> None:
-        pointer = self.releases.control.pointer()
+        pointer = self.releases.control.read_pointer()
         if pointer is not None:
             moves.publish(self.releases, pointer.generation, attempt=pointer.attempt)
 
@@ -162,7 +162,7 @@ def follow(url: str, keys: Keyspace, stop: Any, ready: Any) -> list[tuple[str, i
         ready.wait(60)
         while not stop.is_set():
             try:
-                pointer = control.pointer()
+                pointer = control.read_pointer()
             except redis.exceptions.RedisError:
                 continue
             if pointer is not None and judge_pointer(pointer, followed_pointer) == "newer":

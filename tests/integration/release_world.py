@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.format.manifest import (
     Artefact,
     DirectoryPart,
@@ -21,7 +21,7 @@ from cache.format.manifest import (
 )
 from cache.format.redis_keys import Keyspace
 from cache.records import Layout, encode_numbers
-from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
+from cache.store.artefacts import ArtefactStore, describe_file, generation_path, write_atomically
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
 from precompute.releases import moves
@@ -83,7 +83,7 @@ class World:
                 xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)
             ]
             write_atomically(root / f"{name}.sums", np.array(sums, "<u8").tobytes())
-            files = (describe(root, f"{name}.pages"), describe(root, f"{name}.sums"))
+            files = (describe_file(root, f"{name}.pages"), describe_file(root, f"{name}.sums"))
             parts.append(TablePart(page, len(sums), records, *files))
             page += len(sums)
         empty_artefact = Artefact("none", 0, "")
@@ -110,9 +110,9 @@ class World:
     def load(self, generation: str) -> Manifest:
         """Rows first, then pages, as the pipeline does."""
         manifest = self.make(generation)
-        self.control.set_row(generation, RegistryRow(State.BEGUN, self.clock()))
+        self.control.set_row(generation, RegistryRow(GenerationState.BEGUN, self.clock()))
         reload(self.control, self.store, generation, chunk_bytes=1000)
-        self.control.set_row(generation, RegistryRow(State.VERIFIED, self.clock()))
+        self.control.set_row(generation, RegistryRow(GenerationState.VERIFIED, self.clock()))
         return manifest
 
     def publish(self, *generations: str) -> None:
@@ -124,7 +124,7 @@ class World:
 
     def live(self) -> Pointer:
         """What readers follow."""
-        pointer = self.control.pointer()
+        pointer = self.control.read_pointer()
         assert pointer is not None
         return pointer
 

@@ -100,7 +100,7 @@ def prometheus(
         f"--web.listen-address={address}", "--log.level=warn",
     ]  # fmt: skip
     with (
-        GuardedCommand(command, log=folder / "log") as process,
+        GuardedCommand(command, log_path=folder / "log") as process,
         httpx.Client(base_url=f"http://{address}") as http,
     ):
         running = Prometheus(http)
@@ -108,7 +108,7 @@ def prometheus(
         def scraped() -> bool:
             return is_ready(http) and running.value("count(up == 1)") == len(services)
 
-        assert poll_until(scraped, every_s=LOOK_S), process.tail()
+        assert poll_until(scraped, every_s=LOOK_S), process.log_tail()
         yield running
 
 

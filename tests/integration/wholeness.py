@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.control.control_keys import Control
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest, sha256_of
-from cache.store.releases import MOVES, all_releases
+from cache.store.releases import MOVE_ACTIONS, all_releases
 from precompute.bulk.load import parts_of
 from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
@@ -26,8 +26,8 @@ class NamespaceState:
     live: str | None
     previous: str | None
     canary: tuple[str, float] | None
-    states: Mapping[str, State | None]
-    registry: Mapping[str, State]
+    states: Mapping[str, GenerationState | None]
+    registry: Mapping[str, GenerationState]
     files: Mapping[str, str]
     pages: Mapping[str, bytes | dict[bytes, bytes]]
 
@@ -78,7 +78,7 @@ def read_namespace_state(config: NightConfig) -> NamespaceState:
             canary=(canary.generation, canary.percent) if canary else None,
             states={
                 generation: releases.state(generation, view.ledger)
-                for generation in view.ledger.states or {}
+                for generation in view.ledger.state_by_generation or {}
             },
             registry={generation: row.state for generation, row in view.rows.items()},
             files=files,
@@ -94,9 +94,11 @@ def assert_whole(config: NightConfig) -> str:
         view = releases.view()
         assert view.pointer is not None
         live, previous = view.pointer.generation, view.pointer.previous
-        assert (view.ledger.live, view.ledger.live_epoch) == (live, view.pointer.epoch)
-        assert releases.state(live, view.ledger) is State.LIVE
-        assert previous is None or releases.state(previous, view.ledger) is State.SUPERSEDED
+        assert (view.ledger.live_generation, view.ledger.live_epoch) == (live, view.pointer.epoch)
+        assert releases.state(live, view.ledger) is GenerationState.LIVE
+        assert (
+            previous is None or releases.state(previous, view.ledger) is GenerationState.SUPERSEDED
+        )
         assert all(gate["passed"] for gate in read_manifest(store, live).gates)
         for generation in filter(None, (live, previous)):
             manifest, root = open_generation(store, generation)
@@ -113,5 +115,5 @@ def moves(config: NightConfig) -> list[str]:
     return [
         release.generation
         for release in all_releases(config.store())
-        if release.is_done and release.action in MOVES
+        if release.is_done and release.action in MOVE_ACTIONS
     ]

@@ -114,7 +114,7 @@ PLANTS = (
         (
             Change(
                 _ARMS,
-                "arm = None if owners is None else owners.of(key)",
+                "arm = None if owners is None else owners.owner_of(key)",
                 'arm = None if owners is None else owners.of(key + b"%d" % id(self))',
             ),
         ),

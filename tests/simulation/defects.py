@@ -248,13 +248,13 @@ def _a_live_answer_never_ends(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_breaker_never_closes(patch: pytest.MonkeyPatch) -> None:
-    real = Breaker.success
+    real = Breaker.note_success
 
     def success(self: Breaker) -> None:
         if self.state == "closed":
             real(self)
 
-    patch.setattr(Breaker, "success", success)
+    patch.setattr(Breaker, "note_success", success)
 
 
 def _a_late_reply_is_taken_for_the_next(patch: pytest.MonkeyPatch) -> None:

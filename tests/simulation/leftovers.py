@@ -22,7 +22,7 @@ def demand_nothing_left(name: str, service: LookupService) -> None:
         "inputs": batcher.queued, "bytes": batcher.queued_bytes,
         "busy workers": 1 - batcher._idle_worker_count,
         "leases": len(inferences.leases._written_at_by_mark),  # type: ignore[attr-defined]
-        "overlays": len(service.tiers.writes),
+        "overlays": len(service.tiers.write_behind),
     }  # fmt: skip
     if any(leftover_counts.values()):
         raise Broken(f"{name} holds for ever: {leftover_counts}")

@@ -30,7 +30,7 @@ from cache.model.input_preparation import LiveInput, PreparedInput, prepare_all
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.records import FLAG_LIVE, Layout, encode_topk
 from cache.store.blocklist import Blocklist
-from cache.tiers.reads import View
+from cache.tiers.reads import SnapshotView
 from serving.generations.snapshot import DefaultList, Snapshot
 
 OWN_NAMESPACE = "default"
@@ -241,7 +241,7 @@ def snapshot(number: int, model: Model | None) -> Snapshot:
     return Snapshot(
         generation=simulated_night.generation, epoch=0, published_at="", manifest=simulated_night.manifest(1),
         root=Path("/nowhere"), directories=simulated_night.directories, items=_items(),
-        view=View(simulated_night.generation, simulated_night.directories), predictor=model,  # type: ignore[arg-type]
+        view=SnapshotView(simulated_night.generation, simulated_night.directories), predictor=model,  # type: ignore[arg-type]
         degraded=None if model is not None else "the model does not open",
         defaults={TABLE: simulated_night.default}, blocklist=Blocklist(), blocked=frozenset(),
         blocked_ordinals=np.empty(0, np.int64),

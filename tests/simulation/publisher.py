@@ -8,7 +8,7 @@ import redis
 
 from cache.config.night import FlipConfig
 from cache.control.control_keys import Control
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Conflict, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
@@ -66,12 +66,12 @@ class Publisher:
         night, releases = nights.night(self._next), self._releases()
         self._next += 1
         generation = night.generation
-        releases.note(generation, State.BEGUN)
+        releases.note(generation, GenerationState.BEGUN)
         path = generation_path(generation, "manifest.json")
         self._store.write(path, night.manifest(0).to_bytes())
         load_missing(releases.control, self._store, generation)
         sweep.note_loaded(releases, generation)
-        live = releases.ledger().live
+        live = releases.ledger().live_generation
         self._verdicts += 1
         if is_good:
             self._store.write(path, night.manifest(self._verdicts).to_bytes())
@@ -103,7 +103,7 @@ class Publisher:
     def end_canary(self, abandon: bool) -> str:
         """Ends it: published, or given up."""
         releases = self._releases()
-        pointer = releases.control.pointer()
+        pointer = releases.control.read_pointer()
         if pointer is None or pointer.canary is None:
             return "no canary runs"
         if abandon:
@@ -221,10 +221,10 @@ def load_missing(control: Control, _store: ArtefactStore, generation: str, **_op
     """Pages into Redis, one by one, and their mark."""
     night = nights.night(nights.number_of(generation))
     for number, page in enumerate(night.pages):
-        name = control.keys.page(generation, TABLE, number)
+        name = control.keyspace.page(generation, TABLE, number)
         if control.client.get(name) != page:
             control.client.set(name, page)
-    control.client.hset(control.keys.loaded(generation), f"{TABLE}/0", "mark")
+    control.client.hset(control.keyspace.loaded(generation), f"{TABLE}/0", "mark")
     return 0
 
 

@@ -33,8 +33,8 @@ class SimulatedRedis(MemoryRedis):
         self.policy = "volatile-lru"
         self._saved: tuple[dict[str, Any], dict[str, float]] | None = None
         self.scripts: dict[bytes, Callable[[list[str], list[bytes]], Any]] = {
-            control_plane._BEAT.encode(): self._beat,
-            hot_keys.REPORT.encode(): self._report,
+            control_plane._HEARTBEAT_SCRIPT.encode(): self._beat,
+            hot_keys.REPORT_SCRIPT.encode(): self._report,
             commands._LEASE_SWAP_SCRIPT: self._swap,
             staging._STAGE.encode(): self._stage,
             staging._UNSTAGE.encode(): self._unstage,

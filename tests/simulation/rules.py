@@ -56,10 +56,10 @@ class WrittenExperiments:
 
     def owner(self, key: bytes) -> tuple[str | None, str | None]:
         """Experiment and arm that have the key; None twice if none has."""
-        experiment = self._layer.of(key)
+        experiment = self._layer.owner_of(key)
         if experiment is None or experiment not in self._arms:
             return None, None
-        return experiment, self._arms[experiment].of(key)
+        return experiment, self._arms[experiment].owner_of(key)
 
 
 class Rules:

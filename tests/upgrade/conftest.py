@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from tests.checkouts import Checkout, NoCheckout, checkout_of, frozen_commit, working_tree
 from tests.conftest import redis_binary
 from tests.upgrade.shop import CUTS, Shop
@@ -45,7 +45,7 @@ def shop(
     """A night by each release, both followed by a service of each: what the tests then do starts and ends so."""
     first = str(request.param)
     folder = tmp_path_factory.mktemp(f"{first}-first")
-    with server(folder / "redis", binary=redis_binary()) as redis:
+    with join_or_start_server(folder / "redis", binary=redis_binary()) as redis:
         a, b = releases[first], releases["new" if first == "old" else "old"]
         shop = Shop(folder, redis.url, f"{first}-first", seed, a, b)
         shop.open()

@@ -8,7 +8,7 @@ import pytest
 from cache.errors import UnknownFormat
 from cache.format.manifest import Manifest
 from cache.formats import FORMATS, MANIFEST
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from cache.store.artefacts import generation_path
 from tests.conftest import redis_binary
 from tests.upgrade.conftest import BOTH, Releases
@@ -23,7 +23,7 @@ SAID = f"format {UNREAD}"
 def test_what_the_release_before_cannot_read_is_refused_by_it_and_left_by_a_roll_back(
     releases: Releases, seed: int, tmp_path: Path
 ) -> None:
-    with server(tmp_path / "redis", binary=redis_binary()) as redis:
+    with join_or_start_server(tmp_path / "redis", binary=redis_binary()) as redis:
         shop = Shop(tmp_path, redis.url, "left", seed, releases["old"], releases["new"])
         shop.open()
         shop.tell(releases["old"], "train")

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cache.errors import ConfigError, LarderError
-from cache.process.command_line import NOT_WELL, json_text, printable, printable_lines
+from cache.process.command_line import (
+    FOUND_PROBLEM_EXIT_CODE,
+    json_text,
+    printable,
+    printable_lines,
+)
 from infra.cli.commands import SETTINGS_FILE
 from infra.cli.init.guesses import Guesses, Role, guess
 from infra.cli.init.tables import discover_tables
@@ -82,7 +87,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         print(f"{os.path.relpath(target, working_folder)}: written")
         for line in _guess_lines(guesses, bundle):
             print(printable_lines(line))
-    return 0 if guesses.is_complete else NOT_WELL
+    return 0 if guesses.is_complete else FOUND_PROBLEM_EXIT_CODE
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:

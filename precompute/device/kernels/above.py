@@ -61,7 +61,15 @@ def above(
             (group + group_offset)[None, :],
         )
         if writing is not None:
-            asm_operands = (low, over, entry_count, free.to(tl.int64), number, real, room)
+            asm_operands = (
+                low,
+                over,
+                entry_count,
+                free.to(tl.int64),
+                number,
+                real,
+                room,
+            )
             entry_count = tl.inline_asm_elementwise(
                 writing, constraints, scores + asm_operands, dtype=tl.int32, is_pure=False, pack=2
             )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import FEATURED_USERS, Manifest, Table, TablePart
+from cache.format.manifest import FEATURE_ONLY_USERS_FACT, Manifest, Table, TablePart
 from cache.model.tower import Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.records import ABSENT_FLAGS, NO_ITEM, are_nightly, dequantize
@@ -212,7 +212,7 @@ class Evidence:
 
     @property
     def _computes_feature_only_users(self) -> bool:
-        return bool(self.manifest.facts.get(FEATURED_USERS, False))
+        return bool(self.manifest.facts.get(FEATURE_ONLY_USERS_FACT, False))
 
     @property
     def _event_marks_path(self) -> Path | None:
@@ -344,7 +344,7 @@ class Evidence:
         """Return the inputs of items for an item model."""
         features, _ = self.item_features(model.spec).of(ordinals)
         return bind_inputs(
-            model.spec, features=features, item_indices=self.items.to_model(Ordinals(ordinals))
+            model.spec, features=features, item_indices=self.items.model_indices_of(Ordinals(ordinals))
         )
 
     def usable_item_ordinals(self, model: BundleModel) -> NDArray[np.int64]:

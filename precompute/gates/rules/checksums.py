@@ -12,7 +12,7 @@ import redis
 
 from cache.errors import NotJudged
 from cache.format.manifest import Artefact
-from cache.l2.sync_clients import masters
+from cache.l2.sync_clients import primary_clients
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import Part, load_part, parts_of, total_pages
@@ -125,7 +125,7 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
     server has restarted, and a writer of a part drops its note.
     """
     control, manifest = candidate.control, candidate.manifest
-    notes_key, parts = control.keys.loaded(manifest.generation), parts_of(manifest)
+    notes_key, parts = control.keyspace.loaded(manifest.generation), parts_of(manifest)
     run_ids = _read_run_ids(control.client)
     note_by_part: Any = control.client.hgetall(notes_key)
     reload_count = 0
@@ -151,7 +151,7 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
 def _verify_or_reload(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
     """Return whether the part had to be reloaded; raise NotJudged if it is wrong even then."""
     part_arguments = (
-        candidate.control.client, candidate.control.keys, candidate.manifest, candidate.root, part,
+        candidate.control.client, candidate.control.keyspace, candidate.manifest, candidate.root, part,
     )  # fmt: skip
     try:
         verify_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
@@ -171,7 +171,7 @@ def _verify_or_reload(candidate: Candidate, part: Part, governor: Governor | Non
 
 def _read_run_ids(client: "redis.Redis") -> bytes:
     """Return the run ids of all masters: a restarted or other server may lack the pages that were read back."""
-    server_infos: list[Any] = [server.info("server") for server in masters(client).values()]
+    server_infos: list[Any] = [server.info("server") for server in primary_clients(client).values()]
     # Who says none may have started at any time.
     return ",".join(
         sorted(str(server_info.get("run_id") or token_hex()) for server_info in server_infos)

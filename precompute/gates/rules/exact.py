@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cache.format.manifest import Table
 from cache.model.tower import Histories
-from cache.records import ABSENT_FLAGS, NUMBER_STEP, Layout, dequantize
+from cache.records import ABSENT_FLAGS, NUMBER_STEP_BY_PRECISION, Layout, dequantize
 from precompute.bundles.bundle import BundleModel
 from precompute.gates.evidence.candidate import (
     Candidate,
@@ -82,7 +82,7 @@ def exact_numbers(candidate: Candidate) -> Measurement:
             expected[is_present],
             dequantize(table.layout, records[is_present], np.float64),
         )
-        tolerance = OUTPUT_ROUNDING + NUMBER_STEP[table.layout.precision]
+        tolerance = OUTPUT_ROUNDING + NUMBER_STEP_BY_PRECISION[table.layout.precision]
         column_tolerance = COLUMN_ROUNDING if table.kind == "value" else 0.0
         right_shares[table.name] = _fraction_true(
             _rows_equal(expected, stored_numbers, tolerance, column_tolerance)
@@ -242,7 +242,7 @@ def _check_lists_best(
     best_scores = -np.sort(-best_scores, axis=1)
     possible_counts = (best_scores > -np.inf).sum(axis=1)
     tolerance = SCORE_ROUNDING * np.linalg.norm(queries, axis=1, keepdims=True) * length_max
-    rounding_step = NUMBER_STEP[layout.precision] * np.abs(numbers).max(
+    rounding_step = NUMBER_STEP_BY_PRECISION[layout.precision] * np.abs(numbers).max(
         axis=1, initial=0, keepdims=True
     )
     with np.errstate(invalid="ignore"):

@@ -9,7 +9,7 @@ import redis
 from cache.config.night import DISK_HEADROOM_RULE, REDIS_HEADROOM_RULE
 from cache.control.control_keys import Replica
 from cache.l2.resp import info_number
-from cache.l2.sync_clients import compute_keyspace_shares, masters
+from cache.l2.sync_clients import compute_keyspace_shares, primary_clients
 from precompute.bulk.headroom import sum_mapped_bytes, unevictable_bytes
 from precompute.config.settings import generations_at_peak
 from precompute.gates.evidence.candidate import Candidate, Measurement, at_least, at_most, integrity
@@ -24,7 +24,7 @@ def maxmemory_policy(candidate: Candidate) -> Measurement:
 @integrity(REDIS_HEADROOM_RULE)
 def redis_headroom(candidate: Candidate) -> Measurement:
     """Check the room that Redis has left with this generation and all others, without what it can evict."""
-    servers = masters(candidate.control.client)
+    servers = primary_clients(candidate.control.client)
     measurements = [
         _server_headroom(candidate, server_name, server) for server_name, server in servers.items()
     ]
@@ -60,7 +60,7 @@ def _share_used(measurement: Measurement) -> float:
 def redis_room(
     name: str, used_bytes: int, limit_bytes: int, limit_source: str, threshold: float
 ) -> Measurement:
-    """Measure a server's free room; servers have the names of `cache.l2.sync_clients.masters`."""
+    """Measure a server's free room; servers have the names of `cache.l2.sync_clients.primary_clients`."""
     if not limit_bytes:
         return Measurement(
             False,

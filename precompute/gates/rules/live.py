@@ -474,8 +474,8 @@ def _read_live_records(
     for first_index in range(0, len(positions), LIVE_RECORDS_AT_ONCE):
         pipeline = client.pipeline(transaction=False)
         for position in positions[first_index : first_index + LIVE_RECORDS_AT_ONCE].tolist():
-            page_number, offset = table.locate(*directory.locate(position))
-            page_key = candidate.control.keys.page(
+            page_number, offset = table.locate_record(*directory.locate(position))
+            page_key = candidate.control.keyspace.page(
                 candidate.live.generation, table.name, page_number
             )
             pipeline.getrange(page_key, offset, offset + record_bytes - 1)

@@ -11,8 +11,8 @@ from cache.format.item_table import Ordinals
 from cache.format.manifest import Index, Manifest, Model
 from cache.model.agreement import recalls, row_cosines
 from cache.model.candidate_search import Searcher
-from cache.model.predictor import ModelPrecision, open_warm
-from cache.model.ranking import Metric, unit
+from cache.model.predictor import ModelPrecision, open_warmed
+from cache.model.ranking import Metric, unit_rows
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from precompute.bundles.agreement import NEWEST_OVERLAP, list_overlaps
@@ -81,7 +81,7 @@ def vocabulary(candidate: Candidate) -> Measurement:
     expected_indices = pinned_bundle.vocabulary.find_positions(item_texts(items))
     if needs_index(pinned_bundle) and (expected_indices < 0).any():
         return none_of(int((expected_indices < 0).sum()), "items that the model does not know")
-    model_indices = np.asarray(items.to_model(Ordinals(np.arange(items.count, dtype=np.int64))))
+    model_indices = np.asarray(items.model_indices_of(Ordinals(np.arange(items.count, dtype=np.int64))))
     if wrong_count := int((model_indices != expected_indices).sum()):
         return none_of(wrong_count, "items with another model index than the bundle gives them")
     vocabulary_digest, live = pinned_bundle.vocabulary_digest, candidate.live
@@ -122,7 +122,7 @@ def live_models(candidate: Candidate) -> Measurement:
     precisions: tuple[ModelPrecision, ...] = ("int8", "fp32")
     for precision in precisions:
         try:
-            open_warm(candidate.manifest, candidate.root, candidate.items, precision=precision)
+            open_warmed(candidate.manifest, candidate.root, candidate.items, precision=precision)
         except (OSError, MemoryError):
             raise  # this host's trouble says nothing of the models
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
@@ -395,7 +395,7 @@ def _recall(
 ) -> float:
     item_vectors = np.asarray(candidate.items.vectors)
     if searcher.metric == "cosine":
-        queries = unit(queries)
+        queries = unit_rows(queries)
     neighbour_count = min(width, len(item_vectors))
     fetch_count = int(searcher.fetch(neighbour_count, np.zeros(1, np.int64))[0])
     exact = _nearest(item_vectors, queries, neighbour_count, searcher.metric)
@@ -438,7 +438,7 @@ def _distance_error(candidate: Candidate, index: Index) -> float:
     item_vectors = candidate.items.vectors
     queries = np.ascontiguousarray(item_vectors[ordinals], np.float32)
     if index.metric == "cosine":
-        queries = unit(queries)
+        queries = unit_rows(queries)
     faiss_index = faiss.read_index(str(candidate.root / index.file.path), faiss.IO_FLAG_MMAP_IFC)
     if faiss_index.d != queries.shape[1] or faiss_index.ntotal != len(item_vectors):
         return float("nan")

@@ -223,14 +223,14 @@ def directories_sorted(candidate: Candidate) -> Measurement:
         directory = Directory.open(candidate.root, entities)
         if directory.count != entities.count:
             return Measurement(False, directory.count, entities.count, f"{entities.name}: count")
-        filled_parts = [part for part in directory.parts if len(part)]
+        filled_parts = [part for part in directory.hash_parts if len(part)]
         neighbouring_parts = zip(filled_parts[1:], filled_parts, strict=False)
         is_ascending = all(_is_ascending(part) for part in filled_parts) and all(
             later[0] > earlier[-1] for later, earlier in neighbouring_parts
         )
         has_right_starts = all(
             not len(part) or part[0] >= np.uint64(entry.first_hash)
-            for part, entry in zip(directory.parts, entities.parts, strict=True)
+            for part, entry in zip(directory.hash_parts, entities.parts, strict=True)
         )
         if not (is_ascending and has_right_starts):
             return Measurement(False, "out of order", expected_order, entities.name)
@@ -253,7 +253,7 @@ def known_ids(candidate: Candidate) -> Measurement:
         return none_of(max(1, wrong_count), "items whose id and place differ, or twice")
     entities, unknown_count = candidate.manifest.entity_sets["user"], 0
     for shard in sampled_shards(entities):
-        shard_hashes = directories["user"].parts[shard]
+        shard_hashes = directories["user"].hash_parts[shard]
         is_named = np.zeros(len(shard_hashes), np.bool_)
         for _, positions in named_entities(candidate, shard):
             is_named[positions] = True
@@ -264,7 +264,7 @@ def known_ids(candidate: Candidate) -> Measurement:
 def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
     """Yield (Arrow strings, their positions) of a shard's users that the sources name and that have a record."""
     entities = candidate.manifest.entity_sets["user"]
-    shard_hashes = candidate.evidence.directories["user"].parts[shard]
+    shard_hashes = candidate.evidence.directories["user"].hash_parts[shard]
     for user_ids in (
         read_user_ids(candidate.root / "work/partition", shard) if len(shard_hashes) else ()
     ):
@@ -313,7 +313,7 @@ def _count_out_of_place(candidate: Candidate, table: Table) -> int:
         candidate.evidence.directories[table.entity],
     )
     counts = [part.count for part in table.parts]
-    if counts != [len(part) for part in directory.parts] or scan.record_count != directory.count:
+    if counts != [len(part) for part in directory.hash_parts] or scan.record_count != directory.count:
         return int(max(1, abs(scan.record_count - directory.count)))
     return 0
 
@@ -321,7 +321,7 @@ def _count_out_of_place(candidate: Candidate, table: Table) -> int:
 def _expected_fingerprints(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
     """Yield (entity, first position, fingerprints), a shard of users at a time; 0 for an unknown id."""
     yield "item", 0, text_hashes(item_texts(candidate.items), FINGERPRINT_SEED)
-    parts = candidate.evidence.directories["user"].parts
+    parts = candidate.evidence.directories["user"].hash_parts
     first_positions = np.cumsum([0, *map(len, parts)]).tolist()
     for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
         expected_fingerprints = np.zeros(len(parts[shard]), np.uint64)

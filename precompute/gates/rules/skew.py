@@ -211,8 +211,8 @@ def _read_stored_records(
     directory, record_bytes = candidate.evidence.directories[table.entity], table.layout.size_bytes
     pipeline = candidate.control.client.pipeline(transaction=False)
     for position in positions.tolist():
-        page_number, offset = table.locate(*directory.locate(position))
-        page_key = candidate.control.keys.page(
+        page_number, offset = table.locate_record(*directory.locate(position))
+        page_key = candidate.control.keyspace.page(
             candidate.manifest.generation, table.name, page_number
         )
         pipeline.getrange(page_key, offset, offset + record_bytes - 1)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cache.control.control_keys import Control
-from cache.control.states import State, demand
+from cache.control.states import GenerationState, demand_allowed
 from cache.errors import ConfigError, Conflict, Refused
 from cache.store.releases import Canary, Release
 from precompute.builds.build import Build
@@ -71,8 +71,8 @@ def start(
             traffic_percent,
         ):
             state = releases.state(generation_id)
-            if state is not State.LIVE:
-                demand("canary", generation_id, state)
+            if state is not GenerationState.LIVE:
+                demand_allowed("canary", generation_id, state)
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
             report = Build.of(config, {"generation": generation_id}).read_report(VERIFIED) or {}
             moved = moves.prepare_publish(
@@ -109,7 +109,7 @@ def status(config: NightConfig) -> dict[str, Any]:
         "percent": canary.percent,
         "seconds": round(seconds, 1),
         "replicas": len(replicas),
-        "holding": sum(canary.generation in replica.ready for replica in replicas),
+        "holding": sum(canary.generation in replica.ready_generations for replica in replicas),
         **asdict(comparison),
         "verdict": verdict,
         "against": against,
@@ -174,7 +174,7 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> dict[str,
     Raises Conflict, and leaves it running, while the counts are too small to decide.
     """
     with open_releases(config) as releases:
-        pointer = releases.control.pointer()
+        pointer = releases.control.read_pointer()
         if pointer is not None and pointer.generation == generation:
             return {"generation": generation, "published": True}
         canary = None if pointer is None else pointer.canary
@@ -204,7 +204,7 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> dict[str,
 def has_live(config: NightConfig) -> bool:
     """True if a generation is live that a canary could be compared with."""
     with open_releases(config) as releases:
-        return releases.ledger().live is not None
+        return releases.ledger().live_generation is not None
 
 
 def _newest_verified(control: Control) -> str:
@@ -212,7 +212,9 @@ def _newest_verified(control: Control) -> str:
         return canary.generation  # a retry of the start
     rows = control.rows()
     verified = sorted(
-        generation_id for generation_id, row in rows.items() if row.state is State.VERIFIED
+        generation_id
+        for generation_id, row in rows.items()
+        if row.state is GenerationState.VERIFIED
     )
     if not verified:
         raise Conflict("no generation is verified and waiting: run the night up to `verify` first")
@@ -220,7 +222,7 @@ def _newest_verified(control: Control) -> str:
 
 
 def _canary(control: Control) -> Canary | None:
-    pointer = control.pointer()
+    pointer = control.read_pointer()
     return None if pointer is None else pointer.canary
 
 

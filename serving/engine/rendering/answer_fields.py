@@ -104,7 +104,7 @@ def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHisto
         return _NO_HISTORY
     history_ids = list(dict.fromkeys(history))
     ordinals = snapshot.items.ordinals_of(history_ids)
-    unknown_id_count = int((snapshot.items.to_model(ordinals) < 0).sum())
+    unknown_id_count = int((snapshot.items.model_indices_of(ordinals) < 0).sum())
     item_numbers = snapshot.new_items.numbers_of(history_ids, ordinals)
     return SentHistory(frozenset(item_numbers.tolist()), unknown_id_count)
 

@@ -190,11 +190,11 @@ def _top_columns(
     joined_names_by_row, names_by_row = [b""] * row_count, {}
     item_count_by_row = np.zeros(row_count, np.int32)
     item_count_by_row[stored_rows.answer_indices] = width
-    name_cuts = [0, *np.cumsum(stored_rows.items.sizes.sum(axis=1)).tolist()]
+    name_cuts = [0, *np.cumsum(stored_rows.items.id_sizes.sum(axis=1)).tolist()]
     for row, (cut_start, cut_end) in zip(
         stored_rows.answer_indices.tolist(), pairwise(name_cuts), strict=True
     ):
-        joined_names_by_row[row] = stored_rows.items.data[cut_start:cut_end]
+        joined_names_by_row[row] = stored_rows.items.joined_ids[cut_start:cut_end]
     for row, answer in answers.items():
         names_by_row[row] = item_names = [item_id.encode() for item_id in answer["items"]]
         joined_names_by_row[row], item_count_by_row[row], short_flags[row] = (
@@ -208,7 +208,7 @@ def _top_columns(
     stored_slots = list_ends[stored_rows.answer_indices][:, None] + np.arange(width, dtype=np.int32)
     if len(stored_rows.answer_indices):  # without any, even the width of their sizes is nothing
         name_sizes[stored_slots], flat_scores[stored_slots] = (
-            stored_rows.items.sizes,
+            stored_rows.items.id_sizes,
             stored_rows.numbers,
         )
     for row, answer in answers.items():
@@ -226,7 +226,7 @@ def _top_columns(
 
 
 def _name_column(item_names: IdBytes) -> Column:
-    return Column(((len(item_names.cuts) // 4 - 1, 0),), (b"", item_names.cuts, item_names.data))
+    return Column(((len(item_names.offset_bytes) // 4 - 1, 0),), (b"", item_names.offset_bytes, item_names.joined_ids))
 
 
 def _vector_column(

@@ -12,7 +12,7 @@ from cache.format.manifest import Table
 from cache.model.filter_mask import FilterMask
 from cache.native import loader
 from cache.native.loader import Numerals
-from cache.records import NIGHTLY_FLAGS, SAFE_EXPONENT, decode_record, dequantize, plain_bits
+from cache.records import NIGHTLY_FLAGS, SAFE_EXPONENT, decode_record, dequantize, plain_answer_bits
 from cache.tiers.l1 import ReadyAnswer
 from cache.tiers.reads import Hit
 from serving.engine.rendering.answer_fields import (
@@ -87,7 +87,7 @@ class StaticTail:
         stamp, data_until = snapshot.stamp, snapshot.manifest.data_until
         if depends_on_attributes:
             stamp = snapshot.values_stamp
-        return ReadyAnswer(stamp, head, self._tail, data_until, entity_name, request, events=events)
+        return ReadyAnswer(stamp, head, self._tail, data_until, entity_name, request, user_events=events)
 
 
 def ready_with_events(
@@ -97,7 +97,7 @@ def ready_with_events(
     head, tail = _split_at_age(answer)
     return ReadyAnswer(
         snapshot.stamp, b"{" + head[1:], tail, snapshot.manifest.data_until, (answer["table"], raw_id),
-        request, events=events, is_newer=True,
+        request, user_events=events, has_newer_events=True,
     )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def answer_start(
                 return answer_texts(snapshot, table, [entity_id], record_row, k, [b""])[0]
         # For vectors and values a row alone costs as much as its fields do.
         record = decode_record(table.layout, hit.record, snapshot.items.count)
-        if record.flags & plain_bits() != NIGHTLY_FLAGS:
+        if record.flags & plain_answer_bits() != NIGHTLY_FLAGS:
             return None
         number_count = k if table.kind == "topk" else table.layout.width
         prediction = prediction_from_record(snapshot, table, record, number_count, (), filter_mask)
@@ -171,7 +171,7 @@ def answer_texts(
     head = repeat(b'{"id":"')
     if kind == "topk":
         middle_pieces, after_items = repeat(table_json + _ITEMS_BEGIN), repeat(_SCORES_BEGIN)
-        items = snapshot.items.texts.lines(rows["items"][:, :k])
+        items = snapshot.items.json_texts.lines(rows["items"][:, :k])
         answer_parts = (
             head,
             quoted_ids,
@@ -216,7 +216,7 @@ def _render_compiled(
     layout = table.layout
     for _ in range(2):
         kernel_result = loader.kernels.answers(
-            rows, layout.width, layout.precision == "f2", k, *snapshot.items.lent, _NUMERAL_TEXTS.table,
+            rows, layout.width, layout.precision == "f2", k, *snapshot.items.shared_ids, _NUMERAL_TEXTS.table,
             b'{"id":"', quoted_ids, table_json + _ITEMS_BEGIN, _SCORES_BEGIN, _LIST_END, list(ends),
         )  # fmt: skip
         if not isinstance(kernel_result, tuple):
@@ -251,11 +251,11 @@ def plain_record_mask(
     if layout.precision == "i1":
         with np.errstate(over="ignore", invalid="ignore"):
             finite_mask = np.isfinite(rows["scale"] * np.float32(128))
-        nightly_mask = rows["flags"] & plain_bits() == NIGHTLY_FLAGS
+        nightly_mask = rows["flags"] & plain_answer_bits() == NIGHTLY_FLAGS
         plain_mask: NDArray[np.bool_] = nightly_mask & (rows["count"] == width) & finite_mask
         return plain_mask
     raw_mask = loader.kernels.plain_record_mask(
-        rows, width, is_list, layout.precision == "f2", plain_bits(), NIGHTLY_FLAGS, min_count, SAFE_EXPONENT,
+        rows, width, is_list, layout.precision == "f2", plain_answer_bits(), NIGHTLY_FLAGS, min_count, SAFE_EXPONENT,
         snapshot.items.count,
     )  # fmt: skip
     plain_mask = np.frombuffer(bytearray(raw_mask), np.bool_)

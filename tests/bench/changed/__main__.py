@@ -30,7 +30,7 @@ import redis
 
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from cache.store.artefacts import generation_path, sha256_of
 from precompute.builds.build import Build
 from precompute.builds.reports import shard_report
@@ -171,7 +171,7 @@ def main() -> None:
         swapped_indexes = np.random.default_rng(3).permutation(len(names))[: 2 * swapped_count]
         write_items(folder, np.delete(names, swapped_indexes[:swapped_count]))
         (folder / "redis").mkdir()
-        with server(folder / "redis") as running:
+        with join_or_start_server(folder / "redis") as running:
             config = NightConfig(
                 artifacts=str(folder / "artifacts"), state=str(folder / "state"), bundle=str(bundle),
                 redis_url=running.url, shards=copies, device="off",

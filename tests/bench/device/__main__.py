@@ -13,7 +13,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cache.process.command_line import NOT_WELL
+from cache.process.command_line import FOUND_PROBLEM_EXIT_CODE
 from precompute.config.devices import devices
 
 ROOT = Path(__file__).parents[3]
@@ -75,7 +75,7 @@ def main() -> int:
     gpu_devices = [device_name for device_name in devices("auto") if device_name.startswith("cuda")]
     if not gpu_devices:
         print("no GPU here, or no torch that sees it (`make torch-env`): nothing was run")
-        return NOT_WELL
+        return FOUND_PROBLEM_EXIT_CODE
     gpu, started, failed = name_of(gpu_devices[0]), time.perf_counter(), []
     test_command = [
         "pytest",

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from cache.model.tower import Histories
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from precompute.builds.build import Build, open_bundle
 from precompute.config.devices import devices
 from precompute.scoring.shard_work import ShardWork
@@ -85,7 +85,7 @@ def main() -> None:
     with (
         TemporaryDirectory(prefix="larder-bench-") as shards_folder,
         TemporaryDirectory(prefix="larder-redis-") as redis_folder,
-        server(Path(redis_folder)) as running,
+        join_or_start_server(Path(redis_folder)) as running,
     ):
         shards = DrawnShards(Path(shards_folder), SIZES[kind], device_names[0], running.url)
         users, kernel = kernel_of(shards)

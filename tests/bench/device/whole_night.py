@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from precompute.config.devices import devices
 from precompute.steps.night import Night, run_night
 from tests.bench.device.drawn import DATA_UNTIL, drawn_config
@@ -26,7 +26,7 @@ def main() -> None:
     with TemporaryDirectory(prefix="larder-bench-") as folder_name:
         folder = Path(folder_name)
         (folder / "redis").mkdir()
-        with server(folder / "redis") as running:
+        with join_or_start_server(folder / "redis") as running:
             config = drawn_config(folder, size, device, redis_url=running.url)
             steps = run_night(Night(config, "bench", DATA_UNTIL))
     seconds = {name: spent for name, _, spent in steps}

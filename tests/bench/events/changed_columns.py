@@ -16,7 +16,7 @@ import numpy as np
 
 from cache.events.event import Event
 from cache.events.newer_events import AttributeEvents
-from cache.filters.attributes import AttributeColumn, ItemAttributes, ItemValue, Names
+from cache.filters.attributes import AttributeColumn, ItemAttributes, ItemValue, TextDictionary
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering, mask_of
 from cache.format.stream_position import Position
@@ -25,11 +25,11 @@ from tests.bench.tools.harness import Options, Report, alternate, parse
 ITEMS, QUICK_ITEMS, VALUES, NAMES, TAGS, EVENTS = 1_000_000, 100_000, 1_000, 5_000, 200, 20_000
 
 
-def names(count: int) -> Names:
+def names(count: int) -> TextDictionary:
     """Texts of a column, in order."""
     raws = [f"name-{number:07d}".encode() for number in range(count)]
     ends = np.cumsum([0, *map(len, raws)]).astype(np.uint64)
-    return Names(np.frombuffer(b"".join(raws), np.uint8), ends)
+    return TextDictionary(np.frombuffer(b"".join(raws), np.uint8), ends)
 
 
 def filtering(items: int) -> Filtering:
@@ -60,7 +60,7 @@ def measure(report: Report, options: Options) -> None:
     """In this process, on one thread."""
     items = QUICK_ITEMS if options.quick else ITEMS
     base_filtering, rng = filtering(items), np.random.default_rng(1)
-    filter_ = read_filter({"<": ["number", 20]}).root
+    filter_ = read_filter({"<": ["number", 20]}).root_expression
     times: dict[str, list[float]] = {name: [] for name in ("filter", *VALUE)}
 
     def timed(name: str, work: Callable[[], object]) -> float:
@@ -74,7 +74,7 @@ def measure(report: Report, options: Options) -> None:
         values = [
             ItemValue(ordinal, name, VALUE[name](number)) for number, ordinal in enumerate(ordinals)
         ]
-        return timed(name, lambda: base_filtering.changed_by(values))
+        return timed(name, lambda: base_filtering.with_item_values(values))
 
     def worked_out() -> float:
         return timed("filter", lambda: mask_of(filter_, base_filtering.attributes))

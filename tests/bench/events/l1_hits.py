@@ -20,7 +20,7 @@ from urllib.request import urlopen
 import redis
 
 from cache.events.event import Event
-from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event
+from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_script_arguments, pack_event
 from tests.bench.events.fresh import SETTINGS, make_case
 from tests.bench.hostile import interval
 from tests.bench.observe import served
@@ -52,7 +52,7 @@ def accept(case: Case, count: int) -> None:
                 Event(f"{number}", 1, b"another-%d" % number, case.items[number % len(case.items)].encode())
                 for number in range(start, start + 1_000)
             ]  # fmt: skip
-            keys, arguments = accept_call(
+            keys, arguments = accept_script_arguments(
                 keyspace, bounds, [pack_event(keyspace, event) for event in events]
             )
             client.eval(ACCEPT_SCRIPT, len(keys), *keys, *arguments)

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import numpy as np
 
-from cache.model.new_items import EligibleNewItems, NewItem, NewItems, merged_lists
+from cache.model.new_items import EligibleNewItems, NewItem, NewItems, merge_new_items
 from cache.records import Layout
 from cache.topk.topk import Scorer
 from tests.bench.tools.harness import Options, Report, alternate, parse
@@ -52,7 +52,7 @@ def measure(report: Report, options: Options) -> None:
         user_vector = user()
         return timed(
             "with",
-            lambda: merged_lists(
+            lambda: merge_new_items(
                 scorer.top(user_vector, K, threads=1), user_vector, new, "inner_product", LAYOUT
             ),
         )
@@ -62,7 +62,7 @@ def measure(report: Report, options: Options) -> None:
     for _ in range(51):
         user_vector = user()
         top_lists = scorer.top(user_vector, K, threads=1)
-        merge = partial(merged_lists, top_lists, user_vector, new, "inner_product", LAYOUT)
+        merge = partial(merge_new_items, top_lists, user_vector, new, "inner_product", LAYOUT)
         timed("new items alone", merge)
     for name, durations_ms in times.items():
         report.figures[f"{name}: milliseconds"] = round(median(durations_ms), 3)

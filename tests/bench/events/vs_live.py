@@ -90,7 +90,7 @@ class Clicks:
 
     async def _lookups(self, entities: list[RequestedEntity], at_once: int) -> Cost:
         waiting, ladder = iter(entities), self._service.ladder
-        writes = self._service.tiers.writes
+        writes = self._service.tiers.write_behind
         stored_before = writes.stored_count
 
         async def caller() -> None:

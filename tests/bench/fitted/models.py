@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from tests.bench.fitted.cut import EVALUATED_COUNT, TOP, draw
 from tests.bench.fitted.fitted import Kind
 from tests.bench.tools.harness import Report, parse
@@ -52,7 +52,10 @@ def measure(kind: Kind) -> dict[str, Any]:
     cut = draw()
     fitted = kind.fit(cut)
     expected_lists = fitted.lists()
-    with TemporaryDirectory() as folder_name, server(Path(folder_name) / "redis") as redis:
+    with (
+        TemporaryDirectory() as folder_name,
+        join_or_start_server(Path(folder_name) / "redis") as redis,
+    ):
         folder, environ = Path(folder_name) / "shop", {"REDIS_URL": redis.url}
         started = time.perf_counter()
         import_report = fitted.put(folder)

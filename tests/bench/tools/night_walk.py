@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from precompute.config.settings import NightConfig
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
 from tests.call_walk import Call, Recorder
@@ -109,7 +109,7 @@ def table(hops: Sequence[WayHop]) -> str:
 
 def main() -> None:
     """Prints the walk."""
-    with TemporaryDirectory() as folder, server(Path(folder) / "redis") as redis:
+    with TemporaryDirectory() as folder, join_or_start_server(Path(folder) / "redis") as redis:
         hops = walk(prepare(Path(folder) / "night", redis.url))
         print(f"{len(hops)} hops in {len({hop.module for hop in hops})} modules\n")
         print(table(hops))

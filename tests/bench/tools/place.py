@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cache.process.redis_server import RedisServer, server
+from cache.process.redis_server import RedisServer, join_or_start_server
 
 
 def cores() -> list[int]:
@@ -37,7 +37,10 @@ def unpin() -> None:
 @contextmanager
 def own_server(core: int = -1) -> Iterator[RedisServer]:
     """A Redis of the bench's own, pinned to one core (by default the last)."""
-    with TemporaryDirectory(prefix="larder-bench-") as folder, server(Path(folder)) as running:
+    with (
+        TemporaryDirectory(prefix="larder-bench-") as folder,
+        join_or_start_server(Path(folder)) as running,
+    ):
         pin(running.pid, core)
         yield running
 

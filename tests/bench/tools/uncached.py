@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import serving.namespace
 from cache.l2.commands import LeaseMark
-from cache.tiers.reads import Hit, Miss, MissReason, ReadResult, RecordKey, View
+from cache.tiers.reads import Hit, Miss, MissReason, ReadResult, RecordKey, SnapshotView
 from cache.tiers.tiered import TieredCache
 from serving.__main__ import main
 
@@ -17,13 +17,13 @@ _NOWHERE = Miss(MissReason.NOT_IN_GENERATION)
 class NoTiers(TieredCache):
     """Holds nothing and asks nobody."""
 
-    def peek(self, view: View, record_key: RecordKey) -> Hit | None:
+    def peek(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Never a hit."""
         return None
 
     async def get_many(
         self,
-        view: View,
+        view: SnapshotView,
         record_keys: Sequence[RecordKey],
         deadline: float,
         *,
@@ -32,12 +32,14 @@ class NoTiers(TieredCache):
         """Nothing is stored."""
         return [_NOWHERE] * len(record_keys)
 
-    def probe(self, view: View, record_key: RecordKey, on_reply: Callable[[bool], None]) -> None:
+    def probe(
+        self, view: SnapshotView, record_key: RecordKey, on_reply: Callable[[bool], None]
+    ) -> None:
         """There is nothing to ask."""
 
     def put_live(
         self,
-        view: View,
+        view: SnapshotView,
         record_key: RecordKey,
         record: bytes,
         digest: bytes,

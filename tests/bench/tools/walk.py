@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from precompute.config.settings import NightConfig
 from serving.app import create_app, make_server
 from serving.http.routes import Service
@@ -125,7 +125,7 @@ async def walks(night: NightConfig, users: Sequence[str], **changes: Any) -> dic
 
 def main() -> None:
     """Prints the walks of both ways, or of those that the command line names: `plain`, `fast`."""
-    with TemporaryDirectory() as folder, server(Path(folder) / "redis") as redis:
+    with TemporaryDirectory() as folder, join_or_start_server(Path(folder) / "redis") as redis:
         night = build_night(Path(folder) / "night", redis.url)
         users = sorted(histories(night))
         for http_mode in sys.argv[1:] or ("plain", "fast"):

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import redis
 
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from cache.store.blocklist import change_blocklist
 from infra.demo.synthetic import World, synthesize
 from infra.local.airflow import MANUAL_SCHEDULE
@@ -375,7 +375,7 @@ def _drawn_attributes(rng: random.Random) -> dict[str, Any]:
 @contextmanager
 def running_redis(folder: Path) -> Iterator[str]:
     """An empty Redis with a folder of its own; its URL."""
-    with server(folder, binary=redis_binary()) as running:
+    with join_or_start_server(folder, binary=redis_binary()) as running:
         yield running.url
 
 

@@ -95,7 +95,7 @@ def with_changed_tables(config: NightConfig, events: Iterable[Event]) -> NightCo
     users = {row["user"]: row for row in rows_of(config, "users.parquet")}
     items = {row["item"]: row for row in rows_of(config, "items.parquet")}
     for event in events:
-        raw, attributes = event.source.decode(), dict(event.attributes or {})
+        raw, attributes = event.source_id.decode(), dict(event.attributes or {})
         attributes.pop("mood", None)
         if event.kind == "user":
             users.setdefault(raw, {"user": raw}).update(attributes)

@@ -16,7 +16,7 @@ from cache.events.newer_events import AttributeEvents
 from cache.events.stream import (
     ACCEPT_SCRIPT,
     StreamBounds,
-    accept_call,
+    accept_script_arguments,
     event_of_entry,
     pack_event,
     read_outcomes,
@@ -57,7 +57,7 @@ class Stream:
 
     def accept(self, *events: Event) -> list[Position | None]:
         """Positions of events, as the script accepts them."""
-        keys, args = accept_call(
+        keys, args = accept_script_arguments(
             self.keyspace, BOUNDS, [pack_event(self.keyspace, event) for event in events]
         )
         replies: Any = self.client.eval(ACCEPT_SCRIPT, len(keys), *keys, *args)

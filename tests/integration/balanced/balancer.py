@@ -98,11 +98,11 @@ def balancer(folder: Path) -> Iterator[Balancer]:
     running_balancer = Balancer(folder)
     file = folder / "haproxy.cfg"
     file.write_text(SETTINGS.format(folder=folder, port=running_balancer.port, slots=SLOTS))
-    with GuardedCommand([PROGRAM, "-f", file], log=folder / "log", cwd=ROOT) as process:
+    with GuardedCommand([PROGRAM, "-f", file], log_path=folder / "log", cwd=ROOT) as process:
         give_up = time.monotonic() + 10
-        while not (folder / "admin").exists() and process.running and time.monotonic() < give_up:
+        while not (folder / "admin").exists() and process.is_running and time.monotonic() < give_up:
             time.sleep(0.01)
-        assert process.running, process.tail()
+        assert process.is_running, process.log_tail()
         with suppress(OSError):
             running_balancer.status(1)
         yield running_balancer

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cache.process.redis_server import RedisServer
-from cache.reuse import FACT, Reuse
+from cache.reuse import REUSE_FACT, Reuse
 from cache.store.artefacts import read_manifest
 from precompute.cli.status import read_state, render_status, report_status
 from precompute.steps.night import Night, run_night
@@ -77,7 +77,7 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     expected_counts = {name: count for name, count in month.reasons(second).items() if count}
     assert {name: count for name, count in users.items() if count} == expected_counts
     copied = [
-        read_manifest(month.config.store(), generation_id).facts[FACT]["items"]
+        read_manifest(month.config.store(), generation_id).facts[REUSE_FACT]["items"]
         for generation_id in (first, second)
     ]
     assert copied == [0, 2 * 80]  # no item changed: its vector and its list of similar ones
@@ -96,7 +96,7 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     )
     text = status_lines(month)
     assert f"users of the live one: {users['copied']:,} copied, " in text
-    assert f"of the last 2 nights {fact.lately.copied_share:.1%} copied" in text
+    assert f"of the last 2 nights {fact.recent_total.copied_share:.1%} copied" in text
     assert f"{fact.night.copied_share:.1%}" in text and "s spared a night" in text
 
     store = month.config.store()

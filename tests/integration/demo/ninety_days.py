@@ -18,7 +18,7 @@ import redis
 
 from cache.config.timetable import CLOCKS_APART_S, Schedule
 from cache.control.control_keys import Control
-from cache.control.states import State, demand
+from cache.control.states import GenerationState, demand_allowed
 from cache.errors import Conflict, LarderError
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
@@ -235,34 +235,34 @@ class Simulation:
         name = f"{datetime.fromtimestamp(run.cut, UTC):%Y%m%dT%H%M%SZ}-{digest}"
         generation[:] = [name]
         state = releases.state(name)
-        if state is State.LIVE:
+        if state is GenerationState.LIVE:
             return
-        demand("begin", name, state)
+        demand_allowed("begin", name, state)
         if state is None:
-            releases.note(name, State.BEGUN)
+            releases.note(name, GenerationState.BEGUN)
 
     def _load(self, run: Run, generation: list[str]) -> None:
         releases, (name,) = self.hosts[run.host], generation
         state = releases.state(name)
-        if state in (State.LIVE, State.SUPERSEDED):
+        if state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             return
-        demand("load", name, state)
+        demand_allowed("load", name, state)
         if state is None:
-            releases.note(name, State.BEGUN)
+            releases.note(name, GenerationState.BEGUN)
         if self.store.read(generation_path(name, "manifest.json")) is None:
             self.world.made_at = releases.clock()
             self.world.make(name)
             self.created[name] = self.now_s
         reload(releases.control, self.store, name)
-        if state in (None, State.BEGUN):
-            releases.note(name, State.LOADED)
+        if state in (None, GenerationState.BEGUN):
+            releases.note(name, GenerationState.LOADED)
 
     def _verify(self, run: Run, generation: list[str]) -> None:
         releases, (name,) = self.hosts[run.host], generation
         state = releases.state(name)
-        if state in (State.LIVE, State.SUPERSEDED):
+        if state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             return
-        demand("verify", name, state)
+        demand_allowed("verify", name, state)
         if int(name[-4:], 16) % 12 == 0:
             self.count("refused by a gate")
             moves.refuse(releases, name, reason="the dice say so", attempt=run.name)
@@ -285,7 +285,7 @@ class Simulation:
         self.swept_at = self.now_s
 
     def _roll_back(self) -> None:
-        name, left_pointer = f"roll-back-{self.now_s:.0f}", self.control.pointer()
+        name, left_pointer = f"roll-back-{self.now_s:.0f}", self.control.read_pointer()
         try:
             moves.roll_back(self.hosts[0], to=None, reason="the dice say so", attempt=name)
             self.count("roll back")
@@ -319,7 +319,7 @@ class Simulation:
         self.restored |= {
             name: row.at
             for name, row in self.control.rows().items()
-            if row.state is State.BEGUN and row.reason == "restored"
+            if row.state is GenerationState.BEGUN and row.reason == "restored"
         }
 
     def stored_keys(self) -> list[bytes]:
@@ -352,7 +352,7 @@ class Simulation:
         self.at(self.now_s + self.rng.uniform(MINUTE, 12 * HOUR), self._restore)
 
     def _follow(self, reader: Reader) -> None:
-        pointer = self.control.pointer()
+        pointer = self.control.read_pointer()
         verdict, previous_pointer = judge_pointer(pointer, reader.last_pointer), reader.last_pointer
         reader.verdict = verdict
         self.count(f"reader: {verdict}")
@@ -398,7 +398,7 @@ class Simulation:
 
     def check(self) -> None:
         """What must hold after every step: no leak, and no key of a generation that nobody knows."""
-        pointer = self.control.pointer()
+        pointer = self.control.read_pointer()
         if pointer is not None:
             assert pointer.epoch <= max(release.epoch for release in all_releases(self.store))
         # Only a sweep removes, so how old a night was counts when the last one looked: days may pass without a run.

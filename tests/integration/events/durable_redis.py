@@ -39,14 +39,14 @@ class DurableRedis:
         command += ["--dir", str(self._folder.resolve())]
         for name, value in self._settings.items():
             command += [f"--{name}", value]
-        self._process = GuardedCommand(command, log=self._folder / "log")
+        self._process = GuardedCommand(command, log_path=self._folder / "log")
         give_up = time.monotonic() + 20
         while time.monotonic() < give_up:
             with contextlib.suppress(redis.RedisError), self.client() as client:
                 client.ping()
                 return
             time.sleep(0.01)
-        raise AssertionError(self._process.tail())
+        raise AssertionError(self._process.log_tail())
 
     def kill(self) -> None:
         """Ends it as a crash does."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from cache.config.events import EventsConfig
 from cache.format.redis_keys import Keyspace
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.connection import EventsFull, EventsUnavailable
@@ -22,7 +22,7 @@ class Intake:
     parts: EventParts
     keyspace: Keyspace
     blocklist: Blocklist = Blocklist()  # noqa: RUF009  frozen
-    newest_position: Position = BEGINNING
+    newest_position: Position = STREAM_BEGINNING
 
     async def accept_events(self, *events: Mapping[str, Any]) -> dict[str, Any]:
         """What a request with these events is answered; raises Problem."""

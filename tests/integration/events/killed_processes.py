@@ -44,7 +44,7 @@ class KilledService(ServiceProcess):
     @property
     def log_tail(self) -> str:
         """End of its log, for a message."""
-        return "" if self._process is None else self._process.tail(60)
+        return "" if self._process is None else self._process.log_tail(60)
 
     def kill(self) -> None:
         """SIGKILL to all its processes."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cache.events.stream import StreamBounds, accept_call
+from cache.events.stream import StreamBounds, accept_script_arguments
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.events import intake as inbox_module
@@ -160,7 +160,9 @@ async def test_what_a_killed_consumer_took_counts_once(
                 for entry, fields in claimed_entries
             ]
             calls = EventsRedis(server.url, "any")
-            await calls.accept(*accept_call(keyspace, StreamBounds(1 << 30, 10**6, 100), packed))
+            await calls.accept(
+                *accept_script_arguments(keyspace, StreamBounds(1 << 30, 10**6, 100), packed)
+            )
             await calls.aclose()
 
     async with intake(server.url, keyspace, inbox=True) as successor_intake:

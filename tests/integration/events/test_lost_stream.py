@@ -9,9 +9,9 @@ import pytest
 from cache.errors import CorruptArtefact
 from cache.events.event import Event
 from cache.events.newer_events import UserEvents
-from cache.events.stream import TAKEN_FILE, read_taken
+from cache.events.stream import TAKEN_POSITION_PATH, read_taken_position
 from cache.format.redis_keys import Keyspace
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
 from precompute.events.files import last_taken
 from precompute.events.stream import take_events
@@ -37,14 +37,14 @@ def store_ahead(client: Any, keyspace: Keyspace, tmp_path: Path) -> ArtefactStor
 
 
 def newest_of(
-    store: ArtefactStore, *snapshot_positions: Position, followed: Position = BEGINNING
+    store: ArtefactStore, *snapshot_positions: Position, followed: Position = STREAM_BEGINNING
 ) -> NewestPosition:
     snapshots = [Held(position.number) for position in snapshot_positions]
     holder: Any = SimpleNamespace(
         served=SimpleNamespace(snapshots=snapshots) if snapshot_positions else None
     )
     users = UserEvents()
-    users.last = followed.number
+    users.last_number = followed.number
     return NewestPosition(NewerEvents(users), holder, store)
 
 
@@ -75,9 +75,9 @@ async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_the
         "e-2",
     ]
     taken_events = take_events(store_ahead, client, keyspace)
-    assert taken_events.events == 3 and taken_events.until_position == positions[-1] == read_taken(
-        store_ahead
-    )
+    assert taken_events.events == 3 and taken_events.until_position == positions[
+        -1
+    ] == read_taken_position(store_ahead)
 
 
 async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
@@ -105,10 +105,10 @@ async def test_the_newest_of_all_that_is_known_counts(
         ArtefactStore(str(tmp_path / "empty")),
     )
 
-    assert newest_of(empty)() == BEGINNING
+    assert newest_of(empty)() == STREAM_BEGINNING
     assert newest_of(empty, Position(5, 1), Position(3, 0))() == Position(5, 1)
     assert newest_of(empty, Position(5, 1), followed=Position(6, 0))() == Position(6, 0)
-    for snapshot_position, expected_position in ((BEGINNING, taken_until), (later, later)):
+    for snapshot_position, expected_position in ((STREAM_BEGINNING, taken_until), (later, later)):
         newest_position = newest_of(store_ahead, snapshot_position)
         await newest_position.load_taken_position(AT_ONCE)
         assert newest_position() == expected_position
@@ -118,9 +118,9 @@ async def test_without_a_readable_position_in_the_store_that_of_the_snapshots_co
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = ArtefactStore(str(tmp_path))
-    store.write(TAKEN_FILE, b'{"until": "noon"}')
-    with pytest.raises(CorruptArtefact, match=TAKEN_FILE):
-        read_taken(store)
+    store.write(TAKEN_POSITION_PATH, b'{"until": "noon"}')
+    with pytest.raises(CorruptArtefact, match=TAKEN_POSITION_PATH):
+        read_taken_position(store)
     newest_position = newest_of(store, Position(5, 0))
 
     await newest_position.load_taken_position(AT_ONCE)

@@ -56,7 +56,9 @@ def started(name: str, folder: Path, socket: Path) -> GuardedCommand:
         "LARDER_READER_PASSWORD": "reads", "LARDER_LOADER_PASSWORD": "loads", "LARDER_PRODUCER_PASSWORD": "produces",
         "REDIS_OPTIONS": f"{options} --port 0 --unixsocket {socket} --dir {folder}",
     }  # fmt: skip
-    return GuardedCommand([shell, flags, script], log=folder / "log", env={**os.environ, **environ})
+    return GuardedCommand(
+        [shell, flags, script], log_path=folder / "log", env={**os.environ, **environ}
+    )
 
 
 @pytest.fixture(scope="module", params=[SHARED, EVENTS_SERVER])
@@ -67,7 +69,7 @@ def server(
     folder = tmp_path_factory.mktemp("rights")
     path = folder / "redis.sock"
     with started(request.param, folder, path) as process:
-        assert poll_until(lambda: answering(path)), process.tail()
+        assert poll_until(lambda: answering(path)), process.log_tail()
         yield request.param, path
 
 
@@ -169,7 +171,7 @@ def test_with_a_server_of_their_own_no_user_reaches_anything_else(tmp_path: Path
         ("CONFIG", "SET", "appendonly", "no"), ("ACL", "LIST"), ("SHUTDOWN",), ("UNLINK", KEYS.events),
     ]  # fmt: skip
     with started(EVENTS_SERVER, tmp_path, socket) as process:
-        assert poll_until(lambda: answering(socket)), process.tail()
+        assert poll_until(lambda: answering(socket)), process.log_tail()
         for user, password in (("larder-reader", "reads"), ("larder-loader", "loads")):
             with client(socket, user, password) as connection:
                 for command in commands:

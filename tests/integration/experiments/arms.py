@@ -28,6 +28,6 @@ def arms(
 def live_of(config: NightConfig) -> str:
     """The live generation of a namespace."""
     with control_of(config) as control:
-        pointer = control.pointer()
+        pointer = control.read_pointer()
     assert pointer is not None
     return pointer.generation

@@ -10,7 +10,7 @@ import pytest
 from cache.config.night import FlipConfig, TableConfig
 from cache.control.control_keys import Control
 from cache.errors import ConfigError, Conflict
-from cache.format.manifest import EventsRead, Manifest, NamedFilter
+from cache.format.manifest import IncludedEvents, Manifest, NamedFilter
 from cache.l2.sync_clients import connect
 from cache.store.audit import audit_records
 from cache.traffic.experiments import latest_experiments
@@ -86,7 +86,7 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(
     assert (status["holdout"], status["free"]) == (0.05, 0.65)
     (experiment_status,) = status["experiments"]
     with control_of(arm) as control:
-        pointer = control.pointer()
+        pointer = control.read_pointer()
     assert pointer is not None and experiment_status["arms"][1]["generation"] == pointer.generation
     assert run(namespaces, "status", "ranker")["experiments"] == [experiment_status]
     arguments = parser_of_commands().parse_args(["experiment", "status"])
@@ -164,14 +164,16 @@ def test_replicas_that_do_not_hold_the_arms_are_waited_for_and_named(
     own_config, arm = namespaces
     beat = orjson.dumps({"replica": "r1", "serving": "g", "holds": []})
     with control_of(own_config) as control, control_of(arm) as of_arm:
-        control.client.zadd(control.keys.replicas, {beat: control.time()})
+        control.client.zadd(control.keyspace.replicas, {beat: control.time()})
         with pytest.raises(Conflict, match=f"r1: {arm.namespace}"):
             run(namespaces, "start", "late", *ARMS, "--share", "0.1")
         late_experiment = latest_experiments(own_config.store()).find("late")
         assert late_experiment is not None and not late_experiment.is_running
 
         for namespace_control in (control, of_arm):
-            namespace_control.client.zadd(namespace_control.keys.replicas, {beat: control.time()})
+            namespace_control.client.zadd(
+                namespace_control.keyspace.replicas, {beat: control.time()}
+            )
         assert run(namespaces, "start", "late", *ARMS, "--share", "0.1")["state"] == "running"
     experiments.stop(own_config, "late")
 
@@ -198,13 +200,13 @@ def test_an_arm_must_count_the_events_that_the_control_counts(
     namespaces: tuple[NightConfig, NightConfig],
 ) -> None:
     own_manifest, arm = (manifest_of(config) for config in namespaces)
-    counting_manifest = replace(own_manifest, events=EventsRead("5-0", 10))
-    its_own = EventsRead("5-0", 10)
+    counting_manifest = replace(own_manifest, events=IncludedEvents("5-0", 10))
+    its_own = IncludedEvents("5-0", 10)
 
     demand_match(own_manifest, replace(arm, events=its_own))
     demand_match(
         counting_manifest,
-        replace(arm, events=EventsRead("3-0", 9, namespace=own_manifest.namespace)),
+        replace(arm, events=IncludedEvents("3-0", 9, namespace=own_manifest.namespace)),
     )
     for events in (None, its_own):
         with pytest.raises(

@@ -98,7 +98,7 @@ def _look_up_and_click(
     with httpx.Client(base_url=service.url) as client:
         for number, key in enumerate(KEYS):
             raw = key.encode()
-            arm = experiment.owners.of(raw) if record.owners.of(raw) else None
+            arm = experiment.owners.owner_of(raw) if record.owners.owner_of(raw) else None
             expected[key] = arm
             for _ in range(3):
                 body = {"entities": [user], "canary_key": key}

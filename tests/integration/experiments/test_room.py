@@ -111,7 +111,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
         and pages_of(own_config)[0] > 0
     )
     with control_of(first_arm_config) as control:
-        assert control.pointer() is None and control.rows() == {}
+        assert control.read_pointer() is None and control.rows() == {}
     # Nothing of the truth is gone.
     restore(first_arm_config, attempt="again")
     assert live_of(first_arm_config) == live and pages_of(first_arm_config) == (

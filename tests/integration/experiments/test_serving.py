@@ -61,11 +61,11 @@ def expected(
 ) -> tuple[str, str | None, str | None]:
     """Generation, experiment and arm by the record alone."""
     record = latest_experiments(own_config.store())
-    name = record.owners.of(key.encode())
+    name = record.owners.owner_of(key.encode())
     experiment = None if name is None else record.find(name)
     if experiment is None or not experiment.is_running:
         return live_of(own_config), None, None
-    arm = experiment.owners.of(key.encode())
+    arm = experiment.owners.owner_of(key.encode())
     return live_of(arm_config if arm == "b" else own_config), name, arm
 
 
@@ -113,7 +113,7 @@ def followed(
 
     def is_so() -> bool:
         return all(
-            {replica.serving for replica in beating(config)} == {live_of(config)}
+            {replica.served_generation for replica in beating(config)} == {live_of(config)}
             for config in (own_config, arm_config)
         ) and all(
             version_of(service) == latest_experiments(own_config.store()).version

@@ -23,7 +23,7 @@ from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
 from cache.traffic.experiments import Experiment, Experiments, latest_experiments
-from cache.traffic.split import BUCKETS, Ranges
+from cache.traffic.split import BUCKET_COUNT, BucketRanges
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
 from precompute.releases.sweep import retire, sweepable
@@ -202,10 +202,10 @@ class SimReplica:
             await self.exposures.flush()
 
 
-def owner(salt: str, ranges_by_name: Mapping[str, Ranges], key: bytes) -> str | None:
+def owner(salt: str, ranges_by_name: Mapping[str, BucketRanges], key: bytes) -> str | None:
     """Owner of a key's bucket, told in the plainest way: what the router is held against."""
     seed = xxhash.xxh3_64_intdigest(salt.encode())
-    bucket = xxhash.xxh3_64_intdigest(key, seed) * BUCKETS >> 64
+    bucket = xxhash.xxh3_64_intdigest(key, seed) * BUCKET_COUNT >> 64
     owners = [name for name, ranges in ranges_by_name.items() for a, b in ranges if a <= bucket < b]
     assert len(owners) <= 1
     return owners[0] if owners else None
@@ -381,7 +381,7 @@ class ThirtyDays:
     async def night(self, day: int) -> None:
         """Nights of all namespaces, sweeps, exposures; now and then another replica takes one's place."""
         for namespace in self.namespaces:
-            is_freed = self.nights[namespace].control.pointer() is None
+            is_freed = self.nights[namespace].control.read_pointer() is None
             if not is_freed and self.rng.random() < self.nightly:
                 self.publish(namespace)
         await self.follow()
@@ -413,7 +413,7 @@ class ThirtyDays:
         self.live = {
             name: pointer.generation
             for name, night in self.nights.items()
-            if (pointer := night.control.pointer()) is not None
+            if (pointer := night.control.read_pointer()) is not None
         }
         for _ in range(self.requests):
             replica, key = self.rng.choice(self.replicas), self.rng.choice(self.all_keys)
@@ -536,15 +536,21 @@ class ThirtyDays:
         }
         ledger = night.releases.ledger()
         return (
-            {generation_id for generation_id in (ledger.live, ledger.previous) if generation_id}
+            {
+                generation_id
+                for generation_id in (ledger.live_generation, ledger.previous)
+                if generation_id
+            }
             | held_generations
             | self._spared_generations(night)
         )
 
     def _spared_generations(self, night: Nights) -> set[str]:
-        states = night.releases.ledger().states
+        states = night.releases.ledger().state_by_generation
         superseded = sorted(
             (generation_id for generation_id, state in states.items() if state == "superseded"),
-            key=lambda generation_id: night.releases.ledger().left_in.get(generation_id, 0),
+            key=lambda generation_id: night.releases.ledger().left_epoch_by_generation.get(
+                generation_id, 0
+            ),
         )
         return set(superseded[-KEEP:])

@@ -17,11 +17,17 @@ from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
 from cache.events.event import Event
-from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
+from cache.events.stream import (
+    ACCEPT_SCRIPT,
+    StreamBounds,
+    accept_script_arguments,
+    pack_event,
+    read_outcomes,
+)
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import WITH_EVENTS, Artefact, EventsRead, Manifest, SeenPart
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.manifest import FORMAT_WITH_EVENTS, Artefact, IncludedEvents, Manifest, SeenPart
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import Scorer
@@ -68,7 +74,7 @@ class EventWorld:
     @cached_property
     def known_users(self) -> list[str]:
         """Users whom a night knows, sorted."""
-        return sorted(self._history(BEGINNING, DATA_UNTIL))
+        return sorted(self._history(STREAM_BEGINNING, DATA_UNTIL))
 
     @cached_property
     def items(self) -> list[str]:
@@ -81,7 +87,7 @@ class EventWorld:
         """Has Redis accept events as the service does; those accepted, with their positions."""
         sent_events = list(events)
         keyspace = self.config.of_events().keyspace()
-        keys, args = accept_call(
+        keys, args = accept_script_arguments(
             keyspace, BOUNDS, [pack_event(keyspace, event) for event in sent_events]
         )
         with redis.Redis.from_url(str(self.config.redis_url), protocol=2) as client:
@@ -101,18 +107,24 @@ class EventWorld:
         at = self._newest_us + self._count if at_us is None else at_us
         return Event(f"event-{self._count}", at, user.encode(), item.encode(), weight=weight)
 
-    def build(self, until_position: Position = BEGINNING, data_until: str = DATA_UNTIL) -> str:
+    def build(
+        self, until_position: Position = STREAM_BEGINNING, data_until: str = DATA_UNTIL
+    ) -> str:
         """A verified generation that has the events up to a position; its lists are those of the source alone."""
         generation = build_verified(self.config, data_until)
         manifest, root = open_generation(self.config.store(), generation)
         seen_parts = self._write_seen(manifest, root, until_position, data_until)
-        read = EventsRead(str(until_position), self.limit, namespace=self.config.events.namespace)
-        manifest = replace(manifest, events=read, seen=seen_parts, format=WITH_EVENTS)
+        read = IncludedEvents(
+            str(until_position), self.limit, namespace=self.config.events.namespace
+        )
+        manifest = replace(manifest, events=read, seen=seen_parts, format=FORMAT_WITH_EVENTS)
         path = f"generations/{generation}/manifest.json"
         self.config.store().write(path, manifest.to_bytes())
         return generation
 
-    def publish(self, until_position: Position = BEGINNING, data_until: str = DATA_UNTIL) -> str:
+    def publish(
+        self, until_position: Position = STREAM_BEGINNING, data_until: str = DATA_UNTIL
+    ) -> str:
         """The same, live."""
         generation = self.build(until_position, data_until)
         publish(self.config, generation)
@@ -128,7 +140,7 @@ class EventWorld:
             if at_us < cut_us:
                 rows_by_user[user].append((item, at_us))
         for position, event in self.accepted:
-            if position <= until_position and event.counts and event.user and event.item:
+            if position <= until_position and event.is_in_history and event.user and event.item:
                 rows_by_user[event.user.decode()].append((event.item.decode(), event.at_us))
         return rows_by_user
 
@@ -185,7 +197,7 @@ class EventWorld:
         histories = []
         for start, end in zip(grouped.indptr[:-1], grouped.indptr[1:], strict=True):
             newest_ordinals = grouped.indices[max(start, end - self.limit) : end]
-            indices = items.to_model(Ordinals(newest_ordinals))
+            indices = items.model_indices_of(Ordinals(newest_ordinals))
             histories.append(indices[indices >= 0])
         spec = TowerSpec.from_json(model.spec)
         inputs: dict[str, Any] = {}
@@ -237,7 +249,7 @@ async def until_counted(app: Running, world: EventWorld) -> None:
     newest_number, timeout_s = world.accepted[-1][0].number, 10 + len(world.accepted) / 1_000
 
     async def has_all() -> bool:
-        return newer_events_of(app.service).users.last >= newest_number
+        return newer_events_of(app.service).users.last_number >= newest_number
 
     assert await eventually(has_all, timeout_s)
 

@@ -9,9 +9,15 @@ from typing import Any
 import redis
 
 from cache.events.event import Event
-from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_call, pack_event, read_outcomes
+from cache.events.stream import (
+    ACCEPT_SCRIPT,
+    StreamBounds,
+    accept_script_arguments,
+    pack_event,
+    read_outcomes,
+)
 from cache.format.redis_keys import Keyspace
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.model.new_items import NO_NEW_ITEMS
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
@@ -74,7 +80,9 @@ class Stream:
 
     def accept(self, event: Event) -> Position:
         """An event, accepted."""
-        keys, args = accept_call(self.keyspace, BOUNDS, [pack_event(self.keyspace, event)])
+        keys, args = accept_script_arguments(
+            self.keyspace, BOUNDS, [pack_event(self.keyspace, event)]
+        )
         (outcome,) = read_outcomes(self.client.eval(ACCEPT_SCRIPT, len(keys), *keys, *args))
         assert outcome.position is not None
         return outcome.position
@@ -84,7 +92,7 @@ class Stream:
         async with self.follower.connected() as client:
             return all([await self.follower.step(client, 1) for _ in range(count)])
 
-    def items(self, user: str, after: Position = BEGINNING) -> list[bytes]:
+    def items(self, user: str, after: Position = STREAM_BEGINNING) -> list[bytes]:
         """Items of a user's events in memory."""
         return [
             event.item

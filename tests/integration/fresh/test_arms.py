@@ -11,7 +11,7 @@ import pytest
 
 from cache.config.events import EventsConfig
 from cache.events.event_predictor import GenerationEvents
-from cache.format.stream_position import BEGINNING
+from cache.format.stream_position import STREAM_BEGINNING
 from serving.engine.service import LookupService
 from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.options import RequestOptions
@@ -63,7 +63,7 @@ async def test_an_arm_counts_the_events_behind_its_own_generation_as_the_control
 ) -> None:
     # given: the control's night has no event, the arm's was made after the first of two
     user = control_world.known_users[0]
-    generation = control_world.publish(BEGINNING)
+    generation = control_world.publish(STREAM_BEGINNING)
     ((first, _),) = control_world.accept([control_world.event(user, control_world.items[3])])
     arm = arm_of(control_world, control_world.config.namespace)
     of_arm = arm.publish(first, NEXT)
@@ -96,9 +96,9 @@ async def test_an_arm_counts_the_events_behind_its_own_generation_as_the_control
 async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_log_says_what_to_set(
     control_world: EventWorld, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    control_world.publish(BEGINNING)
+    control_world.publish(STREAM_BEGINNING)
     arm = arm_of(control_world, namespace)
-    generation = arm.publish(BEGINNING, NEXT)
+    generation = arm.publish(STREAM_BEGINNING, NEXT)
     user = control_world.known_users[0]
     control_world.accept([control_world.event(user, control_world.items[3])])
     async with serving(control_world.config, events=EVENTS) as app, open_arm(app, arm) as service:
@@ -125,9 +125,9 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
 async def test_where_no_events_are_taken_in_nothing_is_said_of_arms(
     control_world: EventWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    control_world.publish(BEGINNING)
+    control_world.publish(STREAM_BEGINNING)
     arm = arm_of(control_world, "")
-    generation = arm.publish(BEGINNING, NEXT)
+    generation = arm.publish(STREAM_BEGINNING, NEXT)
 
     async with serving(control_world.config) as app, open_arm(app, arm) as service:
         assert service.capture_served().live.generation == generation

@@ -102,7 +102,7 @@ async def compare(world: EventWorld, generation: str, count: int) -> None:
         )
     numbers = dict.fromkeys(users, 0)
     for _, event in world.accepted:
-        numbers[str(event.user and event.user.decode())] += event.counts
+        numbers[str(event.user and event.user.decode())] += event.is_in_history
     with_events = [user for user in users if numbers[user]]
     expected = world.expected(generation, with_events)
 

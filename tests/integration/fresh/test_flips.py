@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cache.format.stream_position import BEGINNING
+from cache.format.stream_position import STREAM_BEGINNING
 from tests.attached import newer_events_of
 from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list, until_counted
 from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish, roll_back
@@ -29,7 +29,7 @@ async def test_an_event_counts_once_before_and_after_flips_and_again_after_a_rol
 ) -> None:
     world = EventWorld(prepare(tmp_path, redis_url, users=120, items=100))
     user, other_user = world.known_users[:2]
-    first = world.publish(BEGINNING)
+    first = world.publish(STREAM_BEGINNING)
     async with serving(world.config, events=EVENTS) as app:
         ((taken_position, _),) = world.accept([world.event(user, world.items[0])])
         second = world.build(taken_position, NEXT)
@@ -70,7 +70,7 @@ async def test_users_whose_events_the_night_has_are_answered_as_stored_again(
 ) -> None:
     world = EventWorld(prepare(tmp_path, redis_url, users=120, items=100))
     user = world.known_users[0]
-    world.publish(BEGINNING)
+    world.publish(STREAM_BEGINNING)
     async with serving(world.config, events=EVENTS) as app:
         ((taken_position, _),) = world.accept([world.event(user, world.items[0])])
         await until_counted(app, world)

@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 
 from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
-from cache.format.stream_position import BEGINNING
+from cache.format.stream_position import STREAM_BEGINNING
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
 from serving.events.follower import EVENTS_BEHIND, EventMetrics
@@ -28,7 +28,7 @@ async def test_events_behind_the_oldest_generation_are_read_in_their_order(strea
     assert await stream.steps()
 
     assert stream.items("u") == [b"a", b"c"] and stream.items("v") == [b"b"]
-    assert stream.newer_events.users.last == newest_position.number
+    assert stream.newer_events.users.last_number == newest_position.number
     assert stream.notes == [EVENTS_BEHIND, None] and stream.follower.lag_s() == 0.0
 
 
@@ -47,7 +47,7 @@ async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_olde
 ) -> None:
     first, second = stream.click("u", "a"), stream.click("v", "b")
     stream.click("u", "c")
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     await stream.steps()
     probed = stream.newer_events.packed
 
@@ -64,7 +64,7 @@ async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_olde
 
 
 async def test_what_is_no_event_is_passed_over_once(stream: Stream) -> None:
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     stream.client.xadd(stream.keyspace.events, {"e": b"{"})
     stream.client.xadd(stream.keyspace.events, {"x": b"1"})
     stream.click("u", "a")
@@ -88,7 +88,7 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
 ) -> None:
     """Whatever kind of events fills it: each is held by a part of its own, and no other part has room for it."""
     stream = Stream(redis_server, keyspace, limit_bytes=1_000)
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     for number in range(300):
         last = stream.accept(EVENTS[kind](number))
     for _ in range(4):
@@ -101,7 +101,7 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
         "new item": len(newer_events.items),
     }[kind]
     assert 0 < held_count <= 256 and stream.notes[-1] == EVENTS_BEHIND  # one read beyond the bound
-    assert newer_events.users.last < last.number
+    assert newer_events.users.last_number < last.number
     assert newer_events.users.size_bytes < 256 * 300
     assert stream.follower.lag_s() > 0.0
 
@@ -129,7 +129,7 @@ async def test_a_worker_that_has_read_nothing_yet_is_behind_since_there_is_somet
     await asyncio.sleep(0)
     clock_s[0] += 60
     assert stream.follower.lag_s() == 0.0 and not stream.notes  # no generation tells of events
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     assert await eventually(lambda: tried(1))
     clock_s[0] += 7
     assert await eventually(lambda: tried(2))
@@ -150,7 +150,7 @@ async def test_a_worker_that_has_read_nothing_yet_is_behind_since_there_is_somet
 async def test_events_of_the_blocked_are_forgotten_and_found_again_once_they_are_free(
     stream: Stream,
 ) -> None:
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     stream.click("u", "a")
     stream.click("v", "b")
     await stream.steps()
@@ -168,14 +168,14 @@ async def test_events_of_the_blocked_are_forgotten_and_found_again_once_they_are
 async def test_values_that_one_item_has_too_many_of_are_counted_and_delay_no_others(
     stream: Stream,
 ) -> None:
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     for number in range(2):
         names = [f"a{number}-{index}" for index in range(40)]
         event = Event(f"v{number}", 0, None, b"i", attributes=dict.fromkeys(names, 1))
         stream.accept(event)
     await stream.steps()
 
-    assert stream.notes[-1] is None and stream.newer_events.values.refusals == 1
+    assert stream.notes[-1] is None and stream.newer_events.values.refusal_count == 1
     families = EventMetrics(stream.follower).collect()
     values = {family.name: family.samples[0].value for family in families}
     assert values["larder_event_values_refused"] == 1
@@ -183,7 +183,7 @@ async def test_values_that_one_item_has_too_many_of_are_counted_and_delay_no_oth
 
 async def test_an_outage_leaves_the_known_events_and_is_reported(own_redis: RedisServer) -> None:
     stream = Stream(own_redis, Keyspace("outage"))
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     stream.click("u", "a")
     async with stream.follower.connected() as client:
         await stream.follower.step(client, 1)

@@ -11,7 +11,7 @@ import redis
 
 from cache.config.events import EventsConfig
 from cache.events.event import Event
-from cache.format.stream_position import BEGINNING
+from cache.format.stream_position import STREAM_BEGINNING
 from cache.store.blocklist import Blocklist
 from precompute.config.settings import NightConfig
 from precompute.steps import take_events
@@ -249,7 +249,7 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
         newer_events = newer_events_of(app.service)
         assert new_items[0].encode() not in newer_events.items
         raw = new_items[0].encode()
-        assert not newer_events.values.of_items([raw], 0).of(raw)
+        assert not newer_events.values.values_of_items([raw], 0).values_of(raw)
 
 
 async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(
@@ -265,7 +265,7 @@ async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(
     async with serving(config, events=config.events) as app:
         await send(app, new_item_events(3))
         await wait_for_live(app, lambda live: len(live.new_items) == 2)
-        ids = [new_item.raw for new_item in live_of(app).new_items.items]
+        ids = [new_item.raw_id for new_item in live_of(app).new_items.items]
         assert ids == [b"new-1", b"new-2"]
         assert (await app.scrape_samples("larder_event_new_items_evicted_total"))[()] == 1
         assert (await app.scrape_samples("larder_events_new_items"))[()] == 2
@@ -338,7 +338,7 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
 async def test_a_blocked_item_has_no_value_and_gets_none_from_any_source(
     stream: Stream,
 ) -> None:
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     stream.accept(Event("n1", 0, item=b"known", attributes={"price": 3}))
     stream.accept(Event("n2", 0, item=b"other", attributes={"price": 5}))
     await stream.steps()
@@ -359,13 +359,13 @@ async def test_a_blocked_item_has_no_value_and_gets_none_from_any_source(
 
 
 async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> None:
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     for at in range(3):
         stream.accept(
             Event(f"n{at}", 0, item=b"i%d" % at, features={"size": at}, attributes={"stock": True})
         )
     await stream.steps()
-    assert [new_item.raw for new_item in stream.newer_events.items.list_items_after(0)] == [
+    assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [
         b"i0",
         b"i1",
         b"i2",
@@ -375,16 +375,19 @@ async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> Non
     await stream.steps()
     stream.accept(Event("again", 0, item=b"i1", features={"size": 9}))
     await stream.steps()
-    assert [new_item.raw for new_item in stream.newer_events.items.list_items_after(0)] == [
+    assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [
         b"i0",
         b"i2",
     ]
 
     stream.holder.blocklist = Blocklist(2)
     await stream.steps()
-    assert [new_item.raw for new_item in stream.newer_events.items.list_items_after(0)] == [
+    assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [
         b"i0",
         b"i2",
         b"i1",
     ]
-    assert stream.newer_events.values.of_items([b"i1"], 0).of(b"i1") == {"size": 9, "stock": True}
+    assert stream.newer_events.values.values_of_items([b"i1"], 0).values_of(b"i1") == {
+        "size": 9,
+        "stock": True,
+    }

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from cache.format.stream_position import BEGINNING
+from cache.format.stream_position import STREAM_BEGINNING
 from cache.store.blocklist import Blocklist
 from serving.events import follower
 from serving.events.follower import EVENTS_BEHIND
@@ -17,11 +17,11 @@ async def test_an_unblocked_user_costs_no_others_anything_and_the_newest_go_on_b
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream.holder.blocklist = Blocklist(users=frozenset([b"u"]))
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     for number in range(600):
         stream.click("u" if number % 100 == 0 else "v", f"i{number}")
     await stream.steps(4)
-    packed, last_number = stream.newer_events.packed[b"v"], stream.newer_events.users.last
+    packed, last_number = stream.newer_events.packed[b"v"], stream.newer_events.users.last_number
     stream.click("u", "new")
     stream.click("w", "new")
     while_reading = watched(stream, monkeypatch, "w")
@@ -32,7 +32,7 @@ async def test_an_unblocked_user_costs_no_others_anything_and_the_newest_go_on_b
     assert stream.items("u") == [b"i%d" % item_number for item_number in range(0, 600, 100)] + [
         b"new"
     ]
-    assert while_reading[-1] == [b"new"] and stream.newer_events.users.last > last_number
+    assert while_reading[-1] == [b"new"] and stream.newer_events.users.last_number > last_number
     assert stream.newer_events.packed[b"v"] is packed
     assert stream.notes[-2:] == [EVENTS_BEHIND, None]
 
@@ -68,7 +68,7 @@ async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream.holder.blocklist = Blocklist(users=frozenset([b"u"]))
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     stream.click("u", "a")
     await stream.steps()
     stream.holder.blocklist = Blocklist()
@@ -104,7 +104,7 @@ async def test_a_blocklist_is_looked_through_once(
 
     monkeypatch.setattr(follower, "_blocked_owners", record_blocklist)
     stream.holder.blocklist = blocklist = Blocklist(users=frozenset([b"u"]))
-    stream.hold_generations(BEGINNING)
+    stream.hold_generations(STREAM_BEGINNING)
     for _ in range(5):
         stream.click("u")
         await stream.steps()

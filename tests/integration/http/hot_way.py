@@ -65,10 +65,10 @@ class Ways:
 
     def forget(self) -> None:
         """Empties L1 and what is known to be unknown."""
-        local = self.service.tiers.local
+        local = self.service.tiers.local_tier
         for key in list(local._entries):
-            local._drop(key)
-        self.service.tiers.negative._keys.clear()
+            local._remove_entry(key)
+        self.service.tiers.negative_cache._keys.clear()
 
     def send(self, request: AsgiRequest, *, is_fast: bool = True) -> AsgiResponse:
         """One request one way."""

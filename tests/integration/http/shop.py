@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from cache.filters.expression import read_filter
 from cache.format.item_table import ItemTable
-from cache.format.manifest import WITH_ATTRIBUTES, WITH_FILTERS
+from cache.format.manifest import FORMAT_WITH_ATTRIBUTES, FORMAT_WITH_FILTERS
 from cache.model.ranking import Metric, rank
 from cache.records import decode_record
 from precompute.adapters.vectors import from_vectors
@@ -103,7 +103,7 @@ def make_shop(
     config = replace(config, facets=dict(facets or {}))
     generation = publish_night(config, DATA_UNTIL)
     manifest, root = open_generation(config.store(), generation)
-    assert manifest.format == (WITH_FILTERS if filters or facets else WITH_ATTRIBUTES)
+    assert manifest.format == (FORMAT_WITH_FILTERS if filters or facets else FORMAT_WITH_ATTRIBUTES)
     items = ItemTable.open(root, manifest)
     ids = items.ids_of(np.arange(items.count, dtype=np.uint32))
     of_item = dict(zip(table["item"].to_pylist(), rows, strict=True))
@@ -158,7 +158,7 @@ def wanted_of(
     metric: Metric = "inner_product",
 ) -> tuple[list[str], Any]:
     """Ids and scores of the best k that pass, by a look at each item."""
-    root = read_filter(filter_).root
+    root = read_filter(filter_).root_expression
     ordinals = [
         at
         for at, item_attributes in enumerate(shop.attributes)

@@ -52,10 +52,10 @@ async def counts(service: Running) -> dict[str, Any]:
     names = ("larder_answers_total", "larder_misses_total", "larder_entities_total")
     return {
         **{name: await service.scrape_samples(name) for name in names},
-        "l1": (len(inner.tiers.local), list(inner.tiers.local._entries)),
-        "negative": len(inner.tiers.negative),
+        "l1": (len(inner.tiers.local_tier), list(inner.tiers.local_tier._entries)),
+        "negative": len(inner.tiers.negative_cache),
         "tiers": (inner.tiers.counters.total, inner.tiers.counters.l2_reads),
-        "writes": inner.tiers.writes.stored_count,
+        "writes": inner.tiers.write_behind.stored_count,
         "recent": list(inner.ladder.recent_names),
     }
 

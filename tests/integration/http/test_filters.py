@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from cache.filters.expression import read_filter
-from cache.filters.filtering import Filtering, Masks
+from cache.filters.filtering import Filtering, MaskCache
 from serving.admission.controller import Admission
 from serving.cli import lookup
 from serving.client import AsyncClient, Options
@@ -155,7 +155,7 @@ async def test_a_stored_list_without_the_items_of_a_history_that_is_not_sent_is_
 
 async def test_candidates_that_do_not_pass_are_named(shop: Shop) -> None:
     user, filter_ = min(shop.users), {"<": ["price", 50]}
-    root = read_filter(filter_).root
+    root = read_filter(filter_).root_expression
     passing_ids = {
         id_
         for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
@@ -414,7 +414,7 @@ def test_an_hour_of_distinct_filters_does_not_grow_memory(shop: Shop) -> None:
         filtering = live.part(Filtering)
         assert filtering is not None
         # A bound that so few filters reach.
-        filtering._masks = Masks(filtering._masks.attributes, 100 << 10)
+        filtering._masks = MaskCache(filtering._masks.attributes, 100 << 10)
 
         def send_and_measure_memory(first: int, ways: Ways = ways) -> int:
             for number in range(first, first + count):

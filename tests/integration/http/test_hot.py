@@ -168,7 +168,10 @@ def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(
         ways.forget()
     ways.send(lookup_requests[0])
     ways.send(lookup_requests[0])
-    assert ways.service.tiers.local.ready(lookup_requests[0].path + b"?k=20") is not None
+    assert (
+        ways.service.tiers.local_tier.find_ready_answer(lookup_requests[0].path + b"?k=20")
+        is not None
+    )
 
 
 def test_a_stranger_with_a_history_takes_the_hot_way(ways: Ways, users: list[str]) -> None:
@@ -337,7 +340,7 @@ def test_without_the_token_nothing_is_answered(night: NightConfig, users: list[s
 def test_ready_answers_count_in_the_bound_of_memory(night: NightConfig, users: list[str]) -> None:
     bound = 300_000
     for ways in running(night, l1_bytes=bound):
-        local = ways.service.tiers.local
+        local = ways.service.tiers.local_tier
         for user in users:
             for _ in range(3):
                 ways.send(get(user, b"k=20"))
@@ -371,10 +374,10 @@ def test_whatever_a_record_holds_both_ways_make_the_same_of_it(
             ways.forget()
             ways.send(post({"entities": users[:4]}), is_fast=False)
             key = LocalKey(live.generation, table.name, record_keys[0].key)
-            entry = ways.service.tiers.local.get(key)
+            entry = ways.service.tiers.local_tier.get(key)
             assert entry is not None
             record = entry.record[:at] + raw + entry.record[at + len(raw) :]
-            ways.service.tiers.local.put(key, entry._replace(record=record))
+            ways.service.tiers.local_tier.put(key, entry._replace(record=record))
             response_pairs.append([ways.send(request, is_fast=is_fast) for _ in range(2)])
         assert response_pairs[0] == response_pairs[1]
 

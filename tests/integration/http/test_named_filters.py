@@ -386,7 +386,7 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
     assert {name for name, filter_cost in costs.items() if filter_cost.is_made} == filtered_tables
     attributes = dict(zip(shop.ids, shop.attributes, strict=True))
     for name, filter_ in DECLARED.items():
-        root = read_filter(filter_).root
+        root = read_filter(filter_).root_expression
         passing_counts = [
             sum(passes(root, attributes[item_id]) for item_id in items) for items in lists.values()
         ]

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.formats import RELEASE
+from cache.formats import THIS_RELEASE
 from precompute.config.settings import NightConfig
 from serving.app import create_app
 from tests.integration.nights import build_night, histories
@@ -60,7 +60,7 @@ async def test_the_document_is_the_services_own_under_every_fastapi(night: Night
 
 
 async def test_the_version_is_that_of_the_package(document: Json) -> None:
-    assert document["info"]["version"] == RELEASE
+    assert document["info"]["version"] == THIS_RELEASE
 
 
 def is_object(part: object) -> bool:

@@ -52,7 +52,7 @@ def by_hand(shop: Shop, ids: list[str], scores: Any, rerank: dict[str, Any], k: 
     of = {id_: shop.attributes[ordinals[id_]] for id_ in ids}
     scored = {id_: float(score) for id_, score in zip(ids, scores, strict=True)}
     for boost in rerank.get("boost", ()):
-        root = read_filter(boost["filter"]).root
+        root = read_filter(boost["filter"]).root_expression
         for id_ in ids:
             if passes(root, of[id_]):
                 score = scored[id_]
@@ -121,7 +121,10 @@ async def test_under_a_filter_the_candidates_are_the_best_that_pass(shop: Shop) 
             k = rng.randrange(1, 21)
             failure_message = f"seed {SEED}: {user} {k} {filter_} {orjson.dumps(rerank).decode()}"
             full_answer = await running.get(f"/v1/lookup/user_topk/{user}")
-            root, ordinals = read_filter(filter_).root, {id_: at for at, id_ in enumerate(shop.ids)}
+            root, ordinals = (
+                read_filter(filter_).root_expression,
+                {id_: at for at, id_ in enumerate(shop.ids)},
+            )
             pairs = [
                 (id_, score)
                 for id_, score in zip(full_answer["items"], full_answer["scores"], strict=True)

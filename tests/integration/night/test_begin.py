@@ -221,7 +221,7 @@ def test_no_night_of_such_a_model_begins_while_a_replica_cannot_read_it(config):
     externalize_weights(config.path(config.bundle), "user_tower")
     with open_releases(config) as releases:
         beat: dict[str, object] = {"replica": "old", "serving": None, "holds": []}
-        keys, beat_at = releases.control.keys, releases.control.time()
+        keys, beat_at = releases.control.keyspace, releases.control.time()
         releases.control.client.zadd(keys.replicas, {orjson.dumps(beat): beat_at})
 
     with pytest.raises(

@@ -15,7 +15,7 @@ import pytest
 from rich.table import Table
 
 from cache.control.control_keys import Control
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Conflict
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
@@ -23,8 +23,8 @@ from cache.format.redis_keys import hash_hex
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
-from cache.traffic.experiments import exposure_part
-from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of
+from cache.traffic.experiments import exposure_part_path
+from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, window_number_of
 from precompute.builds.build import record_copies
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
@@ -84,7 +84,7 @@ def has(config: NightConfig, generation: str, entity: str, kind: str = "user") -
 
 def live(config: NightConfig) -> str:
     with open_releases(config) as releases:
-        pointer = releases.control.pointer()
+        pointer = releases.control.read_pointer()
     assert pointer is not None
     return pointer.generation
 
@@ -247,7 +247,7 @@ def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: 
     key = keys.hot_names if window is HOT_WINDOW else keys.cold_names
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, keys)
-        current_hour = hour_of(control.time(), window)
+        current_hour = window_number_of(control.time(), window)
         for hour in (current_hour, current_hour - 1):
             for name in (b"user_topk:somebody", b"user_vector:somebody", b"user_topk:else"):
                 client.zincrby(key(hour), 3.0, name)
@@ -265,7 +265,7 @@ def test_an_erased_user_leaves_the_exposures_of_experiments_and_an_item_does_not
     night: NightConfig,
 ) -> None:
     # Given requests of an experiment that were made with three keys
-    store, path = night.store(), exposure_part(1, "replica", 1)
+    store, path = night.store(), exposure_part_path(1, "replica", 1)
     exposures = [["gone", 1.0], ["an item", 2.0], ["other", 3.0]]
     arm = {"experiment": "e", "arm": "a", "requests": 3, "feedback": {}, "exposures": exposures}
     store.write(path, orjson.dumps({"arms": [arm]}))
@@ -372,7 +372,7 @@ def test_a_refused_generation_that_holds_the_entity_keeps_it_pending(night: Nigh
     build = begin.run(night, data_until=NEXT, run_after=None)
     with open_releases(night) as releases:
         moves.refuse(releases, build["generation"], reason="a test says so", attempt="test")
-        assert releases.state(build["generation"]) is State.REFUSED
+        assert releases.state(build["generation"]) is GenerationState.REFUSED
     begin_erasing(night.store(), min(histories(night)).encode(), "user", at=1.0)
 
     (standing,) = settled(night)

@@ -144,7 +144,7 @@ def test_items_unknown_to_the_vocabulary_get_vectors_and_live_answers(config):
 
     manifest, items, predictor = opened(config, generation)
     ordinal = items.ordinal_of(NEW_ITEM.encode())
-    assert items.to_model(Ordinals(np.array([ordinal])))[0] == -1
+    assert items.model_indices_of(Ordinals(np.array([ordinal])))[0] == -1
     assert np.linalg.norm(items.vectors[ordinal]) > 0.1
     rows = pq.read_table(config.path("items.parquet")).to_pylist()
     looks_vector = next(tuple(row["looks"]) for row in rows if row["item"] == NEW_ITEM)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from cache.control.control_keys import Control
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import NotJudged
 from cache.l2.sync_clients import connect
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from cache.store.artefacts import read_manifest
 from cache.store.releases import all_releases
 from precompute.bulk.load import unlink_pages
@@ -72,7 +72,7 @@ def margins() -> Iterator[dict[str, list[tuple[str, Any, Any]]]]:
 @pytest.fixture(scope="module")
 def own_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server whose settings may be changed."""
-    with server(tmp_path_factory.mktemp("redis"), binary=redis_binary()) as running:
+    with join_or_start_server(tmp_path_factory.mktemp("redis"), binary=redis_binary()) as running:
         yield running.url
 
 
@@ -112,9 +112,9 @@ def test_a_spoilt_generation_is_refused_by_the_rule_that_names_its_mistake(
     note(margins, "spoilt", verdicts, [rule])
     with connect(bench.config.redis_url, 5.0) as client:
         control = Control(client, bench.config.keyspace())
-        pointer, row = control.pointer(), control.rows()[bench.generation]
+        pointer, row = control.read_pointer(), control.rows()[bench.generation]
     assert pointer is not None and pointer.generation == bench.live
-    assert row.state is State.REFUSED and rule in row.reason
+    assert row.state is GenerationState.REFUSED and rule in row.reason
     last_release = all_releases(bench.config.store())[-1]
     assert last_release.action == "refuse" and rule in last_release.reason
 
@@ -195,7 +195,7 @@ def test_live_pages_that_redis_lost_say_nothing_of_the_generation(bench: Bench) 
             client.rename("aside", first_page(bench, bench.live))
             row = Control(client, bench.config.keyspace()).rows()[bench.generation]
 
-    assert row.state is not State.REFUSED
+    assert row.state is not GenerationState.REFUSED
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_pages_that_redis_lost_or_changed_are_loaded_again_and_refuse_nothing(
     with connect(bench.config.redis_url, 5.0) as client:
         control = Control(client, bench.config.keyspace())
         assert not damaged(control, bench.config.store(), bench.generation)
-        assert control.rows()[bench.generation].state is State.VERIFIED
+        assert control.rows()[bench.generation].state is GenerationState.VERIFIED
 
 
 def test_a_file_that_differs_from_the_manifest_refuses_before_anything_is_opened(

@@ -15,11 +15,11 @@ import redis
 
 from cache.config.timetable import DagConfig
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, NotJudged, Refused, StoreError, TierUnavailable
 from cache.l2.sync_clients import connect
 from cache.process.child_process import GuardedCommand
-from cache.process.redis_server import SETTINGS, RedisServer, server
+from cache.process.redis_server import SERVER_SETTINGS, RedisServer, join_or_start_server
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
@@ -60,7 +60,7 @@ class Night:
         with connect(self.server.url, 5.0) as client:
             for part in parts_of(manifest):
                 verify_part(client, self.config.keyspace(), manifest, root, part)
-            pointer = Control(client, self.config.keyspace()).pointer()
+            pointer = Control(client, self.config.keyspace()).read_pointer()
         return pointer is not None and pointer.generation == self.live
 
     def finishes(self) -> None:
@@ -86,7 +86,7 @@ def scored(config: NightConfig) -> BuildId:
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, BuildId]:
     """A generation published and another one scored; pages of 4 KiB, so that there are many to be interrupted at."""
     folder = tmp_path_factory.mktemp("faults") / "night"
-    with server(folder.with_name("redis"), binary=redis_binary()) as running:
+    with join_or_start_server(folder.with_name("redis"), binary=redis_binary()) as running:
         config = prepare(folder, running.url, users=300, items=100)
         config = replace(config, page_bytes=4096, load_chunk_bytes=4096, redis_timeout_s=2.0)
         return config, publish_night(config, "2026-01-29T00:00:00Z"), scored(config)
@@ -178,9 +178,9 @@ def test_a_redis_that_was_killed_and_came_back_empty_is_restored_and_then_loaded
 
 def restarted(running: RedisServer, log: Path) -> GuardedCommand:
     command = [str(redis_binary()), "--port", running.url.split(":")[2].split("/")[0]]
-    for name, value in SETTINGS.items():
+    for name, value in SERVER_SETTINGS.items():
         command += [f"--{name}", value]
-    process = GuardedCommand(command, log=log)
+    process = GuardedCommand(command, log_path=log)
 
     def answers() -> bool:
         with redis.Redis.from_url(running.url) as client:
@@ -189,7 +189,7 @@ def restarted(running: RedisServer, log: Path) -> GuardedCommand:
             except redis.exceptions.ConnectionError:
                 return False
 
-    assert poll_until(answers), process.tail()
+    assert poll_until(answers), process.log_tail()
     return process
 
 
@@ -513,7 +513,9 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
         with open_releases(night.config) as releases:
             moves.refuse(releases, generation, reason="a test says so", attempt="x")
             pages = {table.name: table.pages for table in manifest.tables.values()}
-            releases.control.set_row(generation, RegistryRow(State.RETIRED, releases.clock()))
+            releases.control.set_row(
+                generation, RegistryRow(GenerationState.RETIRED, releases.clock())
+            )
             releases.record("retire", generation, attempt="x", pages=pages)
             unlink_pages(releases.control.client, keys, manifest)
 
@@ -555,5 +557,5 @@ def nothing_is_refused(night: Night) -> None:
     """The generation stays as `load` left it, and no release record says otherwise."""
     with connect(night.server.url, 5.0) as client:
         row = Control(client, night.config.keyspace()).rows()[night.build["generation"]]
-    assert row.state is State.LOADED
+    assert row.state is GenerationState.LOADED
     assert "refuse" not in {release.action for release in all_releases(night.config.store())}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Conflict
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import connect
@@ -29,7 +29,9 @@ def random_command(rng: random.Random, epochs: list[int]) -> tuple[str, Any]:
     name, previous = rng.choice(NAMES), rng.choice([*NAMES, None])
     expected = rng.choice([*epochs[-3:], 0])
     rows = {
-        generation: RegistryRow(rng.choice(list(State)), rng.uniform(0, 9), rng.choice(["", "why"]))
+        generation: RegistryRow(
+            rng.choice(list(GenerationState)), rng.uniform(0, 9), rng.choice(["", "why"])
+        )
         for generation in rng.sample(NAMES, rng.randrange(3))
     }
     match rng.randrange(8):
@@ -40,17 +42,26 @@ def random_command(rng: random.Random, epochs: list[int]) -> tuple[str, Any]:
                 rng.choice("xyz"), 1.0, canary if rng.random() < 0.3 else None,
             )  # fmt: skip
             epochs.append(to.epoch)
-            allowed = rng.choice([(), (State.VERIFIED,), (State.LIVE, State.SUPERSEDED)])
-            return f"move {to} if {expected} {allowed} {rows}", lambda control: control.move(
-                to, expected_epoch=expected, rows=rows, allowed=allowed
+            allowed = rng.choice(
+                [
+                    (),
+                    (GenerationState.VERIFIED,),
+                    (GenerationState.LIVE, GenerationState.SUPERSEDED),
+                ]
+            )
+            return (
+                f"move {to} if {expected} {allowed} {rows}",
+                lambda control: control.move_pointer(
+                    to, expected_epoch=expected, row_by_generation=rows, allowed_states=allowed
+                ),
             )
         case 4 | 5:
             unless = rng.choice(["", "live", "previous"])
             return f"mark {rows} if {expected} unless {unless}", lambda control: control.write_rows(
-                rows, expected_epoch=expected, unless=unless
+                rows, expected_epoch=expected, unless_named_as=unless
             )
         case 6:
-            row = RegistryRow(rng.choice(list(State)), 1.0)
+            row = RegistryRow(rng.choice(list(GenerationState)), 1.0)
             return f"set row {name} {row}", lambda control: control.set_row(name, row)
         case _:
             return f"drop row {name}", lambda control: control.drop_row(name)
@@ -68,7 +79,7 @@ def test_control_sees_the_same_in_both(redis_url: str, keyspace: Keyspace, seed:
                 memory.data.pop(keyspace.live, None)
             command_description, call = random_command(rng, epochs)
             assert outcome(call, real) == outcome(call, model), command_description
-            assert real.pointer() == model.pointer() and real.rows() == model.rows(), (
+            assert real.read_pointer() == model.read_pointer() and real.rows() == model.rows(), (
                 command_description
             )
             assert client.get(keyspace.live) == memory.get(keyspace.live)

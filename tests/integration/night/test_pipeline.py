@@ -20,7 +20,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import (
     BundleError,
     ConfigError,
@@ -82,7 +82,7 @@ def config(tmp_path, redis_url):
 
 def live(config):
     with connect(config.redis_url, 5.0) as client:
-        pointer = Control(client, config.keyspace()).pointer()
+        pointer = Control(client, config.keyspace()).read_pointer()
     return None if pointer is None else pointer.generation
 
 
@@ -155,7 +155,7 @@ def test_a_gate_that_fails_refuses_and_the_live_generation_stays(config):
         release for release in all_releases(config.store()) if release.action == "refuse"
     )
     assert "coverage_of_source" in refused.reason
-    assert state(config, refused.generation) is State.REFUSED
+    assert state(config, refused.generation) is GenerationState.REFUSED
     gates = read_manifest(config.store(), refused.generation).gates
     assert [gate["rule"] for gate in gates if not gate["passed"]] == ["coverage_of_source"]
     with pytest.raises(Conflict, match="refused"):
@@ -351,15 +351,15 @@ def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
 
     begin.run(config, data_until="2026-01-31T00:00:00Z", run_after=None)
 
-    assert state(config, refused) is State.RETIRED and not keys_of(config, refused)
+    assert state(config, refused) is GenerationState.RETIRED and not keys_of(config, refused)
     build: BuildId = {"generation": build_verified(config, "2026-01-31T00:00:00Z")}
     broken = "20260130T120000Z-aaaaaaaaaaaa"
     with connect(config.redis_url, 5.0) as client:
         Control(client, config.keyspace()).set_row(
-            broken, RegistryRow(State.LOADED, client.time()[0])
+            broken, RegistryRow(GenerationState.LOADED, client.time()[0])
         )
     load.run(config, build)
-    assert state(config, broken) is State.RETIRED
+    assert state(config, broken) is GenerationState.RETIRED
 
 
 def test_a_night_that_a_newer_one_retired_says_so(config):
@@ -381,7 +381,7 @@ def test_retire_sweeps_old_nights_and_keeps_what_a_rollback_needs(config):
     second = publish_night(config, NEXT)
     third = publish_night(config, "2026-01-31T00:00:00Z")
     assert config.store().names("generations") == sorted([second, third])
-    assert state(config, first) is State.RETIRED
+    assert state(config, first) is GenerationState.RETIRED
     assert roll_back(config) == second
 
 

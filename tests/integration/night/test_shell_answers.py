@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from cache.control.control_keys import Control
-from cache.control.states import State, demand
+from cache.control.states import GenerationState, demand_allowed
 from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer
@@ -49,7 +49,7 @@ def tried(nights_of: tuple[NightConfig, str, str]) -> Iterator[tuple[NightConfig
     trial.start(config, generation, percent=5.0, attempt=f"start-{time.time()}")
     yield config, generation
     with connect(config.redis_url, 5.0) as client:
-        pointer = Control(client, config.keyspace()).pointer()
+        pointer = Control(client, config.keyspace()).read_pointer()
     if pointer is not None and pointer.canary is not None:
         trial.abandon(config, reason="over", attempt=f"end-{time.time()}")
 
@@ -69,7 +69,7 @@ def test_a_canary_is_ended_only_under_its_own_name(tried: tuple[NightConfig, str
         with pytest.raises(Conflict, match=f"the one that runs is {generation}"):
             run(config, *line)
     with connect(config.redis_url, 5.0) as client:
-        pointer = Control(client, config.keyspace()).pointer()
+        pointer = Control(client, config.keyspace()).read_pointer()
     assert pointer is not None and pointer.canary is not None
     assert pointer.canary.generation == generation != pointer.generation
 
@@ -151,13 +151,13 @@ def test_a_superseded_one_is_gone_back_to(nights_of: tuple[NightConfig, str, str
 
 def test_every_refused_step_of_a_state_says_what_to_do_about_it() -> None:
     with pytest.raises(Conflict, match="verify G"):
-        demand("publish", "G", State.REFUSED)
+        demand_allowed("publish", "G", GenerationState.REFUSED)
     with pytest.raises(Conflict, match=r"start a canary of G.*verify G"):
-        demand("canary", "G", State.REFUSED)
+        demand_allowed("canary", "G", GenerationState.REFUSED)
     with pytest.raises(Conflict, match="load G"):
-        demand("verify", "G", State.BEGUN)
+        demand_allowed("verify", "G", GenerationState.BEGUN)
     with pytest.raises(Conflict, match="status"):
-        demand("publish", "G", None)
+        demand_allowed("publish", "G", None)
 
 
 def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(

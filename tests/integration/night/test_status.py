@@ -14,12 +14,12 @@ import pytest
 import redis
 
 from cache.config.events import EventsConfig
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import BundleError, ConfigError, LarderError
 from cache.events.event import Event
 from cache.format.manifest import CUT_CHARS
 from cache.l2.sync_clients import connect
-from cache.process.redis_server import RedisServer, running_server, server
+from cache.process.redis_server import RedisServer, join_or_start_server, running_server
 from precompute import __main__ as shell
 from precompute.cli.status import read_state, render_status, report_status
 from precompute.cli.temporary_redis import redis_for
@@ -142,7 +142,7 @@ def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
     )
     with open_releases(config) as releases:
         for generation in (earlier_generation, older):
-            releases.note(generation, State.LOADED)
+            releases.note(generation, GenerationState.LOADED)
             moves.refuse(releases, generation, reason="stale_lists", attempt=generation)
 
     with served(config, live):
@@ -281,7 +281,7 @@ def test_a_redis_of_our_own_that_was_killed_is_told_and_not_restored_for_nobody(
 ) -> None:
     publish_night(config, DATA_UNTIL)
     alone = replace(config, redis_url=None)
-    with server(alone.path(alone.state)) as running:
+    with join_or_start_server(alone.path(alone.state)) as running:
         os.kill(running.pid, signal.SIGKILL)
         assert poll_until(lambda: running_server(alone.path(alone.state)) is None)
         (problem,) = make_report(alone)["problems"]

@@ -64,7 +64,7 @@ def elsewhere(config: NightConfig, folder: Path) -> NightConfig:
 @pytest.fixture(autouse=True)
 def one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last bits of a product differ between one row and several, whatever the chunks are."""
-    monkeypatch.setattr("cache.model.tower.OF_CACHES", Tile(1, 1 << 21))
+    monkeypatch.setattr("cache.model.tower.CPU_TILE", Tile(1, 1 << 21))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def expected_files(
 ) -> dict[str, bytes]:
     config = elsewhere(prepared, tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cache.model.tower.OF_CACHES", Tile(1, 1 << 21))
+        patch.setattr("cache.model.tower.CPU_TILE", Tile(1, 1 << 21))
         build = run_first_steps(config)
         for shard in range(SHARDS):
             score.run_shard(config, build, shard)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from onnx import numpy_helper
 
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Refused, SourceError
 from cache.records import ABSENT_FLAGS
 from precompute.bundles.bundle import Bundle, write_bundle
@@ -295,7 +295,7 @@ def test_more_than_the_share_is_refused_by_reason_and_may_be_overridden(config, 
         nights.publish_night(config, nights.DATA_UNTIL)
     assert caught.value.details["rule"] == "unusable_rows"
     with open_releases(config) as releases:
-        assert releases.state(build["generation"]) is State.REFUSED
+        assert releases.state(build["generation"]) is GenerationState.REFUSED
     lenient = replace(config, gates=replace(config.gates, unusable_rows=0.05))
     assert nights.publish_night(lenient, nights.NEXT)
 

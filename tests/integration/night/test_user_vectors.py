@@ -12,7 +12,7 @@ from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Artefact
 from cache.model.agreement import SKEW_RULE
-from cache.quality.probe import FACT, Probe
+from cache.quality.probe import PROBE_FACT, Probe
 from cache.records import decode_record
 from precompute.builds.build import Build
 from precompute.builds.reports import BEGIN
@@ -75,10 +75,12 @@ def test_the_probe_holds_those_who_were_scored_by_the_tower_and_no_others(config
     generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, root = open_generation(config.store(), generation)
-    artefact = Artefact(**manifest.facts[FACT])
+    artefact = Artefact(**manifest.facts[PROBE_FACT])
     probe = Probe.open(root / artefact.path, ItemTable.open(root, manifest))
     seed, histories = manifest.entity_sets["user"].seed, nights.histories(config)
-    probed = {user for user in histories if probe.of(hash_id(user.encode(), seed)) is not None}
+    probed = {
+        user for user in histories if probe.input_of(hash_id(user.encode(), seed)) is not None
+    }
     assert probed == histories.keys() - user_vectors.keys()
 
 
@@ -90,7 +92,7 @@ def test_where_all_users_bring_vectors_there_is_no_skew_to_measure(config):
     generation = nights.publish_night(config, nights.DATA_UNTIL)
 
     manifest, _ = open_generation(config.store(), generation)
-    assert manifest.facts[FACT] is None
+    assert manifest.facts[PROBE_FACT] is None
     assert {gate["rule"] for gate in manifest.gates} >= {"exact_lists", "exact_numbers"}
     assert all(gate["passed"] for gate in manifest.gates)
 

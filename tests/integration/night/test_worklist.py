@@ -11,7 +11,7 @@ from cache.control.control_keys import Control
 from cache.errors import ConfigError
 from cache.l2.sync_clients import connect
 from cache.store.blocklist import change_blocklist
-from cache.usage.hot_keys import COLD_WINDOW, hour_of
+from cache.usage.hot_keys import COLD_WINDOW, window_number_of
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure.erasing import begin_erasing
@@ -30,7 +30,7 @@ def night(tmp_path: Path, redis_url: str) -> NightConfig:
 def read_worklist(night: NightConfig) -> list[WorklistRow]:
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, night.keyspace())
-        pointer = control.pointer()
+        pointer = control.read_pointer()
         assert pointer is not None
         return lines(night.store(), read(control), pointer.generation)
 
@@ -78,7 +78,7 @@ async def test_blocked_and_erased_ids_are_neither_kept_nor_listed(night: NightCo
         async def check_still_uncounted() -> bool:
             await look_up(app, ["blocked", "erased"])
             with redis.Redis.from_url(str(night.redis_url)) as client:
-                day = hour_of(Control(client, night.keyspace()).time(), COLD_WINDOW)
+                day = window_number_of(Control(client, night.keyspace()).time(), COLD_WINDOW)
                 cold_ids = client.zrange(night.keyspace().cold_names(day), 0, -1)
                 return bool(cold_ids == [b"user_topk:stays"])
 
@@ -92,11 +92,11 @@ def test_the_command_shows_and_exports_the_standing_of_every_id(
     known_id = min(histories(night))
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, keys)
-        pointer = control.pointer()
+        pointer = control.read_pointer()
         assert pointer is not None
         _, root = open_generation(night.store(), pointer.generation)
         (root / FILE).write_text('{"later": ["i1"]}')
-        day = hour_of(control.time(), COLD_WINDOW)
+        day = window_number_of(control.time(), COLD_WINDOW)
         for name, count, counted_day in (
             (known_id, 5, day),
             ("later", 2, day),

@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import (
     LeaseMark,
@@ -24,7 +24,7 @@ from cache.l2.commands import (
 from cache.l2.data_plane import Breaker
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import GuardedCommand
-from cache.process.redis_server import SETTINGS, find_server
+from cache.process.redis_server import SERVER_SETTINGS, find_server
 from cache.store.releases import Pointer
 from cache.usage.hot_keys import COLD_WINDOW, HotKeyReport, SharedHotKeys
 from infra.cli.check import look_at_redis
@@ -72,8 +72,8 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "--unixsocket",
         path,
     ]
-    with GuardedCommand(command, log=folder / "log") as process:
-        assert poll_until(lambda: answering(path)), process.tail()
+    with GuardedCommand(command, log_path=folder / "log") as process:
+        assert poll_until(lambda: answering(path)), process.log_tail()
         yield path
 
 
@@ -280,12 +280,14 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     loader.hset(KEYS.loaded("g1"), "user_topk/0", "digest")
     assert loader.getrange(page, 0, 1) == b"01"
     assert "cmdstat_getrange" in loader.info("commandstats", "cpu", "replication")
-    moved = control.move(
-        POINTER, expected_epoch=0, rows={POINTER.generation: RegistryRow(State.LIVE, 0.0)}
+    moved = control.move_pointer(
+        POINTER,
+        expected_epoch=0,
+        row_by_generation={POINTER.generation: RegistryRow(GenerationState.LIVE, 0.0)},
     )
     assert moved == POINTER
-    assert control.pointer() == POINTER
-    assert control.rows()[POINTER.generation].state == State.LIVE
+    assert control.read_pointer() == POINTER
+    assert control.rows()[POINTER.generation].state == GenerationState.LIVE
     assert control.replicas() == []
     stage = StagingNote(control)
     assert stage.set("g2", "test") is None and stage.get() is not None
@@ -348,15 +350,15 @@ def test_a_connection_without_a_password_is_refused(socket: Path) -> None:
 
 
 def test_the_file_as_it_stands_in_the_repository_starts_no_server(tmp_path: Path) -> None:
-    with GuardedCommand([find_server(), CONF, "--port", "0"], log=tmp_path / "log") as process:
-        assert poll_until(lambda: not process.running)
+    with GuardedCommand([find_server(), CONF, "--port", "0"], log_path=tmp_path / "log") as process:
+        assert poll_until(lambda: not process.is_running)
 
         assert process.returncode != 0
 
 
 def test_the_embedded_server_and_the_file_agree(loader: redis.Redis) -> None:
     for name in ("save", "appendonly", "maxmemory-policy", "protected-mode"):
-        assert loader.config_get(name) == {name: SETTINGS[name]}
+        assert loader.config_get(name) == {name: SERVER_SETTINGS[name]}
 
 
 def test_the_check_names_the_rights_that_a_user_lacks(socket: Path, loader: redis.Redis) -> None:

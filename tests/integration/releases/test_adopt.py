@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
 from cache.store.releases import Pointer, all_releases
 from precompute.config.settings import NightConfig
@@ -46,7 +46,7 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 
 def live(config: NightConfig) -> Pointer:
     with open_releases(config) as releases:
-        pointer = releases.control.pointer()
+        pointer = releases.control.read_pointer()
         releases.view().demand_agreement()
     assert pointer is not None
     return pointer
@@ -104,7 +104,7 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
 
     assert adoption["generation"] is None and not client.exists(key)
     with open_releases(config) as releases:
-        assert releases.control.rows()[lost_generation].state is State.ABANDONED
+        assert releases.control.rows()[lost_generation].state is GenerationState.ABANDONED
     # The very same night, made once more.
     assert publish_night(config, DATA_UNTIL) == lost_generation == live(config).generation
     assert publish_night(config, NEXT) == live(config).generation

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from cache.config.night import CanaryConfig
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, Refused
 from cache.traffic.split import KeySplit
 from infra.local.service import ServiceProcess
@@ -54,7 +54,7 @@ def verified(config: NightConfig) -> str:
 
 def live_of(config: NightConfig) -> str:
     with control_of(config) as control:
-        pointer = control.pointer()
+        pointer = control.read_pointer()
     assert pointer is not None
     return pointer.generation
 
@@ -62,7 +62,7 @@ def live_of(config: NightConfig) -> str:
 def follow(config: NightConfig) -> None:
     """Waits until every replica is where the pointer is."""
     with control_of(config) as control:
-        pointer = control.pointer()
+        pointer = control.read_pointer()
     assert pointer is not None
     assert poll_until(lambda: {replica.epoch for replica in beating(config)} == {pointer.epoch})
 
@@ -143,7 +143,7 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
         lambda: all(tried not in replica.held_generations for replica in beating(config))
     )
     with control_of(config) as control:
-        assert control.rows()[tried].state is State.ABANDONED
+        assert control.rows()[tried].state is GenerationState.ABANDONED
     with pytest.raises(Conflict):
         publish(config, tried)
     # A retry finds its own work; anybody else is told that there is none to abandon.
@@ -188,7 +188,7 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
     patience = replace(config, canary=replace(config.canary, wait_max_s=1.0))
     assert await asyncio.to_thread(poll_until, lambda: trial.is_over(patience, unasked))
     with control_of(config) as control:
-        pointer = control.pointer()
+        pointer = control.read_pointer()
         assert pointer is not None and pointer.canary is not None
         assert (pointer.generation, pointer.canary.generation) == (tried, unasked)
     await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="conclude-2")
@@ -213,7 +213,7 @@ async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_nam
         ten_percent_start["percent"] == 10.0 and "counting starts anew" in ten_percent_start["note"]
     )
     with control_of(config) as control:
-        pointer = control.pointer()
+        pointer = control.read_pointer()
         assert pointer is not None and pointer.canary is not None
         assert pointer.canary.percent == 10.0
     await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="enough")

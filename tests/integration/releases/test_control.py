@@ -24,7 +24,7 @@ def world(tmp_path: Path, redis_url: str, keyspace: Keyspace) -> Iterator[World]
 
 
 def beat(control: Control, name: str, at: float) -> None:
-    control.client.zadd(control.keys.replicas, {orjson.dumps({"replica": name}): at})
+    control.client.zadd(control.keyspace.replicas, {orjson.dumps({"replica": name}): at})
 
 
 def test_a_beat_from_the_future_is_nobodys_and_is_pruned_with_the_dead(
@@ -77,7 +77,7 @@ def test_a_pointer_that_cannot_be_read_is_named_with_what_to_do(
     with connect(redis_url, 5.0) as client:
         client.set(keyspace.live, raw)
         with pytest.raises(CorruptArtefact, match="--adopt") as caught:
-            Control(client, keyspace).pointer()
+            Control(client, keyspace).read_pointer()
 
     assert keyspace.live in caught.value.message
 

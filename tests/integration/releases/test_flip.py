@@ -59,13 +59,13 @@ class Nights:
 
     def serving(self) -> set[str | None]:
         """What the real replicas answer from."""
-        return {replica.serving for replica in beating(self.config)}
+        return {replica.served_generation for replica in beating(self.config)}
 
     @property
     def live(self) -> str:
         """What the pointer says."""
         with control_of(self.config) as control:
-            pointer = control.pointer()
+            pointer = control.read_pointer()
         assert pointer is not None
         return pointer.generation
 
@@ -89,8 +89,8 @@ def impostor(config: NightConfig, **payload: object) -> Iterator[str]:
         with contextlib.suppress(redis.ConnectionError), control_of(config) as control:
             while not over.wait(0.2):
                 at = control.time()
-                control.client.zadd(control.keys.replicas, {orjson.dumps(body): at})
-            control.client.zrem(control.keys.replicas, orjson.dumps(body))
+                control.client.zadd(control.keyspace.replicas, {orjson.dumps(body): at})
+            control.client.zrem(control.keyspace.replicas, orjson.dumps(body))
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -104,7 +104,7 @@ def impostor(config: NightConfig, **payload: object) -> Iterator[str]:
 
 def has_next_generation(config: NightConfig) -> bool:
     with control_of(config) as control:
-        return control.client.get(control.keys.next) is not None
+        return control.client.get(control.keyspace.next) is not None
 
 
 def test_the_pointer_moves_once_every_replica_holds_the_generation_ready(nights: Nights) -> None:
@@ -136,14 +136,14 @@ def test_a_replica_that_died_is_not_waited_for_longer_than_three_beats(nights: N
         pass
     body = orjson.dumps({"replica": name, "serving": None, "holds": []})
     with control_of(nights.config) as control:
-        control.client.zadd(control.keys.replicas, {body: control.time()})  # its last beat
+        control.client.zadd(control.keyspace.replicas, {body: control.time()})  # its last beat
     started_at = time.monotonic()
 
     publish(nights.config, generation)
 
     assert time.monotonic() - started_at < REPLICA_DEAD_S + 5
     with control_of(nights.config) as control:
-        assert control.client.zscore(control.keys.replicas, body) is None
+        assert control.client.zscore(control.keyspace.replicas, body) is None
     assert nights.live == generation
 
 

@@ -13,11 +13,11 @@ import pytest
 import redis
 
 from cache.control.control_keys import Control
-from cache.control.states import State, fold
+from cache.control.states import GenerationState, fold_releases
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
-from cache.store.releases import MOVES, all_releases
+from cache.store.releases import MOVE_ACTIONS, all_releases
 from precompute.releases import moves
 from precompute.releases.recovery import restore_redis
 from precompute.releases.release_log import Releases
@@ -34,7 +34,7 @@ MOVES_MIN = 10
 
 def make(releases: Releases, generation: str) -> None:
     """Small files and their manifest."""
-    World(releases.store, releases.control.client, releases.control.keys).make(generation)
+    World(releases.store, releases.control.client, releases.control.keyspace).make(generation)
 
 
 def dumped(client: Any) -> dict[bytes, bytes]:
@@ -119,10 +119,12 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         view = releases.view()
         view.demand_agreement()
         history, ledger = view.history, view.ledger
-        assert list(ledger.states.values()).count(State.LIVE) == 1
-        assert view.pointer is not None and view.pointer.generation == ledger.live
+        assert list(ledger.state_by_generation.values()).count(GenerationState.LIVE) == 1
+        assert view.pointer is not None and view.pointer.generation == ledger.live_generation
         assert view.pointer.previous in (None, ledger.previous)
-        assert ledger.previous is None or ledger.state(ledger.previous) is State.SUPERSEDED
+        assert (
+            ledger.previous is None or ledger.state(ledger.previous) is GenerationState.SUPERSEDED
+        )
         _check_history(history)
         _check_pages(client, keys, store, view)
         # The next night finds nothing in its way.
@@ -130,7 +132,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         racer.rng.random = lambda: 1.0  # type: ignore[method-assign]
         racer.prepare("20270101T000000Z-" + "d" * 12, make)
         moves.publish(releases, "20270101T000000Z-" + "d" * 12, attempt="the last night")
-    return sum(release.action in MOVES and release.is_done for release in history)
+    return sum(release.action in MOVE_ACTIONS and release.is_done for release in history)
 
 
 def _check_history(history: Any) -> None:
@@ -147,19 +149,22 @@ def _check_history(history: Any) -> None:
             ),
         )
         for release in completed_releases
-        if release.action in MOVES
+        if release.action in MOVE_ACTIONS
     ]
     assert len(attempts) == len(set(attempts)), "an attempt moved the pointer twice"
     for number, release in enumerate(history):
-        ledger_before = fold(history[:number])
-        if not release.is_done or release.action not in MOVES:
+        ledger_before = fold_releases(history[:number])
+        if not release.is_done or release.action not in MOVE_ACTIONS:
             continue
         state = ledger_before.state(release.generation)
-        assert state not in (State.REFUSED, State.RETIRED, State.ABANDONED, State.ROLLED_BACK), (
-            f"{release} made live what is {state}"
-        )
+        assert state not in (
+            GenerationState.REFUSED,
+            GenerationState.RETIRED,
+            GenerationState.ABANDONED,
+            GenerationState.ROLLED_BACK,
+        ), f"{release} made live what is {state}"
         if release.action == "roll_back":
-            assert state is State.SUPERSEDED, f"{release} landed on what is {state}"
+            assert state is GenerationState.SUPERSEDED, f"{release} landed on what is {state}"
 
 
 def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -> None:
@@ -169,7 +174,7 @@ def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -
     assert page_generations <= set(view.rows), (
         f"pages of {page_generations - set(view.rows)} belong to nobody"
     )
-    live = view.ledger.live
+    live = view.ledger.live_generation
     assert store.read(generation_path(live, "manifest.json")) is not None
     assert len(pages_of(World(store, client, keys), live)) == 10
     assert live not in sweepable(Releases(store, Control(client, keys)), keep=0, grace_s=0.0)

@@ -16,7 +16,7 @@ import redis
 from cache.control.control_keys import Control
 from cache.l2.sync_clients import connect
 from cache.process.child_process import GuardedCommand
-from cache.process.redis_server import SETTINGS, RedisServer
+from cache.process.redis_server import SERVER_SETTINGS, RedisServer
 from cache.store.artefacts import read_manifest
 from infra.local.service import ROOT, ServiceProcess
 from precompute.bulk.load import page_keys
@@ -71,7 +71,7 @@ def empty_redis_at(url: str, folder: Path) -> Iterator[None]:
     """A new server where the old one was."""
     port = url.rpartition(":")[2].partition("/")[0]
     command = [str(redis_binary()), "--port", port, "--dir", str(folder)]
-    for name, value in SETTINGS.items():
+    for name, value in SERVER_SETTINGS.items():
         command += [f"--{name}", value]
 
     def answers() -> bool:
@@ -81,7 +81,7 @@ def empty_redis_at(url: str, folder: Path) -> Iterator[None]:
         except redis.RedisError:
             return False
 
-    with GuardedCommand(command, log=folder / "second-redis.log"):
+    with GuardedCommand(command, log_path=folder / "second-redis.log"):
         assert poll_until(answers)
         yield
 
@@ -167,7 +167,7 @@ def assert_restored(night: NightConfig) -> None:
     """Registry, pointer and every page of live and previous are in Redis."""
     with connect(night.redis_url, night.redis_timeout_s) as client:
         control = Control(client, night.keyspace())
-        pointer = control.pointer()
+        pointer = control.read_pointer()
         assert pointer is not None
         assert pointer.previous is not None
         for generation in (pointer.generation, pointer.previous):
@@ -180,10 +180,10 @@ def test_restoring_twice_changes_nothing(night: NightConfig) -> None:
     # given
     run_restore(environment(night))
     with connect(night.redis_url, night.redis_timeout_s) as client:
-        pointer_before = Control(client, night.keyspace()).pointer()
+        pointer_before = Control(client, night.keyspace()).read_pointer()
 
         # when
         run_restore(environment(night))
 
         # then
-        assert Control(client, night.keyspace()).pointer() == pointer_before
+        assert Control(client, night.keyspace()).read_pointer() == pointer_before

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import (
@@ -45,7 +45,7 @@ def test_publishing_moves_the_pointer_and_writes_down_why_first(world):
         ("publish", B, True),
     ]
     assert world.live().epoch == records[-1].epoch
-    assert world.control.rows()[A].state is State.SUPERSEDED
+    assert world.control.rows()[A].state is GenerationState.SUPERSEDED
     newest_record = newest_release(world.store)
     assert newest_record is not None and newest_record.generation == B
 
@@ -67,7 +67,12 @@ def test_p19_older_data_is_never_published_over_newer(world):
 
 
 @pytest.mark.parametrize(
-    "state", [state for state in State if state not in (State.VERIFIED, State.LIVE)]
+    "state",
+    [
+        state
+        for state in GenerationState
+        if state not in (GenerationState.VERIFIED, GenerationState.LIVE)
+    ],
 )
 def test_only_a_verified_generation_is_published(world, state):
     world.publish(A)
@@ -138,9 +143,9 @@ def test_a_lost_reply_to_a_successful_move_is_success(world):
     world.load(B)
     expected = world.live().epoch
     to = Pointer(B, expected + 1, A, "run-1", 0.0)
-    assert world.control.move(to, expected_epoch=expected, rows={}) == to
-    repeated_move = world.control.move(
-        Pointer(B, expected + 9, A, "run-1", 0.0), expected_epoch=expected, rows={}
+    assert world.control.move_pointer(to, expected_epoch=expected, row_by_generation={}) == to
+    repeated_move = world.control.move_pointer(
+        Pointer(B, expected + 9, A, "run-1", 0.0), expected_epoch=expected, row_by_generation={}
     )
     assert repeated_move == to and world.live() == to
 
@@ -148,12 +153,12 @@ def test_a_lost_reply_to_a_successful_move_is_success(world):
 def test_of_two_publishers_one_loses(world):
     world.publish(A)
     expected = world.live().epoch
-    assert world.control.move(
-        Pointer(B, expected + 1, A, "one", 0.0), expected_epoch=expected, rows={}
+    assert world.control.move_pointer(
+        Pointer(B, expected + 1, A, "one", 0.0), expected_epoch=expected, row_by_generation={}
     )
     assert (
-        world.control.move(
-            Pointer(C, expected + 2, A, "two", 0.0), expected_epoch=expected, rows={}
+        world.control.move_pointer(
+            Pointer(C, expected + 2, A, "two", 0.0), expected_epoch=expected, row_by_generation={}
         )
         is None
     )
@@ -167,7 +172,7 @@ def test_a_crash_between_move_and_done_is_settled_from_the_pointer(world):
 
     ledger = world.releases.ledger()
 
-    assert ledger.live == B and world.store.read(done_path(number)) is not None
+    assert ledger.live_generation == B and world.store.read(done_path(number)) is not None
 
 
 def test_a_crash_between_intent_and_move_leaves_the_live_one(world, monkeypatch):
@@ -178,10 +183,10 @@ def test_a_crash_between_intent_and_move_leaves_the_live_one(world, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Control, "move", crash)
+        patched.setattr(Control, "move_pointer", crash)
         with pytest.raises(KeyboardInterrupt):
             moves.publish(world.releases, B, attempt="run-1")
-    assert world.releases.ledger().live == A
+    assert world.releases.ledger().live_generation == A
     assert moves.publish(world.releases, B, attempt="run-1").has_moved
     assert world.live().generation == B
 
@@ -256,7 +261,9 @@ def test_a_roll_back_loads_what_is_missing_before_it_moves(world, monkeypatch, d
     world.client.delete(page)
     if damage == "cut short":
         world.client.set(page, sound[:-1])
-    monkeypatch.setattr(Control, "move", lambda *_arguments, **_options: pytest.fail("moved"))
+    monkeypatch.setattr(
+        Control, "move_pointer", lambda *_arguments, **_options: pytest.fail("moved")
+    )
     with pytest.raises(pytest.fail.Exception, match="moved"):
         moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert world.client.get(page) == sound
@@ -289,7 +296,9 @@ def test_a_roll_back_that_misses_one_page_looks_at_all(world, monkeypatch):
     monkeypatch.setattr("precompute.bulk.reload.PAGES_PROBED", 2)
     pages = pages_of(world, A)
     world.client.delete(*pages)
-    monkeypatch.setattr(Control, "move", lambda *_arguments, **_options: pytest.fail("moved"))
+    monkeypatch.setattr(
+        Control, "move_pointer", lambda *_arguments, **_options: pytest.fail("moved")
+    )
 
     with pytest.raises(pytest.fail.Exception, match="moved"):
         moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
@@ -331,8 +340,11 @@ def test_what_is_live_is_neither_refused_nor_marked_verified(world):
     with pytest.raises(Conflict, match="live"):
         moves.refuse(world.releases, A, reason="late gate", attempt=world.attempt())
     world.releases.mark_verified(A, attempt=world.attempt())
-    assert world.control.rows()[A].state is State.LIVE
-    assert world.releases.ledger().live == A and world.releases.state(A) is State.LIVE
+    assert world.control.rows()[A].state is GenerationState.LIVE
+    assert (
+        world.releases.ledger().live_generation == A
+        and world.releases.state(A) is GenerationState.LIVE
+    )
 
 
 def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(world):

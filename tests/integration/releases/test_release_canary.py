@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from cache.control.control_keys import Control
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore
@@ -36,8 +36,15 @@ def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tri
     live, ledger = tried.live(), tried.releases.ledger()
     assert (live.generation, live.previous) == (B, A) and live.canary is not None
     assert (live.canary.generation, live.canary.percent) == (C, 5.0)
-    assert (ledger.live, ledger.live_epoch, ledger.canary) == (B, live.epoch, live.canary)
-    assert tried.releases.state(C) is State.VERIFIED and tried.control.rows()[C].state == "verified"
+    assert (ledger.live_generation, ledger.live_epoch, ledger.canary) == (
+        B,
+        live.epoch,
+        live.canary,
+    )
+    assert (
+        tried.releases.state(C) is GenerationState.VERIFIED
+        and tried.control.rows()[C].state == "verified"
+    )
     newest_record = newest_release(tried.store)
     assert newest_record is not None and (newest_record.generation, newest_record.action) == (
         B,
@@ -67,7 +74,7 @@ def test_an_ended_canary_may_be_published_unless_it_was_abandoned(tried, abandon
         moves.start_canary(tried.releases, C, 5.0, "try")
     assert moves.end_canary(tried.releases, "end").has_moved is False
     if abandon:
-        assert tried.releases.state(C) is State.ABANDONED
+        assert tried.releases.state(C) is GenerationState.ABANDONED
         with pytest.raises(Conflict, match="abandoned"):
             moves.publish(tried.releases, C, attempt="publish")
         tried.releases.mark_verified(C, attempt="again")
@@ -99,14 +106,14 @@ def test_refusing_what_is_tried_out_ends_the_canary_first(tried):
         True,
         refused.reason,
     )
-    assert refused.action == "refuse" and tried.releases.state(C) is State.REFUSED
+    assert refused.action == "refuse" and tried.releases.state(C) is GenerationState.REFUSED
     with pytest.raises(Conflict, match="refused"):
         moves.publish(tried.releases, C, attempt="canary publish")
     # Of the same name, a later verification that fails ends a later canary as well.
     tried.releases.mark_verified(C, attempt="gate")
     moves.start_canary(tried.releases, C, 5.0, "once more")
     moves.refuse(tried.releases, C, reason="still bad", attempt="gate")
-    assert tried.live().canary is None and tried.releases.state(C) is State.REFUSED
+    assert tried.live().canary is None and tried.releases.state(C) is GenerationState.REFUSED
 
 
 def test_what_is_tried_out_is_not_retired(tried):
@@ -166,13 +173,15 @@ def test_an_override_is_kept_with_its_reason_until_its_generation_is_rolled_back
     world.load(B)
     moves.refuse(world.releases, B, reason="score_psi", attempt="gate")
     world.releases.override(B, rule="score_psi", reason=" retrained ", attempt="operator")
-    assert world.releases.ledger().overrides == {B: {"score_psi": "retrained"}}
-    assert world.releases.state(B) is State.REFUSED, "only another verification lifts a refusal"
+    assert world.releases.ledger().overrides_by_generation == {B: {"score_psi": "retrained"}}
+    assert world.releases.state(B) is GenerationState.REFUSED, (
+        "only another verification lifts a refusal"
+    )
     world.releases.mark_verified(B, attempt="again")
     moves.publish(world.releases, B, attempt="publish")
-    assert world.releases.ledger().overrides == {B: {"score_psi": "retrained"}}
+    assert world.releases.ledger().overrides_by_generation == {B: {"score_psi": "retrained"}}
     moved = moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
-    assert world.releases.ledger().overrides == {}
+    assert world.releases.ledger().overrides_by_generation == {}
     (note,) = _ended_overrides(world.releases.history(), moved.pointer.epoch)
     assert note.startswith(f"the override of score_psi for {B} has ended with this roll back")
 
@@ -193,12 +202,12 @@ def test_what_is_published_or_unknown_cannot_be_overridden(world):
 
 def test_a_note_that_comes_late_never_pulls_a_generation_back(world):
     world.publish(A)
-    for state in (State.BEGUN, State.LOADED):
+    for state in (GenerationState.BEGUN, GenerationState.LOADED):
         world.releases.note(A, state)
-    assert world.control.rows()[A].state is State.LIVE
+    assert world.control.rows()[A].state is GenerationState.LIVE
     world.load(B)
-    world.releases.note(B, State.LOADED)
-    assert world.control.rows()[B].state is State.VERIFIED
+    world.releases.note(B, GenerationState.LOADED)
+    assert world.control.rows()[B].state is GenerationState.VERIFIED
 
 
 def test_a_roll_back_that_died_before_redis_was_lost_is_carried_out_by_restore(world, monkeypatch):
@@ -217,7 +226,7 @@ def test_a_roll_back_that_died_before_redis_was_lost_is_carried_out_by_restore(w
     pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert (pointer.generation, pointer.epoch > pointer_before.epoch) == (A, True)
-    assert world.releases.state(B) is State.ROLLED_BACK
+    assert world.releases.state(B) is GenerationState.ROLLED_BACK
 
 
 def test_pages_that_an_older_snapshot_brings_back_go_with_their_row(world):
@@ -228,7 +237,7 @@ def test_pages_that_an_older_snapshot_brings_back_go_with_their_row(world):
     for key, value in saved.items():
         world.client.restore(key, 0, value)
     row = world.control.rows()[A]
-    world.control.set_row(A, type(row)(State.SUPERSEDED, row.at))
+    world.control.set_row(A, type(row)(GenerationState.SUPERSEDED, row.at))
     assert sweepable(world.releases, keep=0, grace_s=60) == [A]
     assert retire(world.releases, A, attempt="sweep") == len(saved) > 0
     assert not any(A in key for key in world.pages())

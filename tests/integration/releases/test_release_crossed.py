@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from cache.control.control_keys import Control
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Conflict
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import (
@@ -48,8 +48,8 @@ def test_a_restore_never_undoes_a_roll_back_made_while_it_streams(world, monkeyp
     pointer, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert pointer == world.live() and pointer.generation == A and loaded == [A]
-    assert world.control.rows()[B].state is State.ROLLED_BACK
-    assert world.releases.ledger().state(B) is State.ROLLED_BACK
+    assert world.control.rows()[B].state is GenerationState.ROLLED_BACK
+    assert world.releases.ledger().state(B) is GenerationState.ROLLED_BACK
 
 
 def test_two_restores_at_once_end_with_one_pointer(world, monkeypatch):
@@ -77,7 +77,7 @@ def test_older_data_is_not_published_over_newer_by_a_publisher_that_looked_earli
     meanwhile(monkeypatch, moves, "load_missing", publish_newer)
     with pytest.raises(Conflict, match="older than"):
         moves.publish(world.releases, B, attempt=world.attempt())
-    assert world.live().generation == C and world.control.rows()[C].state is State.LIVE
+    assert world.live().generation == C and world.control.rows()[C].state is GenerationState.LIVE
 
 
 def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkey
     with pytest.raises(Conflict, match="retired by now"):
         moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == C and not pages_of(world, A)
-    assert world.releases.ledger().state(A) is State.RETIRED
+    assert world.releases.ledger().state(A) is GenerationState.RETIRED
 
 
 def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypatch):
@@ -132,7 +132,7 @@ def test_a_refusal_whose_row_redis_lost_while_it_was_written_down_is_marked_agai
     verified = world.control.rows()[B]
     meanwhile(monkeypatch, Releases, "record", lambda: world.control.set_row(B, verified))
     moves.refuse(world.releases, B, reason="bad", attempt="gate")
-    assert world.control.rows()[B].state is State.REFUSED
+    assert world.control.rows()[B].state is GenerationState.REFUSED
 
 
 def test_a_restore_does_not_lift_a_refusal_that_is_yet_to_be_written_down(world, monkeypatch):
@@ -148,7 +148,7 @@ def test_a_restore_does_not_lift_a_refusal_that_is_yet_to_be_written_down(world,
     meanwhile(monkeypatch, world.releases, "_write_state", restore_then_publish)
     moves.refuse(world.releases, B, reason="bad again", attempt="verify")
     assert world.live().generation == A
-    assert world.releases.ledger().state(B) is State.REFUSED
+    assert world.releases.ledger().state(B) is GenerationState.REFUSED
 
 
 def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
     with pytest.raises(Conflict):
         retire(world.releases, A, attempt="sweep")
     assert world.live().generation == A and len(pages_of(world, A)) == 10
-    assert world.control.rows()[A].state is State.LIVE
+    assert world.control.rows()[A].state is GenerationState.LIVE
 
 
 @pytest.mark.parametrize("when", ["before the mark", "after the mark"])
@@ -182,7 +182,7 @@ def test_a_pin_or_a_reader_that_comes_late_still_stops_a_retirement(world, monke
     world.client.zadd(world.keys.replicas, {beat: world.clock()})
     with pytest.raises(Conflict, match="holds it"):
         retire(world.releases, A, attempt="sweep")
-    assert len(pages_of(world, A)) == 10 and world.releases.state(A) is State.SUPERSEDED
+    assert len(pages_of(world, A)) == 10 and world.releases.state(A) is GenerationState.SUPERSEDED
 
 
 def test_a_move_overtaken_before_it_was_written_down_as_done_is_not_forgotten(world, monkeypatch):
@@ -205,7 +205,11 @@ def test_a_move_overtaken_before_it_was_written_down_as_done_is_not_forgotten(wo
 
     assert world.store.read(done_path(intent.number)) is not None
     ledger = world.releases.ledger()
-    assert (ledger.live, ledger.previous, ledger.state(B)) == (C, B, State.SUPERSEDED)
+    assert (ledger.live_generation, ledger.previous, ledger.state(B)) == (
+        C,
+        B,
+        GenerationState.SUPERSEDED,
+    )
     assert world.live().previous == B
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Conflict
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
@@ -103,8 +103,8 @@ def test_a_roll_back_that_jumps_takes_back_all_that_came_after_its_target(world)
     moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
     assert world.live().previous is None and world.releases.ledger().previous is None
     for generation in (B, C):
-        assert world.control.rows()[generation].state is State.ROLLED_BACK
-        assert world.releases.state(generation) is State.ROLLED_BACK
+        assert world.control.rows()[generation].state is GenerationState.ROLLED_BACK
+        assert world.releases.state(generation) is GenerationState.ROLLED_BACK
         with pytest.raises(Conflict, match="rolled_back"):
             moves.roll_back(world.releases, to=generation, reason="worse", attempt="operator-2")
     world.releases.mark_verified(B, attempt="again")
@@ -115,16 +115,16 @@ def test_a_roll_back_that_jumps_takes_back_all_that_came_after_its_target(world)
 def test_what_a_roll_back_jumps_over_stays_retired_if_it_is_being_retired(world, monkeypatch):
     world.publish(A, B, C, D)
     world.clock.now_s += 1_000
-    real = world.control.move
+    real = world.control.move_pointer
 
     def move(*arguments, **options):
         retire(world.releases, B, attempt="sweep")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(world.control, "move", move)
+    monkeypatch.setattr(world.control, "move_pointer", move)
     moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
-    assert world.control.rows()[B].state is State.RETIRED
-    assert world.releases.state(B) is State.RETIRED
+    assert world.control.rows()[B].state is GenerationState.RETIRED
+    assert world.releases.state(B) is GenerationState.RETIRED
 
 
 def test_the_order_of_releases_is_theirs_whatever_the_clock_says(world):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from cache.control.control_keys import RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Conflict, CorruptArtefact
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import (
@@ -59,8 +59,8 @@ def test_redis_lost_is_restored_under_a_new_epoch(world):
     assert pointer.epoch > pointer_before.epoch and loaded == [B, A]
     assert world.pages() == pages
     assert (
-        world.control.rows()[B].state is State.LIVE
-        and world.control.rows()[A].state is State.SUPERSEDED
+        world.control.rows()[B].state is GenerationState.LIVE
+        and world.control.rows()[A].state is GenerationState.SUPERSEDED
     )
     second_pointer, _, _ = restore_redis(world.releases, attempt="restore-2", chunk_bytes=1000)
     assert second_pointer == pointer
@@ -209,7 +209,7 @@ def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over
         and pointer.epoch > other_pointer.epoch
         and world.live() == pointer
     )
-    assert world.pages() == pages and world.control.rows()[B].state is State.LIVE
+    assert world.pages() == pages and world.control.rows()[B].state is GenerationState.LIVE
 
 
 def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
@@ -223,7 +223,9 @@ def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
 def test_a_restore_never_replaces_a_pointer_that_no_record_explains(world):
     world.publish(A)
     unknown = Pointer(B, world.live().epoch + 1, A, "elsewhere", 0.0)
-    assert world.control.move(unknown, expected_epoch=world.live().epoch, rows={})
+    assert world.control.move_pointer(
+        unknown, expected_epoch=world.live().epoch, row_by_generation={}
+    )
     with pytest.raises(Conflict, match="no release record explains"):
         restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     world.load(C)
@@ -297,12 +299,12 @@ def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_ha
     world.publish(A, B, C)
     epoch = world.live().epoch
     world.releases.record("roll_back", B, attempt="dead", reason="bad", previous=A, expected=epoch)
-    world.control.set_row(A, RegistryRow(State.RETIRED, world.clock()))
+    world.control.set_row(A, RegistryRow(GenerationState.RETIRED, world.clock()))
 
     pointer, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert (pointer.generation, pointer.previous, loaded) == (B, None, [B])
-    assert world.releases.ledger().state(C) is State.ROLLED_BACK
+    assert world.releases.ledger().state(C) is GenerationState.ROLLED_BACK
 
 
 def test_a_restore_writes_rows_of_retired_generations_only_while_overlays_of_them_may_live(world):
@@ -313,4 +315,8 @@ def test_a_restore_writes_rows_of_retired_generations_only_while_overlays_of_the
     lose_redis(world)
     restore_redis(world.releases, attempt="restore", chunk_bytes=1000, overlay_ttl_s=500.0)
     states = {generation: row.state for generation, row in world.control.rows().items()}
-    assert states == {B: State.RETIRED, C: State.SUPERSEDED, D: State.LIVE}
+    assert states == {
+        B: GenerationState.RETIRED,
+        C: GenerationState.SUPERSEDED,
+        D: GenerationState.LIVE,
+    }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from cache.control.control_keys import RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Conflict
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import (
@@ -49,7 +49,7 @@ def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
 
     assert {key.split(":")[4] for key in world.pages()} == {C, D}
     assert world.store.names("generations") == [C, D]
-    assert world.control.rows()[A].state is State.RETIRED
+    assert world.control.rows()[A].state is GenerationState.RETIRED
     world.clock.now_s += (
         90_000  # no overlay lives any more, but somebody may be bringing pages back
     )
@@ -156,28 +156,31 @@ def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monk
 
 def test_rows_change_only_under_the_pointer_that_the_writer_saw(world):
     world.publish(A, B, C)
-    world.control.set_row(A, RegistryRow(State.RETIRED, 0.0))
-    rows = {generation: RegistryRow(State.REFUSED, 0.0) for generation in (A, B)}
+    world.control.set_row(A, RegistryRow(GenerationState.RETIRED, 0.0))
+    rows = {generation: RegistryRow(GenerationState.REFUSED, 0.0) for generation in (A, B)}
     epoch = world.live().epoch
 
     assert not world.control.write_rows(rows, expected_epoch=epoch - 1)
     assert not world.control.write_rows(rows, expected_epoch=0)
     with pytest.raises(Conflict):
-        world.control.write_rows(rows, expected_epoch=epoch, unless="previous")
+        world.control.write_rows(rows, expected_epoch=epoch, unless_named_as="previous")
     with pytest.raises(Conflict):
-        world.control.write_rows({C: rows[A]}, expected_epoch=epoch, unless="live")
-    assert world.control.rows()[B].state is State.SUPERSEDED
-    assert world.control.write_rows(rows, expected_epoch=epoch, unless="live")
+        world.control.write_rows({C: rows[A]}, expected_epoch=epoch, unless_named_as="live")
+    assert world.control.rows()[B].state is GenerationState.SUPERSEDED
+    assert world.control.write_rows(rows, expected_epoch=epoch, unless_named_as="live")
     rows_after = world.control.rows()
-    assert (rows_after[A].state, rows_after[B].state) == (State.RETIRED, State.REFUSED)
+    assert (rows_after[A].state, rows_after[B].state) == (
+        GenerationState.RETIRED,
+        GenerationState.REFUSED,
+    )
 
 
 def test_a_pointer_never_names_a_retired_generation_as_previous(world):
     world.publish(A, B)
-    world.control.set_row(A, RegistryRow(State.RETIRED, 0.0))
+    world.control.set_row(A, RegistryRow(GenerationState.RETIRED, 0.0))
     epoch = world.live().epoch
     to = Pointer(C, epoch + 1, A, "x", 0.0)
-    assert world.control.move(to, expected_epoch=epoch, rows={}) is None
+    assert world.control.move_pointer(to, expected_epoch=epoch, row_by_generation={}) is None
     world.publish(C)
     assert world.live().previous == B
     moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
@@ -186,13 +189,15 @@ def test_a_pointer_never_names_a_retired_generation_as_previous(world):
 
 def test_what_is_being_retired_cannot_be_pinned(world):
     world.publish(A, B, C)
-    world.control.set_row(A, RegistryRow(State.RETIRED, world.clock()))
+    world.control.set_row(A, RegistryRow(GenerationState.RETIRED, world.clock()))
     with pytest.raises(Conflict, match="being retired"):
         world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
     assert not world.releases.ledger().is_pinned(A, world.clock())
 
 
-@pytest.mark.parametrize("state", [State.BEGUN, State.LOADED, State.VERIFIED])
+@pytest.mark.parametrize(
+    "state", [GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED]
+)
 def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world, state):
     """PITFALLS P9: nothing is left behind for ever."""
     world.load(A)
@@ -229,7 +234,9 @@ def test_a_folder_that_no_row_knows_is_swept_by_its_age(world):
     assert world.store.names("generations") == [B, "notes.txt"]
 
 
-@pytest.mark.parametrize("state", [State.BEGUN, State.LOADED, State.VERIFIED])
+@pytest.mark.parametrize(
+    "state", [GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED]
+)
 def test_an_unpublished_night_goes_at_once_when_a_newer_one_is_made(world, state):
     """Its pages would take the room of the newer one, and of each one after it."""
     world.publish(A)
@@ -244,7 +251,7 @@ def test_an_unpublished_night_goes_at_once_when_a_newer_one_is_made(world, state
     retire(world.releases, B, attempt="sweep", making=C)
 
     assert world.store.names("generations") == [A, C, D] and not pages_of(world, B)
-    assert world.releases.state(B) is State.RETIRED
+    assert world.releases.state(B) is GenerationState.RETIRED
 
 
 def test_a_refused_night_that_is_made_again_is_not_swept_from_under_itself(world):

@@ -35,7 +35,7 @@ def requested_ids(night: NightConfig) -> list[str]:
 async def look_up(app: Running, user_ids: list[str]) -> float:
     """The share of these reads that L1 answered, over all requests."""
     counters = app.service.tiers.counters
-    counters.flush()
+    counters.add_pending()
     counters_before = dataclasses.replace(counters)
     total = counters_before.total
     for start in range(0, len(user_ids), 25):
@@ -43,7 +43,7 @@ async def look_up(app: Running, user_ids: list[str]) -> float:
             await app.get(f"/v1/lookup/user_topk/{user}", k=10)
         entities = [{"id": user} for user in dict.fromkeys(user_ids[start + 15 : start + 25])]
         await app.post("/v1/lookup/user_topk", {"entities": entities})
-    counters.flush()
+    counters.add_pending()
     return (counters.l1 - counters_before.l1) / (counters.total - total)
 
 
@@ -58,7 +58,7 @@ async def read_predicted_ratios(app: Running) -> dict[str, float]:
             bool(readings[-1])
             and len(readings) > 1
             and readings[-1] == readings[-2]
-            and not app.service.tiers.trace
+            and not app.service.tiers.access_trace
         )
 
     assert await eventually(is_done)
@@ -98,7 +98,7 @@ async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
 
         async def is_flipped() -> bool:
             # Its next step notes the flip: what is read until then, a quarter of a second, it takes for known.
-            return app.service.tiers.trace.generation == next_
+            return app.service.tiers.access_trace.generation == next_
 
         assert await eventually(is_flipped)
         await look_up(app, users * 3)
@@ -116,7 +116,10 @@ async def test_switched_off_nothing_is_sampled_and_ready_answers_are_not_counted
     async with serving(night, observe=False) as app:
         await look_up(app, requested_ids[:100] * 3)
 
-        assert attached(app.service, Dashboard).advisor() is None and not app.service.tiers.trace
+        assert (
+            attached(app.service, Dashboard).advisor() is None
+            and not app.service.tiers.access_trace
+        )
         answers = await app.scrape_samples("larder_answers_total")
         sampled = await app.scrape_samples("larder_l1_advisor_sampling_rate")
     assert sum(answers.values()) < 300

@@ -113,7 +113,7 @@ async def test_every_background_task_of_a_service_is_a_loop_of_the_wrapper(
 
     assert await eventually(nothing_else_runs, 10.0), replica.other_tasks()
     assert {loop.name for loop in replica.loops.running} == NAMES
-    assert set(replica.loops.failures) >= NAMES
+    assert set(replica.loops.failure_count_by_loop) >= NAMES
 
 
 async def test_every_background_loop_goes_on_after_an_unexpected_error(replica: Replica) -> None:

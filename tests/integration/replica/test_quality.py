@@ -16,7 +16,7 @@ from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import connect
-from cache.quality.probe import FACT, Probe
+from cache.quality.probe import PROBE_FACT, Probe
 from precompute.config.settings import NightConfig
 from serving.quality.monitor import QualityMonitor
 from tests.attached import attached
@@ -42,7 +42,7 @@ def night(tmp_path: Path, redis_url: str) -> NightConfig:
 
 def live_generation(night: NightConfig) -> str:
     with connect(night.redis_url, 5.0) as client:
-        pointer = Control(client, night.keyspace()).pointer()
+        pointer = Control(client, night.keyspace()).read_pointer()
     assert pointer is not None
     return pointer.generation
 
@@ -227,13 +227,13 @@ def test_the_probe_holds_what_the_night_computed_from(sound: NightConfig) -> Non
     generation = live_generation(sound)
     manifest, root = open_generation(sound.store(), generation)
     items = ItemTable.open(root, manifest)
-    probe = Probe.open(root / manifest.facts[FACT]["path"], items)
+    probe = Probe.open(root / manifest.facts[PROBE_FACT]["path"], items)
     history_by_user = histories(sound)
     seed, probed_count = manifest.entity_sets["user"].seed, 0
     for user, items_ in history_by_user.items():
-        live_input = probe.of(hash_id(user.encode(), seed))
+        live_input = probe.input_of(hash_id(user.encode(), seed))
         if live_input is not None:
             probed_count += 1
             assert set(live_input.history or ()) == {item.encode() for item in items_}
     assert probed_count == len(probe) == manifest.entity_sets["user"].count
-    assert probe.of(0) is None
+    assert probe.input_of(0) is None

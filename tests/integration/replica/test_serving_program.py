@@ -15,7 +15,7 @@ import httpx
 import orjson
 import pytest
 
-from cache.process.redis_server import server
+from cache.process.redis_server import join_or_start_server
 from precompute.config.settings import NightConfig
 from serving.client import Client, Entity, Options
 from tests.integration.nights import build_night, histories
@@ -74,7 +74,7 @@ def test_a_redis_that_may_evict_published_pages_is_refused(
 ) -> None:
     import redis
 
-    with server(tmp_path / "other") as evicting_redis:
+    with join_or_start_server(tmp_path / "other") as evicting_redis:
         client = redis.Redis.from_url(evicting_redis.url, protocol=2)
         client.config_set("maxmemory-policy", "allkeys-lru")
         completed_process = run(

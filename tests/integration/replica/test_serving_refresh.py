@@ -134,7 +134,7 @@ async def test_the_heartbeat_names_what_is_held(app: Running, night: NightConfig
         from cache.control.control_keys import Control
 
         replicas = await asyncio.to_thread(Control(control(night), night.keyspace()).replicas)
-        return [(replica.serving, replica.held_generations) for replica in replicas] == [
+        return [(replica.served_generation, replica.held_generations) for replica in replicas] == [
             (second, (second, first))
         ]
 

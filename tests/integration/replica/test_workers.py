@@ -83,7 +83,9 @@ def test_a_publish_waits_for_every_worker_and_all_of_them_flip(
         next_ = build_verified(night, later)
         publish(night, next_)
 
-        assert poll_until(lambda: [replica.serving for replica in beating(night)] == [next_] * 2)
+        assert poll_until(
+            lambda: [replica.served_generation for replica in beating(night)] == [next_] * 2
+        )
         assert all(replica.warm_s is not None for replica in beating(night))
 
 

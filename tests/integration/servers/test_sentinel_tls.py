@@ -8,7 +8,7 @@ import redis
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.sync_clients import another, open_client
+from cache.l2.sync_clients import clone_client, open_client
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import GuardedCommand
 from precompute.gates.judge import GateConnectionPool, GateConnections
@@ -51,21 +51,24 @@ async def test_server_and_sentinel_are_reached_over_tls_with_their_own_passwords
     wrong = url.replace("password=watches", "password=wrong")
     with (
         GuardedCommand(
-            [redis_binary(), tmp_path / "server/conf"], log=tmp_path / "server/log"
+            [redis_binary(), tmp_path / "server/conf"], log_path=tmp_path / "server/log"
         ) as first,
         GuardedCommand(
             [redis_binary(), tmp_path / "sentinel/conf", "--sentinel"],
-            log=tmp_path / "sentinel/log",
+            log_path=tmp_path / "sentinel/log",
         ) as second,
     ):
-        if not poll_until(lambda: can_ask(url), 10) and "tls" in first.tail() + second.tail():
-            pytest.skip(f"this server was built without TLS: {first.tail(3)}")
-        assert can_ask(url), second.tail()
+        if (
+            not poll_until(lambda: can_ask(url), 10)
+            and "tls" in first.log_tail() + second.log_tail()
+        ):
+            pytest.skip(f"this server was built without TLS: {first.log_tail(3)}")
+        assert can_ask(url), second.log_tail()
         assert not can_ask(wrong)
 
         client = open_client(url, protocol=2)
         leash = GateConnections()
-        gate = another(client, lambda **settings: GateConnectionPool(leash, **settings))
+        gate = clone_client(client, lambda **settings: GateConnectionPool(leash, **settings))
         gate.set("larder:1:{x}:live", b"{}")
         tier = RemoteTier(RemoteConfig(url, control_timeout_s=5.0), Keyspace("x"))
         assert await tier.control.watch() == (b"{}", None)

@@ -71,8 +71,8 @@ class WatchedServer:
     def start(self) -> None:
         """Returns once it answers."""
         command: list[str | Path] = [redis_binary(), self._folder / "conf", *self._more]
-        self._process = GuardedCommand(command, log=self._folder / "log")
-        assert poll_until(self._answers), self._process.tail()
+        self._process = GuardedCommand(command, log_path=self._folder / "log")
+        assert poll_until(self._answers), self._process.log_tail()
 
     def kill(self) -> None:
         """As `kill -9` does."""

@@ -40,7 +40,7 @@ def find_brought_vectors(config: NightConfig, generation: str, users: list[str])
         user: directory.find(hash_id(user.encode(), directory.seed)) for user in users
     }
     return {
-        user: seen_items.brought_vector(position)
+        user: seen_items.has_brought_vector(position)
         for user, position in position_by_user.items()
         if position >= 0
     }

@@ -10,7 +10,7 @@ from cache.events.event_predictor import TimedItems, merge_histories
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
-from cache.format.manifest import WITH_EVENTS
+from cache.format.manifest import FORMAT_WITH_EVENTS
 from cache.format.seen_items import SeenItems, UserInput
 from cache.format.stream_position import Position
 from cache.store.artefacts import read_manifest
@@ -55,7 +55,7 @@ def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(mon
     store, limit = month.config.store(), month.config.history_limit
     first, second = (read_manifest(store, generation) for generation in (earlier_generation, after))
     assert first.events is not None and second.events is not None
-    assert second.format == WITH_EVENTS and second.events.history_limit == limit
+    assert second.format == FORMAT_WITH_EVENTS and second.events.history_limit == limit
     assert second.events.until == str(positions[-1]) == str(last_taken(store))
     assert Position.parse(first.events.until) < positions[0]
 
@@ -66,7 +66,7 @@ def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(mon
     )
     (seed,) = {manifest.entity_sets["user"].seed for manifest in (first, second)}
     by_user: dict[int, list[Event]] = {}
-    for event in filter(lambda event: event.counts, newer_events):
+    for event in filter(lambda event: event.is_in_history, newer_events):
         by_user.setdefault(hash_id(event.user or b"", seed), []).append(event)
     merged = 0
     empty_input = UserInput(np.empty(0, np.int64), np.empty(0, np.int64), {})
@@ -75,13 +75,13 @@ def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(mon
         ordinals = table.ordinals_of([event.item or b"" for event in events])
         at = np.array([event.at_us for event in events], np.int64)
         (expected,) = merge_histories(
-            [TimedItems(earlier.items, earlier.times)],
+            [TimedItems(earlier.item_ordinals, earlier.times_us)],
             [TimedItems(np.asarray(ordinals, np.int64), at)],
             limit,
         )
-        assert published_input.items.tolist() == expected.seen_items.tolist()
-        assert expected.model_history.tolist() == published_input.items[-limit:].tolist()
-        merged += bool(events) and bool(len(earlier.items))
+        assert published_input.item_ordinals.tolist() == expected.seen_items.tolist()
+        assert expected.model_history.tolist() == published_input.item_ordinals[-limit:].tolist()
+        merged += bool(events) and bool(len(earlier.item_ordinals))
         if user in earlier_input_by_hash:
             assert published_input.features == earlier.features
     assert merged > 20

@@ -10,7 +10,7 @@ import redis
 from cache.config.events import EventsConfig
 from cache.errors import ConfigError
 from cache.events.event import Event
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from precompute.builds.build import Build, cut_of
 from precompute.builds.reports import BEGIN
 from precompute.events import files as event_files
@@ -51,7 +51,7 @@ def test_events_are_rows_of_a_file_behind_the_teams_own(month: Month) -> None:
 
     # when
     event_generation = scored(month.config, month.cut)
-    counting_events = [event for event in events if event.counts]
+    counting_events = [event for event in events if event.is_in_history]
     rows = pa.table({
         "user": [str(event.user, "utf-8") for event in counting_events if event.user],
         "item": [str(event.item, "utf-8") for event in counting_events if event.item],
@@ -182,4 +182,4 @@ def test_a_night_without_a_cut_is_never_ahead_of_the_clock(month: Month) -> None
 def test_the_first_night_stands_at_the_beginning(featured: Month) -> None:
     begin_report = featured.build(scored(featured.config, featured.cut)).need(BEGIN)
 
-    assert begin_report["events"] == {"until": str(BEGINNING), "files": 0}
+    assert begin_report["events"] == {"until": str(STREAM_BEGINNING), "files": 0}

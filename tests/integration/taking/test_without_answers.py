@@ -43,7 +43,7 @@ def test_users_with_a_history_are_published_without_an_answer(featured: Month) -
     histories = nights.histories(month.config)
     for user in users_without_features:
         published = input_by_hash[hash_id(user.encode(), seed)]
-        assert set(table.ids_of(published.items.astype("u4"))) == {*histories[user]}
+        assert set(table.ids_of(published.item_ordinals.astype("u4"))) == {*histories[user]}
         assert published.features == {}
     records = nights.raw_records(month.config, generation, users_without_features, "user_topk")
     assert {raw_record[14] for raw_record in records.values()} == {ABSENT_FLAGS} and len(

@@ -100,7 +100,7 @@ async def test_replicas_are_seen_and_a_roll_back_reaches_them(
     with open_releases(night) as releases:
 
         async def beating() -> bool:
-            return [replica.serving for replica in releases.control.replicas()] == [
+            return [replica.served_generation for replica in releases.control.replicas()] == [
                 generation_before
             ]
 

@@ -10,7 +10,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError
 
 from cache.control.control_keys import RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import ConfigError, TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.cluster import ClusterTier
@@ -24,7 +24,7 @@ from cache.l2.commands import (
     PageRead,
 )
 from cache.l2.data_plane import Breaker
-from cache.l2.sync_clients import by_server, connect
+from cache.l2.sync_clients import connect, group_keys_by_server
 from cache.l2.tier import RemoteConfig
 from cache.store.artefacts import ArtefactStore
 from precompute.bulk.load import page_keys, unlink_pages
@@ -56,10 +56,10 @@ def test_pages_spread_evenly_over_slots_and_masters(
     with connect(servers.url, 5.0) as client:
         world = World(ArtefactStore(str(tmp_path)), client, keyspace)
         manifest = world.make(A, records=20_000)
-        world.control.set_row(A, RegistryRow(State.BEGUN, 0.0))
+        world.control.set_row(A, RegistryRow(GenerationState.BEGUN, 0.0))
         assert reload(world.control, world.store, A) > 0
         names = list(page_keys(keyspace, manifest))
-        key_counts = [len(key_indices) for _, key_indices in by_server(client, names)]
+        key_counts = [len(key_indices) for _, key_indices in group_keys_by_server(client, names)]
 
         assert len(names) == 4_000 and client.exists(*names) == 4_000
         # Binomial, four standard deviations; a hash tag in the keys would put all of them on one node.

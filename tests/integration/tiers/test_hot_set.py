@@ -12,7 +12,7 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.store.blocklist import change_blocklist
-from cache.usage.hot_keys import LIFE_S, MEMBERS_MAX, HotKeyReport, SharedHotKeys
+from cache.usage.hot_keys import HOT_LIFE_S, MEMBERS_MAX, HotKeyReport, SharedHotKeys
 from precompute.config.settings import NightConfig
 from tests.integration.nights import NEXT, build_night, build_verified, histories, publish
 from tests.integration.serving_app import Running, eventually, serving
@@ -70,7 +70,9 @@ async def test_reports_add_up_over_replicas_and_hours(
     ]
     assert await SharedHotKeys(tier.control).fetch_names(12) == []
     for hour in (9, 10):
-        assert LIFE_S - 10 < await client.ttl(tier.control.keyspace.hot_names(hour)) <= LIFE_S
+        assert (
+            HOT_LIFE_S - 10 < await client.ttl(tier.control.keyspace.hot_names(hour)) <= HOT_LIFE_S
+        )
 
 
 async def test_an_hour_is_bounded_and_keeps_what_was_asked_most(

@@ -83,7 +83,7 @@ async def test_a_page_is_read_without_the_pipelined_pool(remote: RemoteTier) -> 
     page_read = PageRead("g", "t", 1, 0, len(page_bytes(1)))
 
     assert await remote.page(page_read) == page_bytes(1)
-    assert await remote.page(page_read._replace(page=99)) is None
+    assert await remote.page(page_read._replace(page_number=99)) is None
     assert await remote.page(page_read._replace(length=page_read.length + 1)) is None
     assert remote.stats.batches == remote.stats.commands == 0 and not remote.pool._connections
 

@@ -7,7 +7,16 @@ import pytest
 
 from cache import formats
 from cache.errors import CorruptArtefact, UnknownFormat
-from cache.formats import FORMATS, MANIFEST, POINTER, RELEASE, demand, stamp, unread, version_of
+from cache.formats import (
+    FORMATS,
+    MANIFEST,
+    POINTER,
+    THIS_RELEASE,
+    demand_readable,
+    unreadable_reason,
+    version_of,
+    version_stamp,
+)
 from cache.store.releases import Pointer
 from tests.unit.test_layering import ROOT
 
@@ -19,7 +28,10 @@ def test_the_release_is_that_of_the_project() -> None:
     latest_heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
     assert latest_heading is not None
-    assert project["version"] == RELEASE and RELEASE.partition(".dev")[0] == latest_heading[1]
+    assert (
+        project["version"] == THIS_RELEASE
+        and THIS_RELEASE.partition(".dev")[0] == latest_heading[1]
+    )
 
 
 def test_what_is_written_is_read() -> None:
@@ -44,26 +56,27 @@ def test_version_1_is_not_written_and_a_later_one_is(monkeypatch: pytest.MonkeyP
     raised = FORMATS[POINTER]._replace(written=2, newest_readable=2)
     monkeypatch.setitem(FORMATS, POINTER, raised)
 
-    assert stamp(POINTER) == {"format": 2} and b'"format":2' in POINTED.to_bytes()
+    assert version_stamp(POINTER) == {"format": 2} and b'"format":2' in POINTED.to_bytes()
     assert Pointer.from_bytes(POINTED.to_bytes()) == POINTED
 
 
 @pytest.mark.parametrize("version", [6, 0, "1", None, True, 1.0])
 def test_a_version_that_is_not_read_is_refused(version: object) -> None:
     with pytest.raises(UnknownFormat):
-        demand(MANIFEST, version)
+        demand_readable(MANIFEST, version)
 
 
 def test_the_line_names_format_versions_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     later = FORMATS[MANIFEST]._replace(written=3, oldest_readable=2, newest_readable=3)
     monkeypatch.setitem(FORMATS, MANIFEST, later)
 
-    assert unread(MANIFEST, 2) is None
-    assert unread(MANIFEST, 4, "the manifest of g") == (
-        f"the manifest of g has manifest format 4, this release ({RELEASE}) reads 2 to 3; a newer Larder wrote it: "
+    assert unreadable_reason(MANIFEST, 2) is None
+    assert unreadable_reason(MANIFEST, 4, "the manifest of g") == (
+        f"the manifest of g has manifest format 4, this release ({THIS_RELEASE}) reads 2 to 3; a newer Larder wrote "
+        "it: "
         "upgrade this program first"
     )
-    assert "run that release in between" in str(unread(MANIFEST, 1))
+    assert "run that release in between" in str(unreadable_reason(MANIFEST, 1))
 
 
 def test_a_newer_pointer_is_no_damaged_one() -> None:

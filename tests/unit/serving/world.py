@@ -26,7 +26,7 @@ from cache.model.input_preparation import LiveInput, PreparedInput
 from cache.records import FLAG_LIVE, Layout, encode_numbers, encode_topk
 from cache.store.blocklist import Blocklist
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.reads import View
+from cache.tiers.reads import SnapshotView
 from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
 from serving.admission.gate import AdmissionGate, DeadlineCheck
@@ -242,7 +242,7 @@ class World:
         fields: dict[str, Any] = {
             "generation": generation, "epoch": 1, "published_at": "2026-11-20T00:00:00Z",
             "manifest": manifest, "root": Path(), "directories": directories, "items": self.items,
-            "view": View(generation, directories), "predictor": self.predictor,
+            "view": SnapshotView(generation, directories), "predictor": self.predictor,
             "degraded": None,
             "defaults": {"user_topk": default, "item_similar": default},
             "blocklist": Blocklist(), "blocked": frozenset(),

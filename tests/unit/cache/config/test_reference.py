@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[4] / "docs/reference/configuration.md"
 def test_the_page_is_not_stale() -> None:
     remedy = "python -m cache.config.reference > docs/reference/configuration.md"
 
-    assert PAGE.read_text() == reference.page(), remedy
+    assert PAGE.read_text() == reference.reference_page(), remedy
 
 
 def test_every_setting_says_what_it_means() -> None:

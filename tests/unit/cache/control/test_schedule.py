@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from croniter import croniter
 
-from cache.config.timetable import CLOCKS_APART_S, MISSED_MAX, Schedule
+from cache.config.timetable import CLOCKS_APART_S, MISSED_TICKS_MAX, Schedule
 from cache.errors import ConfigError
 
 HOUR_S = 3_600
@@ -116,14 +116,14 @@ def test_nights_that_are_missed_are_counted_one_by_one_up_to_a_bound() -> None:
     friday = at("2026-05-01T03:10")
 
     def missed(now_text: str) -> int:
-        return weekdays.missed(at(now_text), friday)
+        return weekdays.count_missed(at(now_text), friday)
 
     assert missed("2026-05-01T12:00") == missed("2026-05-04T03:59") == 0  # a weekend is no night
     assert missed("2026-05-04T04:00") == missed("2026-05-05T03:59") == 1
     assert missed("2026-05-05T04:00") == 2
-    assert missed("2026-09-05T04:00") == MISSED_MAX
-    assert weekdays.missed(at("2026-05-04T04:00"), None) == MISSED_MAX
-    assert weekdays.missed(at("2026-05-05T04:00"), friday, at_most=1) == 1
+    assert missed("2026-09-05T04:00") == MISSED_TICKS_MAX
+    assert weekdays.count_missed(at("2026-05-04T04:00"), None) == MISSED_TICKS_MAX
+    assert weekdays.count_missed(at("2026-05-05T04:00"), friday, missed_max=1) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_a_second_call_in_the_same_second_computes_nothing(
     schedule = Schedule("17 4 * * *", "Europe/Berlin", 600.0)
     monkeypatch.setattr(croniter, "get_prev", record_call)
     now_s = 1_790_000_000.0
-    first = [schedule.missed(now_s, now_s - 86_400), schedule.due(now_s)]
+    first = [schedule.count_missed(now_s, now_s - 86_400), schedule.due_tick(now_s)]
     first_call_count = len(computed)
 
     for part in range(1, 1_000):
         later = now_s + part / 1_000
-        assert [schedule.missed(later, now_s - 86_400), schedule.due(later)] == first
+        assert [schedule.count_missed(later, now_s - 86_400), schedule.due_tick(later)] == first
 
     assert 0 < first_call_count == len(computed)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from cache.events.event import Event
 from cache.events.newer_events import (
-    VALUES_MAX,
+    VALUES_PER_ENTITY_MAX,
     AttributeEvents,
-    features_with,
+    merge_features,
     takes_any_attribute,
 )
 from cache.format.stream_position import Position
@@ -59,34 +59,38 @@ def test_the_newest_value_behind_any_position_is_known(
         expected_by_kind[kind] |= {(raw, name): value for name, value in attributes.items()}
 
     with mock.patch("cache.events.newer_events._RECENT_ITEMS_MAX", recent_items_max):
-        newer_values = attribute_events.items_since(Position(ms, 0).number)
+        newer_values = attribute_events.item_values_since(Position(ms, 0).number)
     users = {
         (raw, name): value
         for raw in (b"a", b"b", b"c")
-        for name, value in attribute_events.of_user(raw, Position(ms, 0).number).items()
+        for name, value in attribute_events.values_of_user(raw, Position(ms, 0).number).items()
     }
 
-    assert {(raw, name): value for raw, name, value in newer_values.values()} == expected_by_kind[
-        "item"
-    ]
+    assert {
+        (raw, name): value for raw, name, value in newer_values.iterate_values()
+    } == expected_by_kind["item"]
     assert users == expected_by_kind["user"]
     if expected_by_kind["item"]:
-        assert newer_values.until_number == attribute_events.newest_item > newer_values.after
+        assert (
+            newer_values.until_number
+            == attribute_events.newest_item_number
+            > newer_values.after_number
+        )
 
 
 @given(EVENT_ROWS, st.integers(0, 21))
 def test_what_all_generations_have_is_forgotten_and_nothing_else(told: Any, ms: int) -> None:
     attribute_events, number = added(told), Position(ms, 0).number
     values_before = (
-        attribute_events.items_since(number),
-        [attribute_events.of_user(raw, number) for raw in (b"a", b"b", b"c")],
+        attribute_events.item_values_since(number),
+        [attribute_events.values_of_user(raw, number) for raw in (b"a", b"b", b"c")],
     )
 
     attribute_events.drop_until(number)
 
     after = (
-        attribute_events.items_since(number),
-        [attribute_events.of_user(raw, number) for raw in (b"a", b"b", b"c")],
+        attribute_events.item_values_since(number),
+        [attribute_events.values_of_user(raw, number) for raw in (b"a", b"b", b"c")],
     )
     assert after == values_before
     assert len(attribute_events) == len({(kind, raw) for kind, raw, _ in told[ms:]})
@@ -103,28 +107,32 @@ def test_a_position_is_taken_once_and_an_interaction_sets_nothing() -> None:
     assert attribute_events.add(Position(3, 0), event("item", b"b", None))
 
     assert [
-        attribute_value.value for attribute_value in attribute_events.items_since(0).values()
+        attribute_value.new_value
+        for attribute_value in attribute_events.item_values_since(0).iterate_values()
     ] == [1]
     assert (
-        attribute_events.newest_item == Position(1, 0).number
-        and attribute_events.last == Position(3, 0).number
+        attribute_events.newest_item_number == Position(1, 0).number
+        and attribute_events.last_number == Position(3, 0).number
     )
 
 
 def test_one_entity_has_a_bound_on_its_attributes_and_keeps_those_set_last() -> None:
-    event_rows = [("user", b"u", {f"a{number}": 1}) for number in range(VALUES_MAX + 10)]
+    event_rows = [("user", b"u", {f"a{number}": 1}) for number in range(VALUES_PER_ENTITY_MAX + 10)]
     attribute_events = added(event_rows)
 
-    assert attribute_events.of_user(b"u", 0).keys() == {
-        f"a{number}" for number in range(10, VALUES_MAX + 10)
+    assert attribute_events.values_of_user(b"u", 0).keys() == {
+        f"a{number}" for number in range(10, VALUES_PER_ENTITY_MAX + 10)
     }
-    assert attribute_events.refusals == 10
-    assert attribute_events.newest_of_user(b"u") == Position(VALUES_MAX + 10, 0).number
-    assert attribute_events.newest_of_user(b"nobody") == 0
+    assert attribute_events.refusal_count == 10
+    assert (
+        attribute_events.newest_number_of_user(b"u")
+        == Position(VALUES_PER_ENTITY_MAX + 10, 0).number
+    )
+    assert attribute_events.newest_number_of_user(b"nobody") == 0
 
 
-@given(st.lists(st.integers(0, VALUES_MAX + 20), max_size=300), st.integers(0, 300))
-@example(list(range(VALUES_MAX + 20)), 10)
+@given(st.lists(st.integers(0, VALUES_PER_ENTITY_MAX + 20), max_size=300), st.integers(0, 300))
+@example(list(range(VALUES_PER_ENTITY_MAX + 20)), 10)
 def test_replicas_that_read_the_stream_from_other_positions_on_hold_the_same_values(
     names: list[int], skipped: int
 ) -> None:
@@ -137,8 +145,8 @@ def test_replicas_that_read_the_stream_from_other_positions_on_hold_the_same_val
     assert late.values_set_after("item", since_number) == complete_events.values_set_after(
         "item", since_number
     )
-    assert [*late.items_since(since_number).values()] == [
-        *complete_events.items_since(since_number).values()
+    assert [*late.item_values_since(since_number).iterate_values()] == [
+        *complete_events.item_values_since(since_number).iterate_values()
     ]
 
 
@@ -147,7 +155,7 @@ def test_many_values_are_put_in_front_in_turns() -> None:
     later = AttributeEvents()
     later.add(Position(5_000, 0), event("item", b"7", {"b": 1}))
 
-    yield_count = sum(1 for _ in later.put_before_in_turns(earlier))
+    yield_count = sum(1 for _ in later.prepend_in_turns(earlier))
 
     assert yield_count >= 2_000 // 256
     assert later.values_set_after("item", 0)[b"7"] == {"a": 7, "b": 1} and len(later) == 2_000
@@ -158,7 +166,7 @@ def test_a_stored_value_is_a_copy_of_the_attribute() -> None:
     attribute_events = added([("item", b"i", attributes)])
     attributes["tags"].append("b")
 
-    assert next(attribute_events.items_since(0).values()).value == ["a"]
+    assert next(attribute_events.item_values_since(0).iterate_values()).new_value == ["a"]
     assert attribute_events.values_set_after("item", 0) == {b"i": {"tags": ["a"]}}
     assert attribute_events.values_set_after("item", Position(1, 0).number) == {}
 
@@ -166,20 +174,20 @@ def test_a_stored_value_is_a_copy_of_the_attribute() -> None:
 def test_a_users_features_are_those_of_the_night_with_what_events_set() -> None:
     inputs, row = (COUNTRY, TASTE), {"country": 3, "taste": [0.5, 1.0]}
 
-    assert features_with(row, {}, inputs) == {"country": 3, "taste": (0.5, 1.0)}
-    assert features_with(row, {"country": 4, "other": "x"}, inputs) == {
+    assert merge_features(row, {}, inputs) == {"country": 3, "taste": (0.5, 1.0)}
+    assert merge_features(row, {"country": 4, "other": "x"}, inputs) == {
         "country": 4,
         "taste": (0.5, 1.0),
     }
-    assert features_with({}, {"country": 4, "taste": [1, 2]}, inputs) == {
+    assert merge_features({}, {"country": 4, "taste": [1, 2]}, inputs) == {
         "country": 4,
         "taste": (1, 2),
     }
     for country in (None, "4", 4.5, True):
-        assert features_with(row, {"country": country}, inputs) is None
+        assert merge_features(row, {"country": country}, inputs) is None
     for taste in ([1], ["a", "b"], [], 1.0):
-        assert features_with(row, {"taste": taste}, inputs) is None
-    assert features_with({"country": None}, {}, (COUNTRY,)) is None
+        assert merge_features(row, {"taste": taste}, inputs) is None
+    assert merge_features({"country": None}, {}, (COUNTRY,)) is None
     assert takes_any_attribute({"country": None}, inputs) and not takes_any_attribute(
         {"other": 1}, inputs
     )
@@ -211,10 +219,10 @@ def test_earlier_values_put_in_front_are_as_if_they_had_come_first(told: Any, ms
     for at, event_row in enumerate(told[ms:], ms + 1):
         later.add(Position(at, 0), event(*event_row))
 
-    later.put_before(earlier)
+    later.prepend(earlier)
 
     for number in [Position(position_ms, 0).number for position_ms in range(len(told) + 1)]:
-        assert later.items_since(number) == complete_events.items_since(number)
+        assert later.item_values_since(number) == complete_events.item_values_since(number)
         for kind in ("item", "user"):
             assert later.values_set_after(kind, number) == complete_events.values_set_after(
                 kind, number

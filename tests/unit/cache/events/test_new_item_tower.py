@@ -11,16 +11,16 @@ import pytest
 
 from cache.events.event import Event
 from cache.events.new_items import (
-    ITEM_COLUMN,
-    ITEM_VECTORS,
+    ITEM_COLUMN_FACT,
+    ITEM_VECTORS_FACT,
     NEW_VECTOR_ABS_MAX,
-    TOWER_RETRIES_S,
+    TOWER_RETRY_PAUSES_S,
     FixedItems,
     NewItemInputs,
     NewItemTower,
     UnfitNewItem,
 )
-from cache.events.newer_events import VALUES_MAX
+from cache.events.newer_events import VALUES_PER_ENTITY_MAX
 from cache.model.new_items import NewItem
 from cache.model.tower_spec import InputSpec
 from tests.models import item_table, train_small
@@ -56,22 +56,23 @@ LONG = {"looks": (0.5,) * DIMS}
         (manifest(LOOKS_INPUT), brings(features={"size": 1}), "unfit_item", "features", "looks is missing"),
         (manifest(LOOKS_INPUT), brings(features={"looks": (1.0,)}), "unfit_item", "features.looks", "takes 16 numbers"),
         (
-            manifest(LOOKS_INPUT), brings(features=LONG, attributes={f"a{at}": 1 for at in range(VALUES_MAX)}),
+            manifest(LOOKS_INPUT),
+            brings(features=LONG, attributes={f"a{at}": 1 for at in range(VALUES_PER_ENTITY_MAX)}),
             "unfit_item", "features", "65 features and attributes, 64",
         ),
         (manifest(INDEX), brings(features=LONG), "fixed_items", "features", "import the bundle anew"),
         (manifest(INDEX, LOOKS_INPUT), brings(vector=(1.0,)), "fixed_items", "vector", "takes an item's index"),
         (manifest(), brings(vector=(1.0,)), "fixed_items", "vector", "import the bundle anew"),
         (
-            manifest(INDEX, **{ITEM_VECTORS: True}), brings(vector=(1.0, 2.0)),
+            manifest(INDEX, **{ITEM_VECTORS_FACT: True}), brings(vector=(1.0, 2.0)),
             "unfit_item", "vector", "vectors of 4 numbers, not 2",
         ),
         (
-            manifest(INDEX, **{ITEM_VECTORS: True}), brings(vector=(1.0, -1e13, 0.0, 0.0)),
+            manifest(INDEX, **{ITEM_VECTORS_FACT: True}), brings(vector=(1.0, -1e13, 0.0, 0.0)),
             "unfit_item", "vector", r"a number of 1e\+13, 65,504 at most",
         ),
         (
-            manifest(INDEX, **{ITEM_VECTORS: True}), brings(features=LONG),
+            manifest(INDEX, **{ITEM_VECTORS_FACT: True}), brings(features=LONG),
             "unfit_item", "features", "send a vector of 4 numbers",
         ),
     ],
@@ -87,7 +88,7 @@ def test_what_models_cannot_take_is_refused_with_the_remedy(
 
 def test_what_models_take_is_not_refused() -> None:
     NewItemInputs.of(manifest(LOOKS_INPUT)).check(brings(features={**LONG, "price": 3}))
-    NewItemInputs.of(manifest(INDEX, **{ITEM_VECTORS: True})).check(brings(vector=(1.0,) * 4))
+    NewItemInputs.of(manifest(INDEX, **{ITEM_VECTORS_FACT: True})).check(brings(vector=(1.0,) * 4))
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +117,15 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
     extra_values: dict[bytes, dict[str, Any]] = {
         b"null": {"looks": None},
         b"huge": {"looks": [3e38] * DIMS},
-        table_item.raw: values[b"new-1"],
+        table_item.raw_id: values[b"new-1"],
     }
 
-    embedded_items = new_item_tower.items(
+    embedded_items = new_item_tower.compute_new_items(
         table, [*new_items, table_item, *odd], {**values, **extra_values}
     )
 
-    assert embedded_items.first == table.count and [
-        item.raw for item in embedded_items.items
+    assert embedded_items.first_number == table.count and [
+        item.raw_id for item in embedded_items.items
     ] == list(values)
     np.testing.assert_allclose(
         embedded_items.vectors, look_features @ projection, rtol=1e-5, atol=1e-5
@@ -136,7 +137,9 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
         b"new-7": {"looks": look_features[9].tolist()},
         b"new-8": {"looks": [1.0] * DIMS},
     }
-    updated_items = new_item_tower.items(table, new_items[5:], changed_values, embedded_items)
+    updated_items = new_item_tower.compute_new_items(
+        table, new_items[5:], changed_values, embedded_items
+    )
     assert runs == [1] and updated_items.digest != embedded_items.digest
     np.testing.assert_array_equal(updated_items.vectors[2], embedded_items.vectors[9])
     np.testing.assert_array_equal(updated_items.vectors[5:], embedded_items.vectors[10:])
@@ -164,25 +167,31 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
     values = {b"new-%d" % at: {"category": 99_999 if at == 5 else at % DIMS} for at in range(40)}
     new_items = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
 
-    embedded_items = new_item_tower.items(table, new_items, values)
+    embedded_items = new_item_tower.compute_new_items(table, new_items, values)
 
-    assert [item.raw for item in embedded_items.items] == [
+    assert [item.raw_id for item in embedded_items.items] == [
         item for item in values if item != b"new-5"
     ]
     # What it raised on is not tried again at once, alone or with others.
     runs.clear()
     values[b"late"] = {"category": 3}
-    updated_items = new_item_tower.items(
+    updated_items = new_item_tower.compute_new_items(
         table, [*new_items, NewItem(b"late", 99)], values, embedded_items
     )
     assert len(updated_items) == 40 and runs == []
-    failed_items = new_item_tower.items(
-        table, new_items[5:6], values, new_item_tower.items(table, new_items[5:6], values)
+    failed_items = new_item_tower.compute_new_items(
+        table,
+        new_items[5:6],
+        values,
+        new_item_tower.compute_new_items(table, new_items[5:6], values),
     )
-    assert not failed_items and len(failed_items.failed) == 1
+    assert not failed_items and len(failed_items.next_try_by_input) == 1
     # Set to what the tower takes, it is an item like any other.
     values[b"new-5"] = {"category": 5}
-    assert b"new-5" in new_item_tower.items(table, new_items, values, updated_items).numbers
+    assert (
+        b"new-5"
+        in new_item_tower.compute_new_items(table, new_items, values, updated_items).number_by_id
+    )
 
 
 def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_life(
@@ -203,14 +212,14 @@ def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_lif
     values = {b"new-%d" % at: {"category": at} for at in range(4)}
     new_items = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
 
-    first = new_item_tower.items(table, new_items, values, now_s=50.0)
+    first = new_item_tower.compute_new_items(table, new_items, values, now_s=50.0)
     is_full = False
-    early = new_item_tower.items(table, new_items, values, first, now_s=50.9)
-    later = new_item_tower.items(table, new_items, values, early, now_s=51.0)
+    early = new_item_tower.compute_new_items(table, new_items, values, first, now_s=50.9)
+    later = new_item_tower.compute_new_items(table, new_items, values, early, now_s=51.0)
 
     assert not first and not early and first.retry_at == early.retry_at == 51.0
-    assert [item.raw for item in later.items] == list(values) and not later.failed
-    assert later.retry_at == math.inf and not later.refused
+    assert [item.raw_id for item in later.items] == list(values) and not later.next_try_by_input
+    assert later.retry_at == math.inf and not later.refused_inputs
     assert calls[-1] == 4  # together again
 
 
@@ -230,33 +239,37 @@ def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_ref
     new_items = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
     now_s, embedded_items, tried = (
         0.0,
-        new_item_tower.items(table, new_items, values, now_s=0.0),
+        new_item_tower.compute_new_items(table, new_items, values, now_s=0.0),
         [],
     )
     calls.clear()
-    while embedded_items.failed:
+    while embedded_items.next_try_by_input:
         tried.append(embedded_items.retry_at - now_s)
         now_s = embedded_items.retry_at
-        embedded_items = new_item_tower.items(table, new_items, values, embedded_items, now_s=now_s)
-        assert [item.raw for item in embedded_items.items] == [b"fine"]
+        embedded_items = new_item_tower.compute_new_items(
+            table, new_items, values, embedded_items, now_s=now_s
+        )
+        assert [item.raw_id for item in embedded_items.items] == [b"fine"]
 
-    assert tuple(tried) == TOWER_RETRIES_S and calls == [1] * len(TOWER_RETRIES_S)
-    assert len(embedded_items.refused) == 1 and embedded_items.retry_at == math.inf
+    assert tuple(tried) == TOWER_RETRY_PAUSES_S and calls == [1] * len(TOWER_RETRY_PAUSES_S)
+    assert len(embedded_items.refused_inputs) == 1 and embedded_items.retry_at == math.inf
     assert (
-        new_item_tower.items(table, new_items, values, embedded_items, now_s=1e9).refused
-        == embedded_items.refused
+        new_item_tower.compute_new_items(
+            table, new_items, values, embedded_items, now_s=1e9
+        ).refused_inputs
+        == embedded_items.refused_inputs
     )
-    assert calls == [1] * len(TOWER_RETRIES_S)
+    assert calls == [1] * len(TOWER_RETRY_PAUSES_S)
     # Another value of it is another input.
     changed_values = {**values, b"bad": {"category": 2}}
-    taken_items = new_item_tower.items(
+    taken_items = new_item_tower.compute_new_items(
         table, new_items, changed_values, embedded_items, now_s=now_s
     )
-    assert taken_items.numbers.keys() == {b"bad", b"fine"}
+    assert taken_items.number_by_id.keys() == {b"bad", b"fine"}
     # Gone before it could be tried again, it is not held on to.
-    assert not new_item_tower.items(
-        table, new_items[1:], values, new_item_tower.items(table, new_items, values)
-    ).failed
+    assert not new_item_tower.compute_new_items(
+        table, new_items[1:], values, new_item_tower.compute_new_items(table, new_items, values)
+    ).next_try_by_input
 
 
 def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: Any) -> None:
@@ -264,14 +277,14 @@ def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: 
     rows = [np.array(components, np.float32) for components in ([1, 2], [3], [4, 5])]
     new_items = [NewItem(b"new-%d" % at, at + 1, row) for at, row in enumerate(rows)]
 
-    embedded_items = new_item_tower.items(table, [*new_items, NewItem(b"bare", 9)], {})
+    embedded_items = new_item_tower.compute_new_items(table, [*new_items, NewItem(b"bare", 9)], {})
 
-    assert [item.raw for item in embedded_items.items] == [b"new-0", b"new-2"]
+    assert [item.raw_id for item in embedded_items.items] == [b"new-0", b"new-2"]
     assert (
         embedded_items.vectors.tolist() == [[1, 2], [4, 5]]
         and not embedded_items.vectors.flags.writeable
     )
-    assert not NewItemTower(NewItemInputs()).items(table, new_items, {})
+    assert not NewItemTower(NewItemInputs()).compute_new_items(table, new_items, {})
 
 
 def test_vectors_are_bounded_by_those_of_the_generation_where_these_go_beyond(
@@ -281,11 +294,11 @@ def test_vectors_are_bounded_by_those_of_the_generation_where_these_go_beyond(
         NewItem(b"new-%d" % at, at + 1, np.full(4, size, np.float32))
         for at, size in enumerate([NEW_VECTOR_ABS_MAX, -65_505, 1e30])
     ]
-    of = manifest(INDEX, **{ITEM_VECTORS: True})
+    of = manifest(INDEX, **{ITEM_VECTORS_FACT: True})
     for size, fit in ((1.0, 1), (1e5, 2)):
         generation_items: Any = SimpleNamespace(vectors=np.full((3, 4), size, np.float32))
         new_item_tower = NewItemTower.open(of, tmp_path, generation_items, threads=1, cores=())
-        assert len(new_item_tower.items(table, new_items, {})) == fit
+        assert len(new_item_tower.compute_new_items(table, new_items, {})) == fit
         new_item_tower.inputs.check(brings(vector=(max(NEW_VECTOR_ABS_MAX, size),) * 4))
         with pytest.raises(UnfitNewItem):
             new_item_tower.inputs.check(brings(vector=(max(NEW_VECTOR_ABS_MAX, size) * 1.01,) * 4))
@@ -296,7 +309,7 @@ NAME = InputSpec("name", "feature", "string", column="item")
 
 def test_the_id_as_a_feature_is_that_of_the_event(table: Any) -> None:
     """It had to be sent once more, and could be another one."""
-    inputs = NewItemInputs.of(manifest(LOOKS_INPUT, NAME, **{ITEM_COLUMN: "item"}))
+    inputs = NewItemInputs.of(manifest(LOOKS_INPUT, NAME, **{ITEM_COLUMN_FACT: "item"}))
     inputs.check(brings(features=LONG))
     inputs.check(brings(features={**LONG, "item": "new"}))
     with pytest.raises(
@@ -315,14 +328,16 @@ def test_the_id_as_a_feature_is_that_of_the_event(table: Any) -> None:
         b"new": {"looks": [0.5] * DIMS},
         b"b": {"looks": [1.0] * DIMS, "item": "other"},
     }
-    NewItemTower(inputs, tower).items(table, [NewItem(b"new", 1), NewItem(b"b", 2)], values)
+    NewItemTower(inputs, tower).compute_new_items(
+        table, [NewItem(b"new", 1), NewItem(b"b", 2)], values
+    )
 
     assert names == ["new", "b"]
 
 
 def test_the_id_as_a_number_is_one(table: Any) -> None:
     number = InputSpec("name", "feature", "int64", column="sku")
-    inputs = NewItemInputs.of(manifest(number, **{ITEM_COLUMN: "sku"}))
+    inputs = NewItemInputs.of(manifest(number, **{ITEM_COLUMN_FACT: "sku"}))
 
     assert inputs.with_id({}, "17") == {"sku": 17}
 
@@ -334,8 +349,8 @@ def test_items_on_which_the_tower_fails_are_named(table: Any) -> None:
     )
     values = {b"new": {"looks": [0.5] * DIMS}}
 
-    items = NewItemTower(NewItemInputs((LOOKS_INPUT,)), tower).items(
+    items = NewItemTower(NewItemInputs((LOOKS_INPUT,)), tower).compute_new_items(
         table, [NewItem(b"new", 1)], values
     )
 
-    assert not len(items) and items.left_out == {b"new"}
+    assert not len(items) and items.left_out_ids == {b"new"}

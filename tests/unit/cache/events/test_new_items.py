@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cache.events.event import Event
 from cache.events.new_items import NewItemEvents
 from cache.format.stream_position import Position
-from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItem, NewItems, merged_lists
+from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItem, NewItems, merge_new_items
 from cache.model.ranking import Metric, rank
 from cache.records import NO_ITEM, Layout, encode_topk
 
@@ -24,7 +24,7 @@ def brings(item: bytes, vector: tuple[float, ...] | None = (1.0, 2.0)) -> Event:
 
 
 def list_raws_and_numbers(items: NewItemEvents, after: int = 0) -> list[tuple[bytes, int]]:
-    return [(item.raw, item.number) for item in items.list_items_after(after)]
+    return [(item.raw_id, item.position_number) for item in items.list_items_after(after)]
 
 
 @given(st.lists(IDS, max_size=30), st.integers(1, 4), st.integers(0, 31))
@@ -66,7 +66,7 @@ def test_what_is_read_again_stands_before_what_is_held(
         complete_events.add(Position(ms, 0), brings(raw))
         (later if ms > cut else aside).add(Position(ms, 0), brings(raw))
 
-    later.put_before(aside)
+    later.prepend(aside)
 
     assert (
         list_raws_and_numbers(later) == list_raws_and_numbers(complete_events)
@@ -94,7 +94,7 @@ def test_an_event_counts_once_and_only_one_that_brings_an_item() -> None:
     # Features that come later leave the vector what it was.
     new_item_events.add(Position(9, 0), brings(b"a", None))
     (item,) = new_item_events.list_items_after(0)
-    assert item.number == Position(9, 0).number and item.vector is not None
+    assert item.position_number == Position(9, 0).number and item.vector is not None
     new_item_events.forget(b"a")
     new_item_events.forget(b"a")
     assert (
@@ -122,7 +122,7 @@ def test_a_list_that_a_record_would_not_hold_stays_without_new_items() -> None:
     items = EligibleNewItems(new_items([[6e4, 0]], 7))
     users = np.array([[1e3, 0], [1e-9, 0]], np.float32)
 
-    lists_with_new_items = merged_lists(
+    lists_with_new_items = merge_new_items(
         ranked_lists, users, [items, items], "inner_product", LAYOUT
     )
 
@@ -151,7 +151,7 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
         EligibleNewItems(items, frozenset(user_exclusions.tolist()))
         for user_exclusions in exclusions
     ]
-    lists_with_new_items = merged_lists(
+    lists_with_new_items = merge_new_items(
         ranked_lists, users, new_items_of_users, metric, Layout("topk", width, "f2")
     )
 
@@ -164,12 +164,12 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
 def test_lists_without_new_items_are_what_they_were() -> None:
     ranked_lists = np.array([[3, NO_ITEM]], np.uint32), np.array([[1.0, 0.0]], np.float32)
     assert (
-        merged_lists(ranked_lists, np.ones((1, 2), np.float32), [], "cosine", LAYOUT)
+        merge_new_items(ranked_lists, np.ones((1, 2), np.float32), [], "cosine", LAYOUT)
         is ranked_lists
     )
     none = [EligibleNewItems()]
     assert (
-        merged_lists(ranked_lists, np.ones((1, 2), np.float32), none, "cosine", LAYOUT)
+        merge_new_items(ranked_lists, np.ones((1, 2), np.float32), none, "cosine", LAYOUT)
         is ranked_lists
     )
 
@@ -179,9 +179,9 @@ def test_a_digest_names_items_positions_and_what_vectors_were_made_of() -> None:
     assert items.digest == new_items([[1, 2], [3, 4]], 7).digest and NO_NEW_ITEMS.digest == b""
     variants = [
         new_items([[1, 2]], 7), new_items([[1, 2], [3, 5]], 7), items.up_to(1),
-        NewItems(7, tuple(item._replace(number=9) for item in items.items), items.vectors, items.inputs),
+        NewItems(7, tuple(item._replace(position_number=9) for item in items.items), items.vectors, items.input_keys),
     ]  # fmt: skip
     assert items.digest not in {variant.digest for variant in variants}
     assert items.up_to(2) is items and items.up_to(1).digest == variants[0].digest
-    assert items.numbers == {b"new-0": 7, b"new-1": 8} and items.newest_number == 2
+    assert items.number_by_id == {b"new-0": 7, b"new-1": 8} and items.newest_number == 2
     assert (len(items.up_to(0)), items.up_to(0).digest) == (0, b"")

@@ -27,7 +27,7 @@ def filled(rows: Sequence[tuple[str, str, int]]) -> UserEvents:
 
 def size_of(users: UserEvents) -> int:
     """Bytes as they are counted, from what is there."""
-    return sum(180 + len(user) + len(packed) for user, packed in users.packed.items())
+    return sum(180 + len(user) + len(packed) for user, packed in users.packed_by_user.items())
 
 
 @given(DRAWN, st.integers(0, 31))
@@ -50,7 +50,7 @@ def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(
     rows: list[tuple[str, str, int]], until: int
 ) -> None:
     users, complete_events = filled(rows), filled(rows)
-    packed_before = dict(users.packed)
+    packed_before = dict(users.packed_by_user)
 
     users.drop_until(until, [b"u"])
     users.drop_until(until, [b"v", b"nobody"])
@@ -58,20 +58,20 @@ def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(
     for user in (b"u", b"v"):
         assert users.list_events_after(user, 0) == complete_events.list_events_after(user, until)
     assert users.list_events_after(b"w", 0) == complete_events.list_events_after(b"w", 0)
-    assert users.size_bytes == size_of(users) and users.last == complete_events.last
-    for user, packed in users.packed.items():
+    assert users.size_bytes == size_of(users) and users.last_number == complete_events.last_number
+    for user, packed in users.packed_by_user.items():
         assert (packed is packed_before[user]) == (packed == packed_before[user])
 
 
 def test_an_event_replaces_the_packed_object_of_its_user_only() -> None:
     users = filled([("u", "a", 1), ("v", "b", 2)])
-    mine, packed_of_v = users.packed[b"u"], users.packed[b"v"]
+    mine, packed_of_v = users.packed_by_user[b"u"], users.packed_by_user[b"v"]
     assert not users.add(Position(0, 2), Event("again", 3, b"u", b"c"))  # not behind the last one
-    assert users.packed[b"u"] is mine
+    assert users.packed_by_user[b"u"] is mine
 
     users.add(Position(0, 3), Event("new", 3, b"u", b"c"))
 
-    assert users.packed[b"u"] is not mine and users.packed[b"v"] is packed_of_v
+    assert users.packed_by_user[b"u"] is not mine and users.packed_by_user[b"v"] is packed_of_v
 
 
 @given(DRAWN, DRAWN)
@@ -79,12 +79,12 @@ def test_becoming_another_one_keeps_the_dictionary(
     rows: list[tuple[str, str, int]], others: list[tuple[str, str, int]]
 ) -> None:
     users, replacement = filled(rows), filled(others)
-    packed, expected = users.packed, dict(replacement.packed)
+    packed, expected = users.packed_by_user, dict(replacement.packed_by_user)
 
-    users.become(replacement)
+    users.replace_contents(replacement)
 
-    assert users.packed is packed and packed == expected
-    assert (users.size_bytes, users.last) == (size_of(users), len(others))
+    assert users.packed_by_user is packed and packed == expected
+    assert (users.size_bytes, users.last_number) == (size_of(users), len(others))
 
 
 @given(DRAWN, st.integers(0, 31))
@@ -93,23 +93,26 @@ def test_earlier_events_put_in_front_are_as_if_they_had_come_first(
 ) -> None:
     complete_events, earlier, later = filled(rows), filled(rows[:until]), filled(rows)
     later.drop_until(until)
-    packed_before = dict(later.packed)
+    packed_before = dict(later.packed_by_user)
 
-    later.put_before(earlier, list(earlier.packed))
+    later.prepend(earlier, list(earlier.packed_by_user))
 
-    assert later.packed == complete_events.packed and later.size_bytes == complete_events.size_bytes
-    untouched = packed_before.keys() - earlier.packed.keys()
-    assert all(later.packed[user] is packed_before[user] for user in untouched)
+    assert (
+        later.packed_by_user == complete_events.packed_by_user
+        and later.size_bytes == complete_events.size_bytes
+    )
+    untouched = packed_before.keys() - earlier.packed_by_user.keys()
+    assert all(later.packed_by_user[user] is packed_before[user] for user in untouched)
 
 
 def test_who_is_read_again_and_has_what_was_known_keeps_the_very_object() -> None:
     rows = [("u", "a", 1), ("v", "b", 2)]
     users, replacement = filled(rows), filled([*rows, ("v", "c", 3)])
-    probed, packed = users.packed, users.packed[b"u"]
+    probed, packed = users.packed_by_user, users.packed_by_user[b"u"]
 
-    users.become(replacement)
+    users.replace_contents(replacement)
 
-    assert users.packed is probed and users.packed[b"u"] is packed
+    assert users.packed_by_user is probed and users.packed_by_user[b"u"] is packed
     assert [user_event.item for user_event in users.list_events_after(b"v", 0)] == [b"b", b"c"]
     assert users.size_bytes == size_of(users)
 
@@ -120,7 +123,7 @@ def test_becoming_another_one_is_done_in_turns() -> None:
         filled([(f"u{at}", "a", at) for at in range(2_000)]),
     )
 
-    yield_count = sum(1 for _ in users.become_in_turns(replacement))
+    yield_count = sum(1 for _ in users.replace_in_turns(replacement))
 
     assert yield_count >= 2_000 // 256
-    assert users.packed == replacement.packed and users.size_bytes == size_of(users)
+    assert users.packed_by_user == replacement.packed_by_user and users.size_bytes == size_of(users)

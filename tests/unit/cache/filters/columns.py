@@ -12,7 +12,7 @@ from cache.filters.attributes import (
     NO_TIME,
     AttributeColumn,
     ItemAttributes,
-    Names,
+    TextDictionary,
 )
 from cache.filters.expression import CombinationNode, ComparisonNode, Expression
 
@@ -22,10 +22,10 @@ Item = Mapping[str, Any]
 KINDS = {"brand": "text", "tags": "texts", "price": "number", "stock": "flag", "since": "time"}
 
 
-def names_of(texts: set[str]) -> tuple[Names, dict[str, int]]:
+def names_of(texts: set[str]) -> tuple[TextDictionary, dict[str, int]]:
     raws = sorted(text.encode() for text in texts)
     offsets = np.cumsum([0, *map(len, raws)], dtype=np.uint64)
-    names = Names(np.frombuffer(b"".join(raws), np.uint8), offsets)
+    names = TextDictionary(np.frombuffer(b"".join(raws), np.uint8), offsets)
     return names, {raw.decode(): code for code, raw in enumerate(raws)}
 
 

@@ -59,8 +59,8 @@ def arrays(attributes: ItemAttributes) -> dict[str, list[Any]]:
     arrays_by_column: dict[str, list[Any]] = {}
     for name, column in attributes.columns.items():
         parts = [column.values, column.offsets]
-        if column.names is not None:
-            parts += [column.names.data, column.names.offsets]
+        if column.dictionary is not None:
+            parts += [column.dictionary.data, column.dictionary.offsets]
         arrays_by_column[name] = [
             None if part is None else (part.dtype, part.tobytes()) for part in parts
         ]
@@ -73,7 +73,7 @@ def test_changed_columns_are_those_of_the_changed_table(drawn: Any, expression: 
     filtering = Filtering(attributes_of(items), np.zeros((len(items), 2), np.float32))
     filter_ = read_filter(expression)
     for batch in batches:
-        previous_filtering, filtering = filtering, filtering.changed_by(batch)[0]
+        previous_filtering, filtering = filtering, filtering.with_item_values(batch)[0]
         previous_filtering.evaluate(
             filter_
         )  # what it keeps of it must not be taken over where it differs
@@ -81,7 +81,7 @@ def test_changed_columns_are_those_of_the_changed_table(drawn: Any, expression: 
 
         expected_attributes = attributes_of(items)
         assert arrays(filtering.attributes) == arrays(expected_attributes)
-        mask = [passes(filter_.root, item) for item in items]
+        mask = [passes(filter_.root_expression, item) for item in items]
         np.testing.assert_array_equal(filtering.evaluate(filter_).ordinals(), np.flatnonzero(mask))
 
 
@@ -121,27 +121,27 @@ def test_a_value_of_another_kind_is_refused_with_a_reason_and_the_item_lacks(
     full = {"brand": "a", "tags": ("a",), "price": 1, "stock": True, "since": 0}
     filtering = Filtering(attributes_of([full, full]), np.zeros((2, 2), np.float32))
 
-    filtering, changed_columns = filtering.changed_by(
+    filtering, changed_columns = filtering.with_item_values(
         [ItemValue(1, name, value), ItemValue(0, name, None)]
     )
 
-    ((actual_reason, ordinals),) = changed_columns.unfit[name].items()
+    ((actual_reason, ordinals),) = changed_columns.unfit_ordinals[name].items()
     assert actual_reason.startswith(reason) and ordinals == (1,)
     assert filtering.evaluate(read_filter({"exists": name})).count == 0
-    assert filtering.changed_attributes == {name} and changed_columns.unknown == 0
+    assert filtering.changed_attributes == {name} and changed_columns.unknown_count == 0
 
 
 def test_an_unknown_attribute_is_counted_and_changes_nothing() -> None:
     filtering = Filtering(attributes_of([{"price": 1}]), np.zeros((1, 2), np.float32))
 
-    unchanged_filtering, changed_columns = filtering.changed_by(
+    unchanged_filtering, changed_columns = filtering.with_item_values(
         [ItemValue(0, "colour", "red"), ItemValue(0, "price", 1)]
     )
 
     assert (
         unchanged_filtering is filtering
-        and changed_columns.unknown == 1
-        and not changed_columns.unfit
+        and changed_columns.unknown_count == 1
+        and not changed_columns.unfit_ordinals
     )
 
 
@@ -156,7 +156,7 @@ def test_what_is_known_of_other_attributes_is_kept() -> None:
     for filter_ in (stocked, cheap_and_stocked):
         filtering.evaluate(filter_)
 
-    changed_filtering, _ = filtering.changed_by([ItemValue(0, "stock", False)])
+    changed_filtering, _ = filtering.with_item_values([ItemValue(0, "stock", False)])
 
     assert changed_filtering.get_cached(cheap) is cheap_mask
     assert (
@@ -174,15 +174,17 @@ def test_declared_filters_differ_by_what_they_compare() -> None:
         "stocked": read_filter({"==": ["stock", True]}),
     }
     items: list[Any] = [{"price": 1}]
-    filtering = Filtering(attributes_of(items), np.zeros((1, 2), np.float32), declared=declared)
-    assert not filtering.differs("cheap")
+    filtering = Filtering(
+        attributes_of(items), np.zeros((1, 2), np.float32), filter_by_name=declared
+    )
+    assert not filtering.may_differ("cheap")
 
-    changed_filtering, _ = filtering.changed_by([ItemValue(0, "price", 20)])
+    changed_filtering, _ = filtering.with_item_values([ItemValue(0, "price", 20)])
 
     assert (
-        changed_filtering.differs("cheap")
-        and not changed_filtering.differs("stocked")
-        and not changed_filtering.differs("no")
+        changed_filtering.may_differ("cheap")
+        and not changed_filtering.may_differ("stocked")
+        and not changed_filtering.may_differ("no")
     )
     assert changed_filtering.evaluate("cheap").count == 0
 
@@ -193,8 +195,8 @@ def test_a_column_finds_items_with_a_text_or_with_a_list_that_has_it(
 ) -> None:
     attributes, ordinals = attributes_of(items), np.arange(len(items), dtype=np.uint32)[::-1]
 
-    brands = attributes.columns["brand"].have(text, ordinals)
-    tags = attributes.columns["tags"].have(text, ordinals)
+    brands = attributes.columns["brand"].mask_having_text(text, ordinals)
+    tags = attributes.columns["tags"].mask_having_text(text, ordinals)
 
     assert brands.tolist() == [item.get("brand") == text for item in reversed(items)]
     assert tags.tolist() == [text in item.get("tags", ()) for item in reversed(items)]

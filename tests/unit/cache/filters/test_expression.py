@@ -85,16 +85,16 @@ def test_there_are_forty_bad_ones() -> None:
 def test_a_filter_is_read_as_it_was_meant() -> None:
     filter_ = read_filter({"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]})
 
-    assert filter_.root == CombinationNode(
+    assert filter_.root_expression == CombinationNode(
         "and",
         (
             ComparisonNode("<", "price", (20,), "and[0].<"),
             CombinationNode("not", (ComparisonNode("in", "brand", ("x", "y"), "and[1].not.in"),)),
         ),
     )
-    assert filter_.key == read_filter(
+    assert filter_.canonical_bytes == read_filter(
         {"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]}
-    ).key  # fmt: skip
+    ).canonical_bytes  # fmt: skip
 
 
 @pytest.mark.parametrize(

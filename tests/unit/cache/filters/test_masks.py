@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.filters.expression import InvalidFilter, read_filter
-from cache.filters.filtering import Masks, UnknownAttribute, mask_cost, mask_of
+from cache.filters.filtering import MaskCache, UnknownAttribute, mask_cost, mask_of
 from cache.model.filter_mask import FilterMask
 from tests.unit.cache.filters.columns import KINDS, attributes_of, passes
 
@@ -65,7 +65,7 @@ EXPRESSIONS = st.recursive(
 
 @given(st.lists(ITEM, min_size=1, max_size=20), EXPRESSIONS)
 def test_what_passes_is_what_passes_one_by_one(items: list[Any], expression: Any) -> None:
-    root = read_filter(expression).root
+    root = read_filter(expression).root_expression
     expected_mask = np.array([passes(root, item) for item in items])
 
     filter_mask = FilterMask.of(mask_of(root, attributes_of(items)))
@@ -96,7 +96,7 @@ def test_a_filter_that_does_not_fit_the_attributes_is_refused(expression: Any, r
     attributes = attributes_of([{"brand": "a", "tags": ("a",)}])
 
     with pytest.raises(InvalidFilter) as refused:
-        mask_of(read_filter({"and": [expression]}).root, attributes)
+        mask_of(read_filter({"and": [expression]}).root_expression, attributes)
 
     (operator,) = expression
     assert reason in refused.value.message
@@ -105,18 +105,20 @@ def test_a_filter_that_does_not_fit_the_attributes_is_refused(expression: Any, r
 
 def test_an_attribute_that_items_lack_is_refused_with_those_they_have() -> None:
     with pytest.raises(UnknownAttribute) as refused:
-        mask_of(read_filter({"exists": "colour"}).root, attributes_of([{}]))
+        mask_of(read_filter({"exists": "colour"}).root_expression, attributes_of([{}]))
 
     assert refused.value.details["attributes"] == KINDS
     assert "'colour'; they have brand, price, since, stock, tags" in refused.value.message
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
-    masks = Masks(attributes_of([{"price": price} for price in range(8_000)]), bytes_max=10 * 2_024)
+    masks = MaskCache(
+        attributes_of([{"price": price} for price in range(8_000)]), bytes_max=10 * 2_024
+    )
     filters = [read_filter({"<": ["price", price]}) for price in range(50)]
 
     for filter_ in filters:
-        assert masks.of(filter_).count == int(filter_.root.values[0])  # type: ignore[union-attr]
+        assert masks.of(filter_).count == int(filter_.root_expression.values[0])  # type: ignore[union-attr]
 
     is_cached = [masks.get_cached(filter_) is not None for filter_ in filters]
     assert sum(is_cached) == 10 and all(is_cached[-10:])
@@ -124,7 +126,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
 
 
 def test_a_mask_larger_than_the_cache_is_computed_every_time() -> None:
-    masks = Masks(attributes_of([{"price": 1}] * 100), bytes_max=10)
+    masks = MaskCache(attributes_of([{"price": 1}] * 100), bytes_max=10)
     filter_ = read_filter({"exists": "price"})
 
     assert masks.of(filter_).count == 100 and masks.get_cached(filter_) is None
@@ -137,7 +139,7 @@ def test_what_a_filter_costs_grows_with_items_comparisons_and_values() -> None:
     )
 
     def cost(expression: Any, attributes: Any = large_attributes) -> int:
-        return mask_cost(read_filter(expression).root, attributes)
+        return mask_cost(read_filter(expression).root_expression, attributes)
 
     cheap_expression, heavy = {"<": ["price", 2]}, {"in": ["price", list(range(31))]}
     assert cost(cheap_expression, small_attributes) == 10 and cost(cheap_expression) == 1_000

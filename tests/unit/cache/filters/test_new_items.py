@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.filters.attributes import (
-    DTYPES,
+    DTYPE_BY_KIND,
     NO_CODE,
     AttributeColumn,
     ItemAttributes,
-    Names,
+    TextDictionary,
     attributes_of_new_items,
 )
 from cache.filters.expression import read_filter
@@ -41,10 +41,10 @@ FILTERS = [
 
 def nothing_of() -> ItemAttributes:
     """Attributes of no item at all."""
-    empty = Names(np.empty(0, np.uint8), np.zeros(1, np.uint64))
+    empty = TextDictionary(np.empty(0, np.uint8), np.zeros(1, np.uint64))
     return ItemAttributes(0, {
         name: AttributeColumn(
-            kind, np.empty(0, DTYPES[kind]),
+            kind, np.empty(0, DTYPE_BY_KIND[kind]),
             np.zeros(1, np.uint64) if kind == "texts" else None,
             empty if kind in ("text", "texts") else None,
         )
@@ -77,7 +77,7 @@ def test_what_passes_and_its_best_are_those_of_all_items(
     vector = rng.integers(-1, 2, size=3).astype(np.float32)
     every = Filtering(attributes_of(own + new), vectors)
 
-    filtering = Filtering(attributes_of(own), vectors[: len(own)]).with_new(
+    filtering = Filtering(attributes_of(own), vectors[: len(own)]).with_new_items(
         new, vectors[len(own) :]
     )
 
@@ -98,6 +98,6 @@ def test_what_passes_and_its_best_are_those_of_all_items(
         and ranked_items[1].tolist() == exact[1].tolist()
     )
     assert (
-        filtering.with_new([], vectors[:0]).evaluate(filter_).count
+        filtering.with_new_items([], vectors[:0]).evaluate(filter_).count
         == Filtering(attributes_of(own), vectors).evaluate(filter_).count
     )

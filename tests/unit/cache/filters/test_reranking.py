@@ -29,7 +29,8 @@ ATTRIBUTES = ["brand", "tags", "price", "stock", "since"]
 def reranker_of(items: list[Item], reranking_json: Any, vectors: Any = None) -> Reranker:
     reranking, attributes = read_reranking(reranking_json, 4.0), attributes_of(items)
     boosted = tuple(
-        FilterMask.of(mask_of(boost.filter.root, attributes)) for boost in reranking.boosts
+        FilterMask.of(mask_of(boost.filter.root_expression, attributes))
+        for boost in reranking.boosts
     )
     drawn = np.random.default_rng(5).standard_normal((len(items), 4)).astype(np.float32)
     return Reranker(reranking, boosted, attributes, drawn if vectors is None else vectors)
@@ -47,7 +48,7 @@ def boosted_by_hand(
     boosted_scores = []
     for ordinal, score in zip(ordinals.tolist(), scores.tolist(), strict=True):
         for boost in boosts:
-            if passes(read_filter(boost["filter"]).root, items[ordinal]):
+            if passes(read_filter(boost["filter"]).root_expression, items[ordinal]):
                 score = score * boost["factor"] if score >= 0 else score / boost["factor"]
         boosted_scores.append(score)
     return boosted_scores

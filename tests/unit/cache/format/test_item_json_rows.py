@@ -22,7 +22,9 @@ def test_lines_are_the_json_of_the_ids_whatever_these_hold(
     """NUL, line breaks, quotes and every length: what cannot be kept at one width is written another way."""
     longest = max(len(name.encode()) for name in names)
     texts = ItemJsonTexts(
-        len(names), lambda ordinals: [names[ordinal] for ordinal in ordinals], longest=longest
+        len(names),
+        lambda ordinals: [names[ordinal] for ordinal in ordinals],
+        longest_id_bytes=longest,
     )
 
     for _ in range(3):

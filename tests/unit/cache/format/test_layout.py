@@ -13,9 +13,9 @@ import pytest
 from cache import records as layout
 from cache.records import (
     FLAG_LIVE,
-    HEADER,
     HEADER_BYTES,
-    OFFSETS,
+    HEADER_FIELDS,
+    OFFSET_BY_FIELD,
     RECORD_FORMAT,
     Layout,
     absent_records,
@@ -44,11 +44,11 @@ BY_NUMBER = re.compile(r"\b(record|answer)\w*\[(\d\d|:\d|\d+:)|\bFLAGS_AT\b *=|>
 def test_the_dtype_has_the_fields_where_the_description_has_them(record_layout: Layout) -> None:
     fields: Any = record_layout.dtype.fields
 
-    assert {field.name: fields[field.name] for field in HEADER} == {
-        field.name: (np.dtype(field.dtype), field.offset) for field in HEADER
+    assert {field.name: fields[field.name] for field in HEADER_FIELDS} == {
+        field.name: (np.dtype(field.dtype), field.offset) for field in HEADER_FIELDS
     }
-    payload = [at for name, (_, at) in fields.items() if name not in OFFSETS]
-    assert min(payload) == OFFSETS["payload"] == HEADER_BYTES
+    payload = [at for name, (_, at) in fields.items() if name not in OFFSET_BY_FIELD]
+    assert min(payload) == OFFSET_BY_FIELD["payload"] == HEADER_BYTES
     assert (
         record_layout.dtype.itemsize == record_layout.size_bytes
         and not record_layout.dtype.isalignedstruct
@@ -60,7 +60,7 @@ def test_a_header_is_unpacked_as_numpy_reads_it() -> None:
         Layout("value", 1, "f2"), np.array([2**64 - 1], np.uint64), np.ones((1, 1), "f4"), 2**32 - 1
     )[0]
 
-    assert unpack_header(record.tobytes()) == tuple(record[field.name] for field in HEADER)
+    assert unpack_header(record.tobytes()) == tuple(record[field.name] for field in HEADER_FIELDS)
 
 
 def test_what_peeks_at_bytes_sees_what_the_fields_say() -> None:

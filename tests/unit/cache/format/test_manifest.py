@@ -13,7 +13,7 @@ import pytest
 
 from cache.errors import CorruptArtefact
 from cache.format.manifest import Artefact, Index, Manifest, Model, NamedFilter
-from cache.quality.probe import FACT
+from cache.quality.probe import PROBE_FACT
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from serving.quality.comparison import open_inputs
 from tests.unit.serving.world import World
@@ -30,7 +30,7 @@ def make_complete_manifest() -> Manifest:
     manifest = World().snapshot().manifest
     model = Model("tower", FILE, FILE, "d", {})
     index = Index("cosine", "flat", FILE)
-    facts = {FACT: asdict(FILE)}
+    facts = {PROBE_FACT: asdict(FILE)}
     return replace(manifest, models={"tower": model}, indexes={"items": index}, facts=facts)
 
 
@@ -57,14 +57,14 @@ def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_
     for at in range(len(described)):
         manifest_json = orjson.loads(sound)
         spoilt = list(files(manifest_json))[at]
-        is_fact = spoilt is manifest_json["facts"].get(FACT)
+        is_fact = spoilt is manifest_json["facts"].get(PROBE_FACT)
         spoilt["path"] = path
         if not is_fact:
             with pytest.raises(CorruptArtefact, match=message_pattern):
                 Manifest.from_bytes(orjson.dumps(manifest_json))
 
     store = ArtefactStore("memory://elsewhere", tmp_path)
-    facts = {FACT: {**asdict(FILE), "path": path}}
+    facts = {PROBE_FACT: {**asdict(FILE), "path": path}}
     snapshot = World().snapshot(manifest=replace(make_complete_manifest(), facts=facts))
     assert open_inputs(store, snapshot) is None and not list(tmp_path.iterdir())
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cache.reuse import FACT, NIGHTS, REASONS, Reuse
+from cache.reuse import REUSE_FACT, REUSE_NIGHTS_MAX, REUSE_REASONS, Reuse
 
 USERS = {"copied": 90, "inputs": 6, "lost": 3, "entered": 1, "computed": 0}
 
@@ -19,7 +19,7 @@ def make_facts(**changes: Any) -> dict[str, Any]:
         **night,
         "nights": [night],
     }
-    return {FACT: fact | changes}
+    return {REUSE_FACT: fact | changes}
 
 
 def test_a_night_is_reported_with_the_mean_of_those_before_it() -> None:
@@ -48,25 +48,25 @@ def test_both_reasons_are_reported_as_the_night_wrote_them() -> None:
 
 
 def test_of_more_nights_than_are_reported_the_last_ones_count() -> None:
-    nights = [{"users": USERS, "spared_s": float(number)} for number in range(NIGHTS + 3)]
+    nights = [{"users": USERS, "spared_s": float(number)} for number in range(REUSE_NIGHTS_MAX + 3)]
     reuse = Reuse.of(make_facts(nights=nights))
 
-    assert reuse is not None and len(reuse.nights) == NIGHTS
-    assert reuse.lately.spared_s == 3 + (NIGHTS - 1) / 2
+    assert reuse is not None and len(reuse.nights) == REUSE_NIGHTS_MAX
+    assert reuse.recent_total.spared_s == 3 + (REUSE_NIGHTS_MAX - 1) / 2
 
 
 def test_who_has_no_users_has_no_share() -> None:
     reuse = Reuse.of(make_facts(users={}, nights=[]))
 
     assert reuse is not None and reuse.night.copied_share is None
-    assert reuse.night.users == dict.fromkeys(REASONS, 0)
+    assert reuse.night.users == dict.fromkeys(REUSE_REASONS, 0)
     assert reuse.to_json()["lately"]["spared_s"] == 0.0
 
 
 @pytest.mark.parametrize(
     "facts",
     [
-        {}, {FACT: None}, {FACT: {}}, make_facts(users=3), make_facts(users={"copied": "many"}),
+        {}, {REUSE_FACT: None}, {REUSE_FACT: {}}, make_facts(users=3), make_facts(users={"copied": "many"}),
         make_facts(nights=[1]), make_facts(spared_s=None), make_facts(nights=None),
     ],
 )  # fmt: skip

@@ -11,12 +11,12 @@ def test_opens_after_as_many_failures_in_a_row_as_the_threshold_says() -> None:
     breaker = Breaker(threshold=3, timer=FakeClock())
 
     for _ in range(2):
-        breaker.failure()
-    breaker.success()
+        breaker.note_failure()
+    breaker.note_success()
     for _ in range(2):
-        breaker.failure()
+        breaker.note_failure()
     assert breaker.allow()
-    breaker.failure()
+    breaker.note_failure()
 
     assert breaker.state == "open" and not breaker.allow()
     assert breaker.opened == 1
@@ -25,7 +25,7 @@ def test_opens_after_as_many_failures_in_a_row_as_the_threshold_says() -> None:
 def test_lets_one_probe_through_after_the_cooldown() -> None:
     clock = FakeClock()
     breaker = Breaker(threshold=1, cooldown_s=2.0, timer=clock)
-    breaker.failure()
+    breaker.note_failure()
 
     clock.tick(1.9)
     assert not breaker.allow()
@@ -38,15 +38,15 @@ def test_lets_one_probe_through_after_the_cooldown() -> None:
 def test_closes_when_the_probe_succeeds_and_opens_again_when_it_fails() -> None:
     clock = FakeClock()
     breaker = Breaker(threshold=1, cooldown_s=2.0, timer=clock)
-    breaker.failure()
+    breaker.note_failure()
     clock.tick(2.0)
     assert breaker.allow()
 
-    breaker.failure()
+    breaker.note_failure()
     assert not breaker.allow() and breaker.opened == 2
     clock.tick(2.0)
     assert breaker.allow()
-    breaker.success()
+    breaker.note_success()
 
     assert breaker.state == "closed" and breaker.allow() and breaker.allow()
 
@@ -54,7 +54,7 @@ def test_closes_when_the_probe_succeeds_and_opens_again_when_it_fails() -> None:
 def test_a_probe_that_never_reports_does_not_block_the_next() -> None:
     clock = FakeClock()
     breaker = Breaker(threshold=1, cooldown_s=2.0, timer=clock)
-    breaker.failure()
+    breaker.note_failure()
     clock.tick(2.0)
     assert breaker.allow()
 
@@ -66,11 +66,11 @@ def test_a_probe_that_never_reports_does_not_block_the_next() -> None:
 def test_stragglers_from_before_the_opening_do_not_postpone_the_probe() -> None:
     clock = FakeClock()
     breaker = Breaker(threshold=1, cooldown_s=2.0, timer=clock)
-    breaker.failure()
+    breaker.note_failure()
 
     for _ in range(10):
         clock.tick(0.2)
-        breaker.failure()
+        breaker.note_failure()
 
     assert breaker.allow()
     assert breaker.opened == 1
@@ -81,7 +81,7 @@ def test_a_threshold_below_one_is_refused() -> None:
         Breaker(threshold=0)
 
 
-@given(st.lists(st.sampled_from(["allow", "success", "failure", "tick"]), max_size=60))
+@given(st.lists(st.sampled_from(["allow", "note_success", "note_failure", "tick"]), max_size=60))
 def test_whatever_happens_a_call_is_allowed_within_one_cooldown(steps: list[str]) -> None:
     clock = FakeClock()
     breaker = Breaker(threshold=2, cooldown_s=1.0, timer=clock)

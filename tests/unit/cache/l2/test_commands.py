@@ -103,8 +103,8 @@ def test_a_lease_is_taken_only_if_it_is_free_and_marked_with_the_answer_itself()
 
 
 def test_a_packer_remembers_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.l2.commands._HEADS_MAX", 10)
-    monkeypatch.setattr("cache.l2.commands._TAILS_MAX", 10)
+    monkeypatch.setattr("cache.l2.commands._CACHED_HEADS_MAX", 10)
+    monkeypatch.setattr("cache.l2.commands._CACHED_TAILS_MAX", 10)
     packer = Packer(KEYS)
 
     for number in range(100):
@@ -112,7 +112,7 @@ def test_a_packer_remembers_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch)
         assert parsed(packed)[0][1:] == [
             f"larder:1:ns:g:g:t:{number}".encode(), b"%d" % (number * 7), b"%d" % (number * 7 + 6)
         ]  # fmt: skip
-        assert len(packer._heads) <= 10 and len(packer._tails) <= 10
+        assert len(packer._getrange_heads) <= 10 and len(packer._getrange_tails) <= 10
 
 
 def test_every_reply_becomes_the_answer_of_its_own_command() -> None:

@@ -10,7 +10,7 @@ from redis.asyncio import ConnectionPool
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.control_plane import ServerControl
-from cache.l2.errors import translated
+from cache.l2.errors import translate_redis_errors
 from cache.l2.resp import checked_reply
 
 CLOSED = RuntimeError(
@@ -81,7 +81,7 @@ async def test_another_defect_is_no_outage(control: ServerControl, call: Any) ->
 
 
 def test_a_server_that_answers_otherwise_than_redis_is_named_with_what_to_do() -> None:
-    with pytest.raises(TierUnavailable) as raised, translated("redis://host:6379/0"):
+    with pytest.raises(TierUnavailable) as raised, translate_redis_errors("redis://host:6379/0"):
         checked_reply("TIME", 1.5)
 
     assert raised.value.message == (

@@ -70,7 +70,7 @@ async def test_a_reply_that_cannot_be_unpacked_costs_its_own_caller_an_answer(
         caller_answers[0] == caller_answers[2] == [RECORD]
         and type(caller_answers[1][0]) is TierUnavailable
     )
-    assert tier._in_flight == 0
+    assert tier._commands_in_flight == 0
 
 
 async def test_columns_of_strange_replies_have_an_end(tier: RemoteTier) -> None:

@@ -15,11 +15,11 @@ BASE_S = 5.0
 class FakeConnection:
     """Takes batches and answers none."""
 
-    closing = False
+    is_closing = False
 
     def __init__(self, commands: int = 0) -> None:
         self.commands = commands
-        self.in_flight = 0
+        self.pipelines_in_flight = 0
         self.aborted: list[TierUnavailable] = []
 
     def send(self, pipeline: Pipeline) -> None:

@@ -24,14 +24,14 @@ def test_every_reply_is_found_and_parts_of_parts_are_the_same_replies() -> None:
     frames = Frames(bulk(*values) + b"more", 6, 8)
 
     assert list(frames) == frames.payloads() == values
-    assert frames.part(1, 4).part(2, 2).payloads() == values[3:5]
-    assert frames.part(2, 3)[1] == values[3]
-    records = frames.part(3, 2).rows(np.dtype([("first", "u4"), ("second", "u4")]))
+    assert frames.select_range(1, 4).select_range(2, 2).payloads() == values[3:5]
+    assert frames.select_range(2, 3)[1] == values[3]
+    records = frames.select_range(3, 2).to_records(np.dtype([("first", "u4"), ("second", "u4")]))
     assert records["second"].tolist() == [0x03030303, 0x04040404]
     with pytest.raises(ValueError, match="8 bytes, a record 4"):
-        frames.rows(np.dtype("u4"))
+        frames.to_records(np.dtype("u4"))
     with pytest.raises(IndexError):
-        frames.part(3, 4)
+        frames.select_range(3, 4)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_however_replies_are_cut_every_batch_has_its_own(
             connection.data_received(data[start:end])
 
     assert [list(replies) for replies in landed] == [values for values, _ in batches]
-    assert not transport.aborted and connection.in_flight == 0
+    assert not transport.aborted and connection.pipelines_in_flight == 0
 
 
 def test_half_a_batch_is_forgotten_with_its_connection() -> None:
@@ -106,7 +106,7 @@ def test_half_a_batch_is_forgotten_with_its_connection() -> None:
     connection.abort(TierUnavailable("late", reason="timeout"))
 
     assert isinstance(landed[0], TierUnavailable) and len(landed) == 1
-    assert transport.aborted and connection._buffer == b""
+    assert transport.aborted and connection._incomplete_frames == b""
 
 
 def test_more_than_was_asked_for_closes_the_connection() -> None:

@@ -8,12 +8,12 @@ from redis.crc import key_slot
 from cache.errors import ConfigError
 from cache.format.redis_keys import Keyspace
 from cache.l2.slots import (
-    SLOTS,
+    SLOT_COUNT,
     PageSlots,
     address_of,
     is_cluster,
     node_url,
-    owners_of,
+    owners_from_reply,
     seed_urls,
 )
 
@@ -67,12 +67,12 @@ def test_the_slot_of_a_page_is_that_of_its_key() -> None:
     slots = PageSlots(KEYS, "g1", "user_topk")
     for page in (0, 9, 10, 12_345):
         name = KEYS.page("g1", "user_topk", page).encode()
-        assert slots[page] == crc_hqx(name, 0) % SLOTS == key_slot(name)
+        assert slots[page] == crc_hqx(name, 0) % SLOT_COUNT == key_slot(name)
 
 
 def test_control_keys_share_a_slot_and_pages_and_overlays_spread() -> None:
     control = (KEYS.live, KEYS.next, KEYS.generations, KEYS.replicas)
-    assert {key_slot(key.encode()) for key in control} == {crc_hqx(b"default", 0) % SLOTS}
+    assert {key_slot(key.encode()) for key in control} == {crc_hqx(b"default", 0) % SLOT_COUNT}
     overlays = {key_slot(KEYS.overlay("g1", "user_topk", f"{n:016x}").encode()) for n in range(500)}
     assert len(overlays) > 480
 
@@ -85,7 +85,7 @@ def test_a_reply_becomes_a_map_whatever_form_the_hosts_have() -> None:
         [4, 4, ["?", 7003, "id"]],
         [5, 5, [b"fe80::1", 7004, b"id", []]],
     ]
-    assert owners_of(reply, "10.0.0.5:7001") == {
+    assert owners_from_reply(reply, "10.0.0.5:7001") == {
         0: "10.0.0.1:7000", 1: "10.0.0.1:7000", 2: "10.0.0.5:7001", 3: "10.0.0.5:7002",
         4: "10.0.0.5:7003", 5: "[fe80::1]:7004",
     }  # fmt: skip

@@ -11,7 +11,7 @@ from cache.model.agreement import (
     recalls,
     relative_errors,
     row_cosines,
-    worst_errors,
+    worst_row_errors,
 )
 
 
@@ -56,7 +56,7 @@ def test_errors_are_relative_to_the_largest_exact_number() -> None:
     assert absolute_errors(approximate, exact) == (1.0, 0.5)
     assert relative_errors(approximate, exact) == (0.25, 0.125)
     assert relative_errors(approximate, np.zeros(2)) == absolute_errors(approximate, np.zeros(2))
-    assert worst_errors(np.stack([approximate, exact]), np.stack([exact, exact])).tolist() == [
+    assert worst_row_errors(np.stack([approximate, exact]), np.stack([exact, exact])).tolist() == [
         0.25,
         0,
     ]

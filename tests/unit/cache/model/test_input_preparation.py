@@ -63,7 +63,7 @@ def test_an_item_is_its_own_input_next_to_unknown_items(world):
 
     assert [prepared is None for prepared in prepared_inputs] == [False, True, False]
     assert prepared_inputs[0].excluded.tolist() == [3]
-    assert prepared_inputs[0].item_index == items.to_model(np.array([3]))[0]
+    assert prepared_inputs[0].item_index == items.model_indices_of(np.array([3]))[0]
 
 
 def test_a_reused_input_buffer_shows_nothing_of_the_batch_before(world):

@@ -68,7 +68,7 @@ def test_an_item_sent_twice_counts_once_where_it_stood_last(world):
 
 
 def test_many_blocked_items_are_skipped_inside_the_index(world, monkeypatch):
-    monkeypatch.setattr("cache.model.candidate_search._FILTER_ABOVE", 4)
+    monkeypatch.setattr("cache.model.candidate_search._BLOCKED_FILTERED_ABOVE", 4)
     _, items = world
     blocked = list(range(0, items.count, 2))
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.model.ranking import pack, rank, score, top_keys, unpack
+from cache.model.ranking import pack_sort_keys, rank, score, top_sort_keys, unpack_sort_keys
 from cache.records import NO_ITEM
 
 
@@ -83,7 +83,9 @@ def test_packed_pairs_sort_and_unpack_like_pairs(pairs, k):
     scores = np.array([pair[0] for pair in pairs], np.float32)
     ordinals = np.array([pair[1] for pair in pairs], np.int64)
 
-    best_ordinals, values = unpack(top_keys(pack(scores, ordinals)[None], k), k)
+    best_ordinals, values = unpack_sort_keys(
+        top_sort_keys(pack_sort_keys(scores, ordinals)[None], k), k
+    )
 
     expected_pairs = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:k]
     assert best_ordinals[0, : len(expected_pairs)].tolist() == [pair[1] for pair in expected_pairs]

@@ -7,8 +7,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import BundleError, ModelFailed
-from cache.model.tower import Histories, Tower, repeated
-from cache.model.tower_spec import InputSpec, TowerSpec, buckets_up_to
+from cache.model.tower import Histories, Tower, repeat_values
+from cache.model.tower_spec import InputSpec, TowerSpec, padded_lengths_up_to
 from precompute.bundles import onnx_model
 from precompute.bundles.quantize import quantize_tower
 
@@ -83,9 +83,9 @@ def test_int8_answers_are_bitwise_the_same_in_batches_of_1_to_4096(model, tmp_pa
 
 
 def test_buckets_end_with_the_longest_length():
-    assert buckets_up_to(10) == (10,)
-    assert buckets_up_to(16) == (16,)
-    assert buckets_up_to(100) == (16, 32, 64, 100)
+    assert padded_lengths_up_to(10) == (10,)
+    assert padded_lengths_up_to(16) == (16,)
+    assert padded_lengths_up_to(100) == (16, 32, 64, 100)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_repeated_values_are_those_of_numpy(rows: int) -> None:
     rng = np.random.default_rng(rows)
     values = rng.integers(-(2**62), 2**62, rows)
     counts = rng.integers(0, 12, rows) * rng.integers(0, 2, rows)
-    assert np.array_equal(repeated(values, counts), np.repeat(values, counts))
+    assert np.array_equal(repeat_values(values, counts), np.repeat(values, counts))
 
 
 def test_a_model_that_cannot_be_run_is_named_with_its_input(model):

@@ -31,7 +31,7 @@ def spot(number: int) -> int:
 def read(shards: MissRatioCurve, keys: Sequence[int], sizes: Sequence[int] | None = None) -> None:
     shards.count(len(keys), len(keys))
     for key in keys:
-        shards.record_accesses([(spot(key), 1 if sizes is None else sizes[key])])
+        shards.record_touches([(spot(key), 1 if sizes is None else sizes[key])])
 
 
 @given(
@@ -92,7 +92,7 @@ def test_the_bytes_above_a_key_are_those_touched_since(script: list[tuple[str, i
         max(n for n in range(len(newest_sizes) + 1) if sum(newest_sizes[:n]) <= d)
         for d in (0, 500, 9e9)
     ]
-    assert stack.within([0, 500, 9e9]) == expected_counts
+    assert stack.key_counts_within([0, 500, 9e9]) == expected_counts
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([1, 2, 300, 900]))
@@ -103,12 +103,12 @@ def test_memory_is_bounded_whatever_comes(seed: int, keys_max: int) -> None:
     for _ in range(40):
         spots = [rng.randrange(HASH_SPACE) for _ in range(50)] * 2
         for key_spot in spots:
-            shards.record_accesses([(key_spot, rng.choice((1, -1)) * rng.randint(1, 9))])
+            shards.record_touches([(key_spot, rng.choice((1, -1)) * rng.randint(1, 9))])
 
         assert shards.keys <= keys_max
-        assert len(shards._greatest) == len(shards._stack) == shards.keys
-        assert len(shards._stack._sizes) <= max(256, 2 * keys_max + 128)
-        assert all(key_spot <= shards.last for key_spot in shards._stack)
+        assert len(shards._negated_spot_heap) == len(shards._stack) == shards.keys
+        assert len(shards._stack._bytes_by_slot) <= max(256, 2 * keys_max + 128)
+        assert all(key_spot <= shards.greatest_sampled_spot for key_spot in shards._stack)
         assert shards.rate <= previous_rate
         previous_rate = shards.rate
 
@@ -158,7 +158,7 @@ def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot_key_
     for cold_spot in cold * 2:
         for touched_spot in (cold_spot, hot_key_spot):
             shards.count(1, 1)
-            shards.record_accesses([(touched_spot, 1)])
+            shards.record_touches([(touched_spot, 1)])
 
     low, high = shards.hit_ratios()
 
@@ -179,11 +179,11 @@ def test_what_is_found_nowhere_is_a_miss_at_every_size() -> None:
 def test_a_store_moves_its_key_and_counts_for_nothing() -> None:
     shards = MissRatioCurve([2], keys_max=100)
     read(shards, [1, 2, 3])
-    shards.record_accesses([(spot(1), -1), (spot(4), -1)])
+    shards.record_touches([(spot(1), -1), (spot(4), -1)])
 
     read(shards, [1, 4, 3])
 
-    assert shards.sampled == 6
+    assert shards.sampled_reads == 6
     assert shards.hit_ratios() == [pytest.approx(2 / 6)]
 
 
@@ -215,12 +215,12 @@ def test_a_lower_rate_samples_fewer_keys() -> None:
     shards = MissRatioCurve([10_000], keys_max=10_000)
     read(shards, list(range(1_000)))
 
-    shards.lower(0.25)
-    shards.lower(0.5)
+    shards.lower_rate(0.25)
+    shards.lower_rate(0.5)
 
     assert shards.rate == 0.25
     assert shards.keys == pytest.approx(250, abs=60)
-    shards.lower(0.0)
+    shards.lower_rate(0.0)
     assert 0 < shards.rate < 1e-8
 
 

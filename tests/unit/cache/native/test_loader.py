@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError
 from cache.format.directory import Directory
-from cache.format.ids import are_ids, hash_ids
+from cache.format.ids import hash_ids, have_id_lengths
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Frames, Packer, PageReads, frame_stride
 from cache.native import loader, pure
 from cache.records import RECORD_FORMAT, Layout, encode_numbers
 from cache.tiers import tiered
-from cache.tiers.singleflight import board, leave
+from cache.tiers.singleflight import board_absent_keys, leave_keys
 from cache.tiers.tiered import FlightRecords
 from tests.fakes import Night
 
-COLUMNS: Any = loader.load({})
+COLUMNS: Any = loader.load_kernels({})
 pytestmark = pytest.mark.skipif(COLUMNS is pure, reason="cache.native._columns was not built")
 IDS = st.lists(st.binary(max_size=300), max_size=20)
 LAYOUT = Layout("vector", 2, "f4")
@@ -64,8 +64,8 @@ def test_ids_have_the_hashes_of_the_library(ids: list[bytes], seed: int) -> None
         assert texts is not None
         assert np.frombuffer(texts, np.uint64).tolist() == hash_ids(ids, seed).tolist()
     with interpreted():
-        assert are_ids(ids) == all(0 < len(raw) <= 256 for raw in ids)
-    assert are_ids(ids) == all(0 < len(raw) <= 256 for raw in ids)
+        assert have_id_lengths(ids) == all(0 < len(raw) <= 256 for raw in ids)
+    assert have_id_lengths(ids) == all(0 < len(raw) <= 256 for raw in ids)
 
 
 @pytest.mark.parametrize("cuts", [[0, 3, 2], [-1, 2], [0, 4], [0, 9, 3], [], [2, 1, 3]])
@@ -93,14 +93,14 @@ def test_a_directory_finds_and_places_the_same(data: st.DataObject, shards: int)
     positions = positions[positions >= 0]
     first_pages = np.arange(shards, dtype=np.int64) * 1_000
     for compiled_array, interpreted_array in zip(
-        compiled_directory.pages(positions, first_pages, 7, 12),
-        theirs.pages(positions, first_pages, 7, 12),
+        compiled_directory.page_locations(positions, first_pages, 7, 12),
+        theirs.page_locations(positions, first_pages, 7, 12),
         strict=True,
     ):
         assert compiled_array.tolist() == interpreted_array.tolist()
     beyond = np.array([len(hashes)], np.int64)
     with pytest.raises(ValueError, match="no part has"):
-        compiled_directory.pages(beyond, first_pages, 7, 12)
+        compiled_directory.page_locations(beyond, first_pages, 7, 12)
 
 
 @given(
@@ -110,10 +110,10 @@ def test_a_directory_finds_and_places_the_same(data: st.DataObject, shards: int)
 def test_commands_are_packed_alike(reads: list[tuple[int, int]], length: int) -> None:
     page_reads = PageReads("g", "t", [a for a, _ in reads], [b for _, b in reads], length)
 
-    packed = Packer(Keyspace("shop")).pages(page_reads)
+    packed = Packer(Keyspace("shop")).pack_page_reads(page_reads)
 
     with interpreted():
-        assert packed == Packer(Keyspace("shop")).pages(page_reads)
+        assert packed == Packer(Keyspace("shop")).pack_page_reads(page_reads)
     assert packed == Packer(Keyspace("shop")).pack(list(page_reads))[0]
 
 
@@ -178,14 +178,14 @@ def test_records_are_copied_when_all_are_sound(
         raw = records.view(np.uint8).reshape(count + first, -1)
         raw[wrong % count + first, at] ^= 0x40
     payloads = b"".join(b"$24\r\n%b\r\n" % record.tobytes() for record in records)
-    frames = Frames(payloads, count + first, 24).part(first, count)
+    frames = Frames(payloads, count + first, 24).select_range(first, count)
 
-    sound = frames.sound(LAYOUT.dtype, prints[first:], RECORD_FORMAT)
+    sound = frames.checked_records(LAYOUT.dtype, prints[first:], RECORD_FORMAT)
 
     is_detected = wrong is not None and (at < 8 or at == 14)
     assert (sound is None) == is_detected
     if sound is not None:
-        assert sound.tobytes() == frames.rows(LAYOUT.dtype).tobytes()
+        assert sound.tobytes() == frames.to_records(LAYOUT.dtype).tobytes()
         assert sound.flags.writeable and sound.flags.c_contiguous
 
 
@@ -220,14 +220,14 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
 )
 def test_keys_enter_and_leave_alike(initial_flights: dict[int, object], keys: list[int]) -> None:
     compiled_flights, theirs, flight = dict(initial_flights), dict(initial_flights), object()
-    joined_indexes = board(compiled_flights, keys, flight)
+    joined_indexes = board_absent_keys(compiled_flights, keys, flight)
     with interpreted():
-        assert joined_indexes == board(theirs, keys, flight)
+        assert joined_indexes == board_absent_keys(theirs, keys, flight)
         assert compiled_flights == theirs and set(compiled_flights) == {*initial_flights, *keys}
         own_keys = [key for index, key in enumerate(keys) if index not in joined_indexes]
-        leave(theirs, own_keys)
-    leave(compiled_flights, own_keys)
-    leave(compiled_flights, own_keys)  # once more changes nothing
+        leave_keys(theirs, own_keys)
+    leave_keys(compiled_flights, own_keys)
+    leave_keys(compiled_flights, own_keys)  # once more changes nothing
 
     assert compiled_flights == theirs == initial_flights
 
@@ -303,11 +303,11 @@ def test_a_catalogue_that_ends_early_is_no_catalogue() -> None:
 def test_it_can_be_switched_off_and_other_sources_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert loader.load({"LARDER_COLUMNS": "off"}) is pure
+    assert loader.load_kernels({"LARDER_COLUMNS": "off"}) is pure
     with pytest.raises(ConfigError, match="LARDER_COLUMNS must be auto or off, not 'maybe'"):
-        loader.load({"LARDER_COLUMNS": "maybe"})
-    monkeypatch.setattr(loader, "VERSION", -1)
-    assert loader.load({}) is pure and "install again" in caplog.text
+        loader.load_kernels({"LARDER_COLUMNS": "maybe"})
+    monkeypatch.setattr(loader, "FUNCTIONS_VERSION", -1)
+    assert loader.load_kernels({}) is pure and "install again" in caplog.text
     assert frame_stride(3) == 9
 
 
@@ -321,7 +321,7 @@ def test_records_laid_out_otherwise_than_they_are_described_are_refused(
     monkeypatch.setitem(compiled.LAYOUT, name, number + 1)
 
     with pytest.raises(ConfigError, match=f"compiled with {name} = {number + 1}, .* has {number}"):
-        loader.load({})
+        loader.load_kernels({})
 
 
 class _IndexThatClears:

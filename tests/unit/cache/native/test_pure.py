@@ -19,7 +19,7 @@ def test_every_function_is_compiled_too() -> None:
         if not name.startswith("_") and getattr(member, "__module__", "") == pure.__name__
     }
 
-    assert len(names) >= 15 and names <= vars(loader.load({})).keys()
+    assert len(names) >= 15 and names <= vars(loader.load_kernels({})).keys()
 
 
 @settings(deadline=None)
@@ -37,12 +37,12 @@ def test_names_are_the_bytes_of_the_ids_whatever_their_length(
 
     named = IdBytes(*pure.names(records, 3, True, 2, *lent), 2)
 
-    cuts = np.frombuffer(named.cuts, np.int32).tolist()
-    assert [named.data[a:b] for a, b in pairwise(cuts)] == [
+    cuts = np.frombuffer(named.offset_bytes, np.int32).tolist()
+    assert [named.joined_ids[a:b] for a, b in pairwise(cuts)] == [
         raws[ordinal] for row in rows for ordinal in row
     ]
-    assert cuts[-1] == len(named.data)
-    assert named.sizes.tolist() == [[len(raws[ordinal]) for ordinal in row] for row in rows]
+    assert cuts[-1] == len(named.joined_ids)
+    assert named.id_sizes.tolist() == [[len(raws[ordinal]) for ordinal in row] for row in rows]
 
 
 @settings(deadline=None)
@@ -57,7 +57,7 @@ def test_products_with_rows_are_those_of_numpy_up_to_rounding(
     )
     ordinals = rng.integers(0, 90, chosen)
 
-    for kernels in (pure, loader.load({})):
+    for kernels in (pure, loader.load_kernels({})):
         products = np.frombuffer(kernels.dots(vector, matrix, ordinals), np.float32)
 
         expected_products = matrix[ordinals].astype(np.float64) @ vector

@@ -9,25 +9,25 @@ import pytest
 from cache.errors import TierUnavailable
 from cache.process import background_loops
 from cache.process.background_loops import (
-    FAILING_AFTER,
+    FAILING_AFTER_FAILURES,
     PAUSE_MAX_S,
     BackgroundLoops,
+    cancel_and_wait,
     pause_s,
-    stop,
 )
 from tests.integration.serving_app import eventually
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_loops, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(background_loops, "_FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture
 async def loops() -> AsyncIterator[BackgroundLoops]:
     loop_runner = BackgroundLoops()
     yield loop_runner
-    await stop([loop.task for loop in loop_runner.running])
+    await cancel_and_wait([loop.task for loop in loop_runner.running])
 
 
 async def forever() -> None:
@@ -55,14 +55,14 @@ async def test_a_loop_goes_on_after_an_error_which_is_counted(
         await is_done.wait()
 
     assert not task.done()
-    assert loops.failures["body"] == 2 and loops.failing == {}
+    assert loops.failure_count_by_loop["body"] == 2 and loops.error_by_failing_loop == {}
 
 
 async def test_a_loop_that_keeps_failing_is_reported_until_it_recovers(
     loops: BackgroundLoops, caplog: pytest.LogCaptureFixture
 ) -> None:
     failure_reports: list[dict[str, str]] = []
-    loops.on_change = lambda: failure_reports.append(loops.failing)
+    loops.on_change = lambda: failure_reports.append(loops.error_by_failing_loop)
     is_broken, iteration_count = True, 0
 
     async def body() -> None:
@@ -92,7 +92,7 @@ async def test_an_error_of_larder_is_logged_in_a_sentence(
 
     with caplog.at_level(logging.WARNING, "cache.process.background_loops"):
         loops.start("body", body)
-        assert await eventually(lambda: _truth(loops.failures["body"] > 1))
+        assert await eventually(lambda: _truth(loops.failure_count_by_loop["body"] > 1))
 
     assert caplog.records[0].getMessage() == (
         "background loop body failed (1 in a row); it runs again in 0.00 s: Redis: TIME was answered by 1.5, not by "
@@ -104,18 +104,20 @@ async def test_an_error_of_larder_is_logged_in_a_sentence(
 async def test_an_endless_body_does_well_once_it_has_run_for_a_while(
     loops: BackgroundLoops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_loops, "STEADY_S", 0.0)
+    monkeypatch.setattr(background_loops, "STEADY_AFTER_S", 0.0)
 
     async def body() -> None:
-        if loops.failures["body"] < FAILING_AFTER:
+        if loops.failure_count_by_loop["body"] < FAILING_AFTER_FAILURES:
             raise RuntimeError("planted")
-        assert loops.failing
+        assert loops.error_by_failing_loop
         await forever()
 
     loops.start("body", body)
 
-    assert await eventually(lambda: _truth(loops.failures["body"] == FAILING_AFTER))
-    assert await eventually(lambda: _truth(not loops.failing))
+    assert await eventually(
+        lambda: _truth(loops.failure_count_by_loop["body"] == FAILING_AFTER_FAILURES)
+    )
+    assert await eventually(lambda: _truth(not loops.error_by_failing_loop))
 
 
 async def test_a_loop_ends_when_it_is_stopped_or_has_nothing_to_do(loops: BackgroundLoops) -> None:
@@ -128,9 +130,9 @@ async def test_a_loop_ends_when_it_is_stopped_or_has_nothing_to_do(loops: Backgr
     emptying = loops.start("emptying", pop_work_item, is_due=lambda: bool(work))
     endless = loops.start("endless", forever)
     await emptying
-    await stop([endless, None])
+    await cancel_and_wait([endless, None])
 
-    assert work == [] and loops.failures == {"emptying": 1, "endless": 0}
+    assert work == [] and loops.failure_count_by_loop == {"emptying": 1, "endless": 0}
     assert endless.cancelled() and loops.running == ()
 
 
@@ -148,7 +150,7 @@ async def test_a_cancellation_that_a_body_swallows_is_repeated(loops: Background
 
     task = loops.start("body", body)
     await asyncio.sleep(0)
-    await stop([task])
+    await cancel_and_wait([task])
 
     assert task.cancelled() and swallowed == 2
 

@@ -21,7 +21,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from cache.process.child_process import GuardedCommand
-process = GuardedCommand(["sh", "-c", sys.argv[1]], log=Path("log"), grace_s=1.0)
+process = GuardedCommand(["sh", "-c", sys.argv[1]], log_path=Path("log"), grace_s=1.0)
 print(process.pid, flush=True)
 time.sleep(600)
 """
@@ -70,14 +70,14 @@ def test_a_command_and_its_children_end_with_their_owner(
 
 
 def test_stopping_ends_the_whole_session_and_can_be_repeated(tmp_path: Path) -> None:
-    process = GuardedCommand(["sh", "-c", FAMILY], log=tmp_path / "log", cwd=tmp_path)
+    process = GuardedCommand(["sh", "-c", FAMILY], log_path=tmp_path / "log", cwd=tmp_path)
     pids = family(tmp_path)
-    assert process.running
+    assert process.is_running
 
     process.stop()
     process.stop()
 
-    assert not process.running
+    assert not process.is_running
     assert poll_until(
         lambda: not any(alive(pid) for pid in pids)
     )  # killed, but perhaps not yet gone
@@ -86,25 +86,25 @@ def test_stopping_ends_the_whole_session_and_can_be_repeated(tmp_path: Path) -> 
 def test_a_command_that_ignores_term_is_killed_after_its_grace(tmp_path: Path) -> None:
     stubborn = "trap '' TERM; echo $$ > parent; while :; do sleep 1; done"
     process = GuardedCommand(
-        ["sh", "-c", stubborn], log=tmp_path / "log", cwd=tmp_path, grace_s=0.2
+        ["sh", "-c", stubborn], log_path=tmp_path / "log", cwd=tmp_path, grace_s=0.2
     )
     assert poll_until(lambda: (tmp_path / "parent").exists())
 
     process.stop()
 
-    assert not process.running
+    assert not process.is_running
 
 
 def test_an_ended_command_reports_its_status_and_its_last_words(tmp_path: Path) -> None:
-    with GuardedCommand(["sh", "-c", "echo no disk; exit 3"], log=tmp_path / "log") as process:
-        assert poll_until(lambda: not process.running)
+    with GuardedCommand(["sh", "-c", "echo no disk; exit 3"], log_path=tmp_path / "log") as process:
+        assert poll_until(lambda: not process.is_running)
 
         assert process.returncode == 3
-        assert process.tail() == "no disk"
+        assert process.log_tail() == "no disk"
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_command(tmp_path: Path) -> None:
-    with GuardedCommand(["sleep", "600"], log=tmp_path / "log") as process:
+    with GuardedCommand(["sleep", "600"], log_path=tmp_path / "log") as process:
         assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
         assert os.getsid(process.pid) != os.getsid(0)
 

@@ -11,12 +11,12 @@ import redis
 from cache.errors import ConfigError
 from cache.process import redis_server
 from cache.process.redis_server import (
-    SETTINGS,
+    SERVER_SETTINGS,
     RedisServer,
     find_server,
+    join_or_start_server,
     redis_url,
     running_server,
-    server,
     supervised_redis_url,
 )
 from tests.polling import poll_until
@@ -98,7 +98,7 @@ def binary(request: pytest.FixtureRequest) -> Path:
 
 
 def test_a_server_answers_and_is_gone_afterwards(binary: Path, tmp_path: Path) -> None:
-    with server(tmp_path, binary=binary) as running:
+    with join_or_start_server(tmp_path, binary=binary) as running:
         assert answers(running.url)
 
     assert not answers(running.url)
@@ -109,7 +109,7 @@ def test_a_server_answers_and_is_gone_afterwards(binary: Path, tmp_path: Path) -
 def test_a_server_runs_in_a_folder_of_any_name(binary: Path, tmp_path: Path, name: str) -> None:
     """Redis takes the path of its settings for a pattern: with brackets in it there was no password, and no start."""
     with (
-        server(tmp_path / name, binary=binary, password="secret") as running,
+        join_or_start_server(tmp_path / name, binary=binary, password="secret") as running,
         redis.Redis.from_url(running.url.replace(":secret@", "")) as stranger,
     ):
         assert answers(running.url)
@@ -121,11 +121,11 @@ def test_a_server_keeps_nothing_on_disk_and_evicts_only_what_expires(
     binary: Path, tmp_path: Path
 ) -> None:
     with (
-        server(tmp_path, binary=binary) as running,
+        join_or_start_server(tmp_path, binary=binary) as running,
         redis.Redis.from_url(running.url, decode_responses=True) as client,
     ):
         for name in ("save", "appendonly", "maxmemory-policy"):
-            assert client.config_get(name) == {name: SETTINGS[name]}
+            assert client.config_get(name) == {name: SERVER_SETTINGS[name]}
 
 
 @pytest.mark.parametrize("end_signal", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -172,11 +172,11 @@ def test_who_comes_after_a_kill_of_all_has_a_server_that_stays(tmp_path: Path) -
 
 
 def test_a_command_that_starts_none_keeps_the_one_that_it_joined(tmp_path: Path) -> None:
-    with redis_server.joined_server(tmp_path) as absent_server:
+    with redis_server.join_running_server(tmp_path) as absent_server:
         assert absent_server is None
     with command(tmp_path) as first:
         url = url_of(first)
-        with redis_server.joined_server(tmp_path) as joined:
+        with redis_server.join_running_server(tmp_path) as joined:
             assert joined is not None and joined.url == url
             end(first, None)
             assert stays(url)
@@ -209,14 +209,14 @@ def test_only_who_may_read_the_note_may_ask_the_server_of_a_state_folder(tmp_pat
 
 
 def test_a_server_of_another_folder_that_took_the_port_is_not_joined(tmp_path: Path) -> None:
-    with server(tmp_path / "other") as other_server:
+    with join_or_start_server(tmp_path / "other") as other_server:
         (tmp_path / "state").mkdir()
         stale = RedisServer(other_server.url, pid=other_server.pid + 1)
         (tmp_path / "state" / "redis.json").write_text(
             f'{{"url": "{stale.url}", "pid": {stale.pid}}}'
         )
 
-        with server(tmp_path / "state") as running:
+        with join_or_start_server(tmp_path / "state") as running:
             assert running.url != other_server.url
 
 
@@ -230,7 +230,7 @@ def test_a_stale_or_torn_note_is_replaced(tmp_path: Path) -> None:
 def test_a_kept_server_that_is_killed_starts_again_at_its_address_and_is_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_server, "_LOOK_S", 0.05)
+    monkeypatch.setattr(redis_server, "_CHECK_PAUSE_S", 0.05)
     refilled_urls: list[str] = []
 
     def refill(url: str) -> bool:
@@ -254,7 +254,7 @@ def test_a_kept_server_that_is_killed_starts_again_at_its_address_and_is_filled(
 def test_a_kept_server_that_another_command_started_again_is_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_server, "_LOOK_S", 0.5)
+    monkeypatch.setattr(redis_server, "_CHECK_PAUSE_S", 0.5)
     refilled_urls: list[str] = []
 
     def refill(url: str) -> bool:
@@ -286,7 +286,10 @@ def test_a_binary_that_cannot_start_says_why(tmp_path: Path) -> None:
     broken.write_text("#!/bin/sh\necho cannot allocate; exit 1\n")
     broken.chmod(0o755)
 
-    with pytest.raises(ConfigError, match="cannot allocate"), server(tmp_path, binary=broken):
+    with (
+        pytest.raises(ConfigError, match="cannot allocate"),
+        join_or_start_server(tmp_path, binary=broken),
+    ):
         pass
 
 

@@ -18,11 +18,13 @@ from tests.forged_redis import ABSURD
 @pytest.fixture(params=["compiled", "pure"], autouse=True, scope="module")
 def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs every test with what is compiled and with what stands in for it."""
-    with patch.object(loader, "kernels", loader.load({}) if request.param == "compiled" else pure):
+    with patch.object(
+        loader, "kernels", loader.load_kernels({}) if request.param == "compiled" else pure
+    ):
         yield
 
 
-BOUNDS = ReplyBounds(elements=1_024, payload_bytes=1 << 20)
+BOUNDS = ReplyBounds(elements_max=1_024, payload_bytes_max=1 << 20)
 _MORE = object()
 
 SCALARS = st.one_of(

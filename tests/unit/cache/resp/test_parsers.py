@@ -12,9 +12,9 @@ import redis
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import OverlayRead, PageRead, PageReads
-from cache.l2.sync_clients import another, open_client
+from cache.l2.sync_clients import clone_client, open_client
 from cache.l2.tier import RemoteConfig, RemoteTier
-from cache.process.redis_server import _process_id
+from cache.process.redis_server import _fetch_process_id
 from precompute.releases.replication import UNREACHABLE, _fetch_run_id
 from serving.events.connection import EventsRedis, EventsUnavailable
 from serving.events.follower import EventFollower
@@ -45,7 +45,9 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
     "opened",
     [
         lambda port: open_client(f"redis://127.0.0.1:{port}", **QUICK),
-        lambda port: another(open_client(f"redis://127.0.0.1:{port}", **QUICK), socket_timeout=4.0),
+        lambda port: clone_client(
+            open_client(f"redis://127.0.0.1:{port}", **QUICK), socket_timeout=4.0
+        ),
     ],
     ids=["client", "another"],
 )
@@ -69,7 +71,7 @@ def test_what_asks_for_a_run_id_or_a_process_is_bounded(port: int) -> None:
     client = open_client(f"redis://127.0.0.1:{port}", **QUICK)
 
     assert _fetch_run_id(client, "127.0.0.1", port) == UNREACHABLE
-    assert _process_id(f"redis://127.0.0.1:{port}") is None
+    assert _fetch_process_id(f"redis://127.0.0.1:{port}") is None
 
 
 async def test_the_control_plane_is_bounded(port: int) -> None:

@@ -22,7 +22,7 @@ from cache.l2.resp import (
     info_number,
     reply_excerpt,
 )
-from cache.l2.sync_clients import another, open_client
+from cache.l2.sync_clients import clone_client, open_client
 from infra.cli.check import DISPENSABLE_COMMANDS, NEEDED_COMMANDS
 from tests.forged.proxy import Order, forging
 from tests.forged_redis import forged_redis
@@ -154,7 +154,7 @@ def test_every_other_reply_is_refused_by_the_name_of_its_command(
 ) -> None:
     callback, description = (
         client_of(protocol).response_callbacks[command],
-        REPLY_SHAPES[command].words,
+        REPLY_SHAPES[command].description,
     )
     accepted_names = ACCEPTED_REPLIES.get(description, set())
     if protocol == 3:
@@ -274,7 +274,7 @@ def test_a_reply_that_is_left_over_is_not_taken_for_the_next_one(
     with forging(redis_url) as proxy:
         settings: Any = {"protocol": protocol, "socket_timeout": 5.0}
         client = open_client(f"redis://127.0.0.1:{proxy.port}/0", **settings)
-        asking: Any = another(client, socket_timeout=4.0) if is_another else client
+        asking: Any = clone_client(client, socket_timeout=4.0) if is_another else client
         asking.set("shapes:first", "1")
         asking.set("shapes:second", "2")
         proxy.forge(Order("GET", "the reply twice"))

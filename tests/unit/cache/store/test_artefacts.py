@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
-from cache.store.artefacts import ArtefactStore, check, describe, generation_path, take_file
+from cache.store.artefacts import (
+    ArtefactStore,
+    check_file,
+    describe_file,
+    generation_path,
+    link_or_copy_file,
+)
 from cache.store.blocklist import Blocklist, change_blocklist, latest_blocklist
 from cache.store.releases import (
     Release,
@@ -15,7 +21,7 @@ from cache.store.releases import (
     done_path,
     intent_path,
     newest_release,
-    released_manifest,
+    released_manifest_digest,
 )
 
 
@@ -68,15 +74,15 @@ def test_a_remote_store_needs_a_folder_on_this_host():
 
 def test_a_file_that_changed_is_refused_by_size_and_by_checksum(tmp_path):
     (tmp_path / "f").write_bytes(b"abc")
-    artefact = describe(tmp_path, "f")
-    check(tmp_path, artefact)
+    artefact = describe_file(tmp_path, "f")
+    check_file(tmp_path, artefact)
     for wrong in (b"abcd", b"abd"):
         (tmp_path / "f").write_bytes(wrong)
         with pytest.raises(CorruptArtefact):
-            check(tmp_path, artefact)
+            check_file(tmp_path, artefact)
     (tmp_path / "f").unlink()
     with pytest.raises(CorruptArtefact, match="missing"):
-        check(tmp_path, artefact)
+        check_file(tmp_path, artefact)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +141,11 @@ def test_the_released_manifest_is_the_newest_published_or_verified_one(store):
         replace(release(5, "b", "verify"), manifest_sha256="five"),
         release(6, "a", "verify"),
     ]
-    assert released_manifest(history, "a") == "two"
-    assert released_manifest(history[:1], "a") == "one" and released_manifest([], "a") == ""
+    assert released_manifest_digest(history, "a") == "two"
+    assert (
+        released_manifest_digest(history[:1], "a") == "one"
+        and released_manifest_digest([], "a") == ""
+    )
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -146,7 +155,7 @@ def test_a_file_is_taken_under_another_name(tmp_path, monkeypatch, links):
     source, path = tmp_path / "a", tmp_path / "folder/b"
     source.write_bytes(b"weights")
     for _ in range(2):  # a repeat finds its own work
-        take_file(source, path)
+        link_or_copy_file(source, path)
     source.unlink()
 
     assert path.read_bytes() == b"weights"

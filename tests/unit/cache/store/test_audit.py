@@ -9,12 +9,12 @@ import pytest
 from cache.errors import Conflict, StoreError
 from cache.store.artefacts import ArtefactStore
 from cache.store.audit import (
-    TEXT_MAX,
+    TEXT_CHARS_MAX,
     audit_records,
     audited,
+    describe_blocked_ids,
     entity_digest,
-    ids_in_words,
-    this_user,
+    user_and_host,
 )
 from tests.fakes import FakeClock
 from tests.object_stores import Counting, Overwriting, store_of
@@ -56,7 +56,7 @@ def test_a_failure_is_kept_with_its_error(store: ArtefactStore) -> None:
     first, second = audit_records(store)
     assert (first.outcome, first.error) == ("failed", "conflict: another publisher was first")
     assert (second.outcome, second.error) == ("failed", "KeyboardInterrupt: ")
-    assert first.actor == this_user()
+    assert first.actor == user_and_host()
 
 
 def test_nothing_is_done_that_cannot_be_written_down(tmp_path: Path) -> None:
@@ -173,15 +173,17 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
         pass
 
     (record,) = audit_records(store)
-    assert max(map(len, (record.subject, record.reason, record.actor))) < TEXT_MAX + 20
+    assert max(map(len, (record.subject, record.reason, record.actor))) < TEXT_CHARS_MAX + 20
 
 
 def test_ids_of_users_stand_there_as_digests() -> None:
-    subject_text = ids_in_words([b"i-1", b"i-2"], [b"u-1"])
+    subject_text = describe_blocked_ids([b"i-1", b"i-2"], [b"u-1"])
 
     assert (
         subject_text == f"items i-1, i-2; entities {entity_digest(b'u-1')}"
         and "u-1" not in subject_text
     )
-    assert ids_in_words([b"%d" % number for number in range(25)], []).endswith("19 and 5 more")
+    assert describe_blocked_ids([b"%d" % number for number in range(25)], []).endswith(
+        "19 and 5 more"
+    )
     assert len(entity_digest(b"u-1")) == len("sha256:") + 16

@@ -9,8 +9,8 @@ import pytest
 from cache.errors import CorruptArtefact, UnknownFormat
 from cache.store.artefacts import ArtefactStore
 from cache.traffic.experiments import (
-    ENDED_MAX,
-    VERSIONS,
+    ENDED_EXPERIMENTS_MAX,
+    EXPERIMENTS_VERSIONS,
     Experiment,
     ExperimentArm,
     Experiments,
@@ -38,7 +38,7 @@ def test_what_was_written_is_read_and_there_is_nothing_before(tmp_path: Path) ->
 
     assert written == replace(EXPERIMENTS, version=1) == latest_experiments(store)
     assert change_experiments(store, lambda experiments: experiments) == written
-    assert VERSIONS.read_newest_number(store) == 1
+    assert EXPERIMENTS_VERSIONS.read_newest_number(store) == 1
     assert written.namespaces("default") == ("second",) and written.running == (RANKER,)
 
 
@@ -64,7 +64,8 @@ def test_a_change_that_comes_in_between_is_kept(tmp_path: Path) -> None:
 def test_only_the_latest_of_what_ended_are_listed(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
     stopped_experiments = tuple(
-        replace(RANKER, name=f"e{at}", stopped_at=float(at)) for at in range(ENDED_MAX + 3)
+        replace(RANKER, name=f"e{at}", stopped_at=float(at))
+        for at in range(ENDED_EXPERIMENTS_MAX + 3)
     )
 
     changed_experiments = change_experiments(

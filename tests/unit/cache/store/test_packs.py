@@ -8,7 +8,7 @@ import pytest
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Release, all_releases, done_path, intent_path
-from cache.store.write_once import PACK_FILES
+from cache.store.write_once import PACKED_FILES_MIN
 from precompute.erasure.erasing import begin_erasing
 from precompute.releases.release_log import Releases
 from precompute.sources.erasures import all_erasures, mark_done, request
@@ -29,7 +29,7 @@ def test_a_thousand_releases_cost_a_listing_and_two_rounds_of_a_hundred_reads(tm
     store = store_of(Counting, tmp_path)
     for first in range(1, 1001, 37):  # a step now and then, as nights go by
         write(store, range(first, min(first + 37, 1001)))
-        all_releases(store, packs=True)
+        all_releases(store, should_pack=True)
 
     with requests() as request_counts:
         releases = all_releases(store)
@@ -39,16 +39,16 @@ def test_a_thousand_releases_cost_a_listing_and_two_rounds_of_a_hundred_reads(tm
         release.is_done and release.generation == f"g{release.number}" for release in releases
     )
     assert request_counts["list"] == 1 and request_counts["rounds"] <= 2
-    assert request_counts["get"] <= 1000 // PACK_FILES + PACK_FILES
+    assert request_counts["get"] <= 1000 // PACKED_FILES_MIN + PACKED_FILES_MIN
 
 
 def test_many_that_came_at_once_are_read_singly_once(tmp_path):
     store = store_of(Counting, tmp_path)
     write(store, range(1, 1001))
-    first = all_releases(store, packs=True)
+    first = all_releases(store, should_pack=True)
 
     with requests() as request_counts:
-        assert all_releases(store, packs=True) == first
+        assert all_releases(store, should_pack=True) == first
 
     assert (request_counts["list"], request_counts["get"], request_counts["put"]) == (1, 1, 0)
 
@@ -63,7 +63,7 @@ def test_a_release_log_that_read_many_leaves_a_pack_to_the_next_reader(tmp_path)
     with requests() as request_counts:
         assert len(Releases(store, unasked, time.time).history()) == 300
 
-    assert request_counts["get"] <= 300 // PACK_FILES + PACK_FILES
+    assert request_counts["get"] <= 300 // PACKED_FILES_MIN + PACKED_FILES_MIN
 
 
 def test_who_only_reads_a_store_writes_no_pack(tmp_path):
@@ -83,9 +83,9 @@ def test_a_pack_that_is_damaged_or_cannot_be_written_costs_reads_and_nothing_els
     write(store, range(1, 301))
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_once", pytest.fail)
-        patch.setattr("cache.store.write_once.PACK_FILES", 1000)
-        expected = all_releases(store, packs=True)
-    all_releases(store, packs=True)
+        patch.setattr("cache.store.write_once.PACKED_FILES_MIN", 1000)
+        expected = all_releases(store, should_pack=True)
+    all_releases(store, should_pack=True)
     (pack,) = (name for name in store.names("releases") if name.startswith("pack-"))
     for damage in (b"", b"[]", b'{"1.json":'):
         store.write(f"releases/{pack}", damage)
@@ -95,7 +95,7 @@ def test_a_pack_that_is_damaged_or_cannot_be_written_costs_reads_and_nothing_els
 def test_a_record_that_went_missing_is_missed_although_a_pack_holds_it(tmp_path):
     store = store_of(Counting, tmp_path)
     write(store, range(1, 301))
-    all_releases(store, packs=True)
+    all_releases(store, should_pack=True)
     store.delete(intent_path(7))
 
     with pytest.raises(CorruptArtefact, match=r"releases/7\.json"):
@@ -108,7 +108,7 @@ def test_a_damaged_record_is_reported_and_never_packed(tmp_path):
     store.write(intent_path(200), b"damaged")
 
     with pytest.raises(CorruptArtefact, match=r"releases/200\.json"):
-        all_releases(store, packs=True)
+        all_releases(store, should_pack=True)
 
     assert not [name for name in store.names("releases") if name.startswith("pack-")]
 
@@ -138,7 +138,7 @@ def test_erasing_blocks_before_it_reads_a_thousand_erasures_once(tmp_path):
 
 def test_marks_written_after_a_pack_are_seen(tmp_path):
     store = store_of(Counting, tmp_path)
-    for number in range(PACK_FILES):
+    for number in range(PACKED_FILES_MIN):
         request(store, b"u%d" % number, "user", at=1.0)
     erasures = all_erasures(store)
     assert [name for name in store.names("erasures") if name.startswith("pack-")]

@@ -17,7 +17,7 @@ from cache.store.releases import (
     intent_path,
     manifest_digest,
     newest_move,
-    released_manifest,
+    released_manifest_digest,
 )
 
 G1, G2 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2))
@@ -156,8 +156,11 @@ def test_the_manifest_of_a_generation_is_that_last_released_or_verified_again() 
         replace(FIRST, manifest_sha256="c"), replace(FIRST, generation=G2, manifest_sha256="d", is_done=True),
     ]  # fmt: skip
 
-    assert released_manifest(history, G1) == "b" and released_manifest(history[:1], G1) == "a"
-    assert released_manifest(history[2:3], G1) == "" == released_manifest([], G1)
+    assert (
+        released_manifest_digest(history, G1) == "b"
+        and released_manifest_digest(history[:1], G1) == "a"
+    )
+    assert released_manifest_digest(history[2:3], G1) == "" == released_manifest_digest([], G1)
 
 
 def test_verdicts_and_timings_are_no_part_of_a_manifests_digest() -> None:

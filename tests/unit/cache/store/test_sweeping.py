@@ -8,7 +8,7 @@ import uuid
 import fsspec
 import pytest
 
-from cache.store.artefacts import ArtefactStore, last_change
+from cache.store.artefacts import ArtefactStore, last_change_time
 
 OLD, LIVE, MAKING = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3))
 
@@ -80,5 +80,5 @@ def test_a_copied_file_is_as_old_as_its_copy_not_as_its_original(tmp_path):
     os.utime(tmp_path / "old/file", (1, 1))
     shutil.copytree(tmp_path / "old", tmp_path / "new")
 
-    assert last_change(tmp_path / "new") > time.time() - 60
-    assert last_change(tmp_path / "none") == 0.0
+    assert last_change_time(tmp_path / "new") > time.time() - 60
+    assert last_change_time(tmp_path / "none") == 0.0

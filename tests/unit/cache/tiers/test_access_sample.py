@@ -7,14 +7,14 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.ids import HASH_SPACE
-from cache.tiers.access_sample import TRACE_MAX, Access
+from cache.tiers.access_sample import TRACED_READS_MAX, Access
 from cache.tiers.l1 import (
-    LIVE_BYTES,
-    OVERHEAD_BYTES,
+    ENTRY_OVERHEAD_BYTES,
+    LIVE_OVERHEAD_BYTES,
     LocalTier,
     NegativeCache,
     ReadyAnswer,
-    size_of,
+    entry_size_bytes,
 )
 from cache.tiers.reads import RecordKey, RecordKeys
 from cache.tiers.tiered import TieredCache
@@ -22,7 +22,7 @@ from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeClock, FakeRe
 
 NIGHT = Night()
 VIEW = NIGHT.view()
-BYTES = NIGHT.layout.size_bytes + OVERHEAD_BYTES
+BYTES = NIGHT.layout.size_bytes + ENTRY_OVERHEAD_BYTES
 STRANGER = "nobody-the-night-knew"
 READY = ReadyAnswer(7, b"head", b"tail", 0, ("t", b"u"), b"/a/1")
 
@@ -40,11 +40,11 @@ class Bench:
             self.remote,
             timer=self.clock,
         )
-        self.cache.trace.sample(HASH_SPACE - 1)
+        self.cache.access_trace.sample_up_to(HASH_SPACE - 1)
 
     def drain_trace(self) -> list[Access]:
-        touches = list(self.cache.trace)
-        self.cache.trace.clear()
+        touches = list(self.cache.access_trace)
+        self.cache.access_trace.clear()
         return touches
 
     async def read_many(self, *ids: str) -> list[Access]:
@@ -84,7 +84,7 @@ async def test_every_way_of_reading_writes_the_same(bench: Bench) -> None:
     ]
     bench.cache.peek(VIEW, record_key)
     written.append(bench.drain_trace())
-    bench.cache.local.discard(next(iter(bench.cache.local._entries)))  # type: ignore[arg-type]
+    bench.cache.local_tier.discard(next(iter(bench.cache.local_tier._entries)))  # type: ignore[arg-type]
     bench.cache.peek(VIEW, record_key)
     await bench.cache.get(VIEW, record_key)
     written.append(bench.drain_trace())
@@ -120,12 +120,12 @@ async def test_what_is_found_nowhere_is_not_written(bench: Bench) -> None:
 
 async def test_only_spots_in_the_sample_are_written(bench: Bench) -> None:
     prints = sorted(NIGHT.record_key(entity_id).fingerprint for entity_id in NIGHT.ids)
-    bench.cache.trace.sample((prints[len(prints) // 2] >> 32 << 32) - 1)
+    bench.cache.access_trace.sample_up_to((prints[len(prints) // 2] >> 32 << 32) - 1)
 
     rows, touches_of_many = await bench.rows(*NIGHT.ids), await bench.read_many(*NIGHT.ids)
 
     assert rows == touches_of_many and len(rows) == len(prints) // 2
-    assert all(spot <= bench.cache.trace.last for spot, _ in rows)
+    assert all(spot <= bench.cache.access_trace.greatest_sampled_spot for spot, _ in rows)
 
 
 async def test_a_live_answer_is_written_as_a_store_and_then_as_reads(bench: Bench) -> None:
@@ -134,7 +134,7 @@ async def test_a_live_answer_is_written_as_a_store_and_then_as_reads(bench: Benc
     ((spot, size),) = bench.drain_trace()
     await bench.cache.get(VIEW, record_key, bench.clock() + 60)
 
-    assert size == -(BYTES + LIVE_BYTES)
+    assert size == -(BYTES + LIVE_OVERHEAD_BYTES)
     assert bench.drain_trace() == [(spot, -size)]
     await bench.cache.aclose()
 
@@ -142,15 +142,18 @@ async def test_a_live_answer_is_written_as_a_store_and_then_as_reads(bench: Benc
 async def test_a_ready_answer_is_written_as_a_store_and_says_how_it_is_read(bench: Bench) -> None:
     record_key = NIGHT.record_key(NIGHT.ids[0])
     bench.cache.keep(VIEW, record_key, READY)
-    ready_answer = bench.cache.local.ready(READY.request)
+    ready_answer = bench.cache.local_tier.find_ready_answer(READY.request_bytes)
 
     assert ready_answer is not None and ready_answer.access is not None
-    assert ready_answer.access[1] == size_of(READY)
-    assert bench.drain_trace() == [(ready_answer.access[0], -size_of(READY))]
+    assert ready_answer.access[1] == entry_size_bytes(READY)
+    assert bench.drain_trace() == [(ready_answer.access[0], -entry_size_bytes(READY))]
 
 
 async def test_requests_and_generations_are_distinguished(bench: Bench) -> None:
-    sample_ready, other_ready = bench.cache.trace.attach_access, READY._replace(request=b"/a/1?k=2")
+    sample_ready, other_ready = (
+        bench.cache.access_trace.attach_access,
+        READY._replace(request_bytes=b"/a/1?k=2"),
+    )
     ready = [
         sample_ready(GENERATION, 7 << 40, READY),
         sample_ready(GENERATION, 7 << 40, other_ready),
@@ -162,29 +165,29 @@ async def test_requests_and_generations_are_distinguished(bench: Bench) -> None:
 
 
 def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
-    trace = Bench().cache.trace
-    trace.begin(GENERATION)
-    trace.sample((1 << 32) - 1)
+    trace = Bench().cache.access_trace
+    trace.begin_generation(GENERATION)
+    trace.sample_up_to((1 << 32) - 1)
 
     unsampled_ready = trace.attach_access(GENERATION, 1 << 40, READY)
     after = trace.attach_access(NEXT_GENERATION, 1 << 40, READY)
 
     assert unsampled_ready.access is None and after.access is not None
-    assert trace.last == HASH_SPACE - 1
+    assert trace.greatest_sampled_spot == HASH_SPACE - 1
 
 
 async def test_nothing_is_written_without_sampling(bench: Bench) -> None:
-    bench.cache.trace.sample(-1)
-    bench.cache.trace.begin(GENERATION)
+    bench.cache.access_trace.sample_up_to(-1)
+    bench.cache.access_trace.begin_generation(GENERATION)
 
     assert await bench.rows(*NIGHT.ids[:5]) == await bench.read_many(NIGHT.ids[1]) == []
-    assert bench.cache.trace.attach_access(NEXT_GENERATION, 0, READY) is READY
+    assert bench.cache.access_trace.attach_access(NEXT_GENERATION, 0, READY) is READY
 
 
 async def test_a_trace_that_is_not_drained_stays_bounded(bench: Bench) -> None:
-    for _ in range(TRACE_MAX // len(NIGHT.ids) + 2):
+    for _ in range(TRACED_READS_MAX // len(NIGHT.ids) + 2):
         await bench.cache.get_rows(
             VIEW, columns([NIGHT.record_key(entity_id) for entity_id in NIGHT.ids]), None
         )
 
-    assert len(bench.cache.trace) == TRACE_MAX
+    assert len(bench.cache.access_trace) == TRACED_READS_MAX

@@ -15,7 +15,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
 from cache.native import loader, pure
 from cache.records import absent_records
-from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
+from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, LocalTier, NegativeCache
 from cache.tiers.reads import (
     Hit,
     Miss,
@@ -24,7 +24,7 @@ from cache.tiers.reads import (
     RecordKey,
     RecordKeys,
     Rows,
-    View,
+    SnapshotView,
     page_reads,
     reads_of,
 )
@@ -45,7 +45,7 @@ class Bench:
         self.remote = FakeRemote(self.clock)
         NIGHT.load(self.remote)
         self.cache = TieredCache(
-            LocalTier(entries_max * (OVERHEAD_BYTES + RECORD_BYTES), self.clock),
+            LocalTier(entries_max * (ENTRY_OVERHEAD_BYTES + RECORD_BYTES), self.clock),
             NegativeCache(100, 5.0, self.clock),
             self.remote,
             timer=self.clock,
@@ -89,7 +89,7 @@ async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_n
     answers = await bench.rows(record_keys)
 
     assert [isinstance(answer, Hit) for answer in answers] == [True, True, False]
-    assert bench.cache.local.too_large == 2
+    assert bench.cache.local_tier.too_large_count == 2
 
 
 async def run_loop_iterations(count: int = 5) -> None:
@@ -141,7 +141,7 @@ def test_whatever_happened_rows_and_single_reads_agree(
                     bench.cache.discard(VIEW, record_keys[0])
         assert benches[0].cache.counters == benches[1].cache.counters
         assert benches[0].cache.counters.total == requested_count
-        assert benches[0].cache.local.size_bytes == benches[1].cache.local.size_bytes
+        assert benches[0].cache.local_tier.size_bytes == benches[1].cache.local_tier.size_bytes
         assert benches[0].remote.calls == benches[1].remote.calls
 
     asyncio.run(run())
@@ -173,7 +173,7 @@ async def test_a_batch_and_concurrent_reads_of_the_same_records_share_its_flight
         for record_key, outcome in zip(expected, task.result(), strict=True):
             assert isinstance(outcome, Hit) and outcome.tier == "l2"
             assert outcome.record[:8] == record_key.fingerprint.to_bytes(8, "little")
-    assert len(bench.cache.flights) == 0 and bench.cache.flights.shared == 6
+    assert len(bench.cache.flights) == 0 and bench.cache.flights.shared_count == 6
 
 
 async def test_a_batch_that_has_less_time_than_l2_leaves_alone_and_keeps_what_l1_had() -> None:
@@ -202,7 +202,7 @@ async def test_a_live_answer_stands_in_for_a_missing_page() -> None:
     missed, stands_in = await bench.rows(record_keys)
 
     assert missed == Miss(MissReason.PAGE_MISSING)
-    assert isinstance(stands_in, Hit) and stands_in.live
+    assert isinstance(stands_in, Hit) and stands_in.is_live
     assert stands_in.reason == MissReason.PAGE_MISSING
 
 
@@ -216,14 +216,14 @@ def test_reads_of_many_equal_the_single_reads() -> None:
         RecordKey(table, int(hashes[at]), at, directory.find(int(hashes[at])))
         for at in (39, 0, 8, 9, 20)
     ]
-    view = View(GENERATION, {"user": directory})
+    view = SnapshotView(GENERATION, {"user": directory})
 
     batch_reads = page_reads(view, columns(record_keys))
 
     assert list(batch_reads) == reads_of(view, record_keys)
     packer = Packer(Keyspace("a"))
     for _ in range(2):  # made, then remembered
-        assert packer.pages(batch_reads) == packer.pack(list(batch_reads))[0]
+        assert packer.pack_page_reads(batch_reads) == packer.pack(list(batch_reads))[0]
 
 
 def test_what_is_remembered_of_commands_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +232,8 @@ def test_what_is_remembered_of_commands_is_bounded(monkeypatch: pytest.MonkeyPat
     for number in range(30):
         numbers = [number % 7, number]
         reads = PageReads(f"g{number % 5}", "t", numbers, numbers, 16)
-        assert packer.pages(reads) == packer.pack(list(reads))[0]
-    for cache in (pure._key, pure._range):
+        assert packer.pack_page_reads(reads) == packer.pack(list(reads))[0]
+    for cache in (pure._getrange_head, pure._getrange_tail):
         assert 0 < cache.cache_info().currsize <= (cache.cache_info().maxsize or 0) <= 1 << 14
 
 
@@ -254,7 +254,7 @@ async def test_work_for_several_keys_fails_for_all_who_wait_for_it() -> None:
     failed = await asyncio.gather(*tasks, return_exceptions=True)
 
     assert str(failed[0]) == "[0, 1]" and isinstance(failed[1], ValueError)
-    assert len(flights) == 0 and flights.shared == 2
+    assert len(flights) == 0 and flights.shared_count == 2
 
 
 async def test_records_without_an_answer_are_of_entities_that_the_night_did_not_know() -> None:

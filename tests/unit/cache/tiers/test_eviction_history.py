@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 
 from cache.tiers.l1 import (
-    FLIPPED_S,
-    OVERHEAD_BYTES,
+    ENTRY_OVERHEAD_BYTES,
+    FLIPPED_WITHIN_S,
     Absence,
     Entry,
     EvictionHistory,
@@ -23,7 +23,7 @@ def key(number: int, generation: str = "g1") -> LocalKey:
 
 
 def tier(entries: int, clock: FakeClock | None = None) -> LocalTier:
-    return LocalTier(entries * (OVERHEAD_BYTES + 200), clock or FakeClock())
+    return LocalTier(entries * (ENTRY_OVERHEAD_BYTES + 200), clock or FakeClock())
 
 
 def find_reason(local: LocalTier, number: int, generation: str = "g1") -> str:
@@ -57,10 +57,10 @@ def test_what_the_generation_before_had_is_flipped_for_a_while() -> None:
     local.put(key(2, "g2"), Entry(b"x", 1))
     assert find_reason(local, 1, "g2") == "cold_start"
 
-    local.eviction_history.flipped("g1")
+    local.eviction_history.note_flip("g1")
 
     assert (find_reason(local, 1, "g2"), find_reason(local, 3, "g2")) == ("flipped", "cold_start")
-    clock.tick(FLIPPED_S)
+    clock.tick(FLIPPED_WITHIN_S)
     assert find_reason(local, 1, "g2") == "cold_start"
 
 
@@ -68,37 +68,41 @@ def test_what_was_evicted_before_the_flip_counts_as_flipped_too() -> None:
     local = tier(20)
     for number in range(100):
         local.put(key(number), Entry(b"x" * 100, 1))
-    local.eviction_history.flipped("g1")
+    local.eviction_history.note_flip("g1")
 
     assert find_reason(local, 0, "g2") == "flipped"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
-    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slots=64)
+    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slot_count=64)
     evicted_numbers: set[int] = set()
     for _ in range(2_000):
         number = rng.randrange(500)
-        absences.evicted.note(key(number))
+        absences.evicted_keys.note(key(number))
         evicted_numbers.add(number)
 
-    count_by_reason = absences.count("g1", "t", range(1_000))
+    count_by_reason = absences.count_reasons("g1", "t", range(1_000))
 
     assert sum(count_by_reason.values()) == 1_000 and set(count_by_reason) <= set(get_args(Absence))
     # Forgetting makes an eviction look cold, never the other way round.
     assert 0 < count_by_reason["evicted"] <= 64
-    assert not absences.count("g1", "t", sorted(set(range(1_000)) - evicted_numbers))["evicted"]
+    assert not absences.count_reasons("g1", "t", sorted(set(range(1_000)) - evicted_numbers))[
+        "evicted"
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_many_at_once_are_judged_as_one_by_one(seed: int) -> None:
-    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slots=256)
+    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slot_count=256)
     for _ in range(300):
-        letting = rng.choice([absences.evicted, absences.evicted, absences.expired][: 2 + seed % 2])
+        letting = rng.choice(
+            [absences.evicted_keys, absences.evicted_keys, absences.expired_keys][: 2 + seed % 2]
+        )
         letting.note(key(rng.randrange(400), rng.choice(["g0", "g1"])))
     if seed > 2:
-        absences.flipped("g0")
+        absences.note_flip("g0")
 
     for keys in (range(500), range(5)):
         one_by_one = Counter(absences.find_reason("g1", "t", number) for number in keys)
-        assert Counter(absences.count("g1", "t", keys)) == one_by_one
+        assert Counter(absences.count_reasons("g1", "t", keys)) == one_by_one

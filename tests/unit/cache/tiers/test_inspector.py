@@ -34,7 +34,7 @@ class Paged(FakeRemote):
 
 
 def looking(remote: Paged) -> TierInspector:
-    tiers: Any = type("Tiers", (), {"local": None, "negative": ()})()
+    tiers: Any = type("Tiers", (), {"local_tier": None, "negative_cache": ()})()
     return TierInspector(tiers, remote)
 
 

@@ -13,7 +13,7 @@ from cache.tiers.l1 import (
     LossyKeySet,
     NegativeCache,
     ReadyAnswer,
-    size_of,
+    entry_size_bytes,
 )
 from tests.fakes import FakeClock, room_for
 
@@ -100,7 +100,7 @@ def test_a_record_larger_than_the_tier_is_left_out_and_takes_its_predecessor_alo
     local.put(key(1), Entry(bytes(10_000), 1))
 
     assert local.get(key(1)) is None
-    assert local.too_large == 1
+    assert local.too_large_count == 1
     assert local.size_bytes == 0
 
 
@@ -133,7 +133,7 @@ def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(
                 local.discard(key(number))
             case "tick":
                 clock.tick(size / 100)
-        entry_bytes = sum(map(size_of, local._entries.values()))
+        entry_bytes = sum(map(entry_size_bytes, local._entries.values()))
         assert local.size_bytes == (entry_bytes + getsizeof(local._entries) if entry_bytes else 0)
         if step == "put":
             assert local.size_bytes <= max_bytes
@@ -161,7 +161,9 @@ def test_ready_answers_are_accounted_for_like_records(count: int) -> None:
     for number in range(count):
         local.put(key(number | 1 << 62), Entry(number.to_bytes(616, "big"), number | 1 << 61))
         path, raw = b"/v1/lookup/user_topk/u-%08d?k=20" % number, b"u-%08d" % number
-        local.keep(ReadyAnswer(7, bytes(300), bytes(90), 1_700_000_000, ("t", raw), path))
+        local.keep_ready_answer(
+            ReadyAnswer(7, bytes(300), bytes(90), 1_700_000_000, ("t", raw), path)
+        )
     spent, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
@@ -190,7 +192,7 @@ def test_under_churn_real_memory_stays_within_five_percent_of_the_budget(
             raw = b"u-%016x" % entity
             path = b"/v1/lookup/user_topk/%b?k=20" % raw
             head, tail = rng.randbytes(record_bytes // 2), rng.randbytes(90)
-            local.keep(ReadyAnswer(7, head, tail, 1_700_000_000, ("t", raw), path))
+            local.keep_ready_answer(ReadyAnswer(7, head, tail, 1_700_000_000, ("t", raw), path))
         if rng.random() < 0.02:
             local.discard(name)
         if number > rounds // 2:
@@ -206,10 +208,10 @@ def test_a_ready_answer_is_found_under_its_request_only() -> None:
     local = LocalTier(100_000)
     ready = ReadyAnswer(7, b"head", b"tail", 0, ("t", b"u"), b"/v1/lookup/t/u?k=5")
 
-    local.keep(ready)
+    local.keep_ready_answer(ready)
 
-    assert local.ready(b"/v1/lookup/t/u?k=5") is ready
-    assert local.ready(b"/v1/lookup/t/u") is None and local.get(key(1)) is None
+    assert local.find_ready_answer(b"/v1/lookup/t/u?k=5") is ready
+    assert local.find_ready_answer(b"/v1/lookup/t/u") is None and local.get(key(1)) is None
 
 
 def test_a_negative_entry_lives_for_its_time_and_no_longer() -> None:
@@ -278,7 +280,7 @@ def test_filling_is_putting_one_by_one(
     assert all(
         filled_tier._entries[key] == put_tier._entries[key] for key in {*filled_keys} & {*theirs}
     )
-    entry_bytes = sum(size_of(entry) for entry in filled_tier._entries.values())
+    entry_bytes = sum(entry_size_bytes(entry) for entry in filled_tier._entries.values())
     assert not filled_tier._entries or filled_tier.size_bytes == entry_bytes + getsizeof(
         filled_tier._entries
     )
@@ -291,4 +293,7 @@ def test_what_is_let_go_together_is_let_go_one_by_one(numbers: list[int]) -> Non
     for number in numbers:
         single_log.note(number)
 
-    assert single_log._slots == batch_log._slots and single_log.is_empty == batch_log.is_empty
+    assert (
+        single_log._hash_slots == batch_log._hash_slots
+        and single_log.is_empty == batch_log.is_empty
+    )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.tiers.singleflight import FlightAbandoned, SingleFlight, board
+from cache.tiers.singleflight import FlightAbandoned, SingleFlight, board_absent_keys
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ async def test_callers_of_one_key_share_one_piece_of_work() -> None:
     work.go.set()
 
     assert set(await within(asyncio.gather(*callers))) == {42}
-    assert work.runs == 1 and flights.started == 1 and flights.shared == 9_999
+    assert work.runs == 1 and flights.started_count == 1 and flights.shared_count == 9_999
     assert len(flights) == 0
 
 
@@ -178,7 +178,7 @@ async def test_many_keys_take_off_together_and_join_what_is_under_way() -> None:
     assert await first == [1, 2]
     assert await second == [2, 3, 3, 1]
     assert key_batches == [("a", "bb"), ("ccc",)]
-    assert flights.started == 3 and flights.shared == 3
+    assert flights.started_count == 3 and flights.shared_count == 3
 
 
 async def test_an_error_in_one_of_several_flights_is_raised_and_leaves_no_trace(
@@ -260,8 +260,8 @@ def test_every_order_of_cancellations_leaves_the_remaining_callers_with_the_outc
                 assert isinstance(task.exception(), ValueError)
             else:
                 assert task.result() in range(len(works))
-        assert flights.started == len(works)
-        assert flights.started + flights.shared <= len(callers)
+        assert flights.started_count == len(works)
+        assert flights.started_count + flights.shared_count <= len(callers)
 
     asyncio.run(run())
 
@@ -326,7 +326,7 @@ def test_keys_that_enter_are_those_that_were_not_there(
 ) -> None:
     under_way, flight = dict(initial_flights), object()
 
-    joined_indexes = board(under_way, keys, flight)
+    joined_indexes = board_absent_keys(under_way, keys, flight)
 
     own_keys = [key for index, key in enumerate(keys) if index not in joined_indexes]
     assert len(set(own_keys)) == len(own_keys) and set(own_keys) == set(keys) - set(initial_flights)

@@ -69,9 +69,9 @@ async def test_a_known_entity_comes_from_l2_and_then_from_l1(bench: Bench) -> No
 
     assert isinstance(first, Hit) and isinstance(second, Hit)
     assert (first.tier, second.tier) == ("l2", "l1")
-    assert first.record is second.record and not first.live and first.expires_at is None
+    assert first.record is second.record and not first.is_live and first.expires_at is None
     assert len(bench.remote.reads) == 1
-    assert bench.cache.counters.l1 == 1 and bench.cache.counters.l2 == 1
+    assert bench.cache.counters.l1 == 1 and bench.cache.counters.l2_records == 1
 
 
 async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(bench: Bench) -> None:
@@ -91,7 +91,7 @@ async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(ben
 
     assert all(isinstance(result, Hit) and result.tier == "l2" for result in results)
     assert len(bench.remote.reads) == 1 and len(bench.cache.flights) == 0
-    assert bench.cache.counters.l2 == 2 and bench.cache.flights.shared == 2
+    assert bench.cache.counters.l2_records == 2 and bench.cache.flights.shared_count == 2
     assert isinstance(bench.cache.peek(view, record_key), Hit)
 
 
@@ -120,7 +120,7 @@ async def test_a_page_that_is_not_there_is_a_miss_of_its_own_kind(bench: Bench) 
     bench.remote.pages.clear()
 
     assert await bench.get(NIGHT.record_key(KNOWN_ID)) == Miss(MissReason.PAGE_MISSING)
-    assert bench.cache.local.size_bytes == 0
+    assert bench.cache.local_tier.size_bytes == 0
 
 
 async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(
@@ -131,7 +131,7 @@ async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(
     wrong = record_key._replace(position=NIGHT.record_key(NIGHT.ids[4]).position)
 
     assert await bench.get(wrong) == Miss(MissReason.CORRUPT)
-    assert bench.cache.counters.missed[MissReason.CORRUPT] == 1
+    assert bench.cache.counters.misses_by_reason[MissReason.CORRUPT] == 1
     assert await bench.get(record_key) != Miss(MissReason.CORRUPT)
 
 
@@ -178,7 +178,7 @@ async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not
         VIEW, [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids[:3]], bench.clock() + 60
     )
     assert {miss.reason for miss in misses} == {MissReason.NOT_IN_GENERATION}
-    assert bench.cache.local.size_bytes == 0
+    assert bench.cache.local_tier.size_bytes == 0
     misplaced_key = NIGHT.record_key(KNOWN_ID)._replace(
         position=NIGHT.record_key(NIGHT.ids[4]).position
     )
@@ -192,7 +192,7 @@ async def test_a_live_answer_stands_in_where_the_night_has_none(bench: Bench) ->
 
     hit = await bench.get(record_key)
 
-    assert isinstance(hit, Hit) and hit.live and hit.reason is None
+    assert isinstance(hit, Hit) and hit.is_live and hit.reason is None
     assert await bench.get(NIGHT.record_key(KNOWN_ID)) == Miss(MissReason.NOT_IN_GENERATION)
 
 
@@ -262,8 +262,8 @@ async def test_ten_thousand_callers_of_one_cold_key_cost_one_read(bench: Bench) 
 
     assert all(isinstance(outcome, Hit) and outcome.tier == "l2" for outcome in outcomes)
     counters = bench.cache.counters
-    assert counters.l2 == counters.total == 10_000 and counters.l2_reads == 1
-    assert bench.cache.flights.shared == 9_999
+    assert counters.l2_records == counters.total == 10_000 and counters.l2_reads == 1
+    assert bench.cache.flights.shared_count == 9_999
 
 
 async def test_a_cancelled_caller_cancels_no_other(bench: Bench) -> None:
@@ -317,7 +317,7 @@ async def test_unknown_ids_evict_nothing_from_l1(bench: Bench) -> None:
         await bench.get(NIGHT.record_key(f"stranger-{number}"))
 
     assert isinstance(bench.cache.peek(VIEW, NIGHT.record_key(KNOWN_ID)), Hit)
-    assert len(bench.cache.negative) == 100
+    assert len(bench.cache.negative_cache) == 100
 
 
 async def test_an_overlay_lives_here_no_longer_than_in_redis(bench: Bench) -> None:
@@ -326,7 +326,7 @@ async def test_an_overlay_lives_here_no_longer_than_in_redis(bench: Bench) -> No
     bench.clock.tick(7)
 
     hit = await bench.get(NIGHT.record_key(STRANGER))
-    assert isinstance(hit, Hit) and hit.live
+    assert isinstance(hit, Hit) and hit.is_live
     assert hit.expires_at == bench.clock() + 3
     bench.clock.tick(3)
 
@@ -360,7 +360,7 @@ async def test_a_write_that_waited_does_not_outlive_its_answer(bench: Bench) -> 
     await bench.cache.aclose()
 
     assert len(bench.remote.writes) == 257 and bench.remote.writes[-1].ttl_s == 26
-    assert bench.cache.writes.dropped_count == 1
+    assert bench.cache.write_behind.dropped_count == 1
 
 
 async def test_an_overlay_without_life_left_is_expired_and_not_kept(bench: Bench) -> None:
@@ -369,7 +369,7 @@ async def test_an_overlay_without_life_left_is_expired_and_not_kept(bench: Bench
     bench.remote.left_at_most_s = 0.0
 
     assert await bench.get(NIGHT.record_key(STRANGER)) == Miss(MissReason.EXPIRED)
-    assert len(bench.cache.local) == 0
+    assert len(bench.cache.local_tier) == 0
 
 
 @pytest.mark.parametrize("tier", ["l1", "l2"])
@@ -407,9 +407,9 @@ async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an
     hit = await bench.get(record_key)
     await bench.cache.aclose()
 
-    assert isinstance(hit, Hit) and hit.tier == "l1" and hit.live
+    assert isinstance(hit, Hit) and hit.tier == "l1" and hit.is_live
     assert [write.ttl_s for write in bench.remote.writes] == [30]
-    assert bench.cache.writes.stored_count == 1
+    assert bench.cache.write_behind.stored_count == 1
 
 
 async def test_a_live_answer_ends_the_negative_life_of_its_key() -> None:
@@ -461,8 +461,8 @@ async def test_a_live_answer_of_an_outage_does_not_outlive_the_outage(bench: Ben
     after = await bench.get(record_key)
 
     assert isinstance(meanwhile, Hit) and isinstance(after, Hit)
-    assert (meanwhile.live, meanwhile.reason) == (True, MissReason.L2_DOWN)
-    assert (after.live, after.reason, after.tier) == (False, None, "l2")
+    assert (meanwhile.is_live, meanwhile.reason) == (True, MissReason.L2_DOWN)
+    assert (after.is_live, after.reason, after.tier) == (False, None, "l2")
 
 
 async def test_a_damaged_record_can_be_forgotten(bench: Bench) -> None:
@@ -472,7 +472,7 @@ async def test_a_damaged_record_can_be_forgotten(bench: Bench) -> None:
 
     bench.cache.discard(VIEW, record_key)
 
-    assert len(bench.cache.local) == 0
+    assert len(bench.cache.local_tier) == 0
 
 
 async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_its_input(
@@ -485,7 +485,7 @@ async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN_ID), DIGEST_A, 30)
 
     hit = await bench.get(record_key)
-    assert isinstance(hit, Hit) and hit.live and hit.reason == MissReason.PAGE_MISSING
+    assert isinstance(hit, Hit) and hit.is_live and hit.reason == MissReason.PAGE_MISSING
     assert (await bench.cache.get_many(VIEW, [record_key], bench.clock() + 60)) == [hit]
     assert await bench.get(NIGHT.record_key(KNOWN_ID, DIGEST_B)) == Miss(MissReason.PAGE_MISSING)
     assert await bench.get(NIGHT.record_key(KNOWN_ID)) == Miss(MissReason.PAGE_MISSING)
@@ -522,7 +522,7 @@ async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
     bench.remote.gate.set()
 
     assert isinstance(await reading, Hit)
-    assert len(bench.cache.negative) == 0
+    assert len(bench.cache.negative_cache) == 0
 
 
 async def test_only_whole_live_records_of_the_entity_itself_are_kept(bench: Bench) -> None:
@@ -576,10 +576,10 @@ async def test_overlay_writes_are_bounded_and_what_is_dropped_is_counted() -> No
         id_ = f"stranger-{number}"
         bench.cache.put_live(VIEW, NIGHT.record_key(id_), NIGHT.live_record(id_), DIGEST_A, 30)
 
-    assert bench.cache.writes.dropped_count == 2
+    assert bench.cache.write_behind.dropped_count == 2
     bench.remote.gate.set()
     await bench.cache.aclose()
-    assert bench.cache.writes.stored_count == 3 == len(bench.remote.writes)
+    assert bench.cache.write_behind.stored_count == 3 == len(bench.remote.writes)
 
 
 async def test_closing_stores_what_is_queued_and_counts_what_it_cannot(bench: Bench) -> None:
@@ -591,7 +591,7 @@ async def test_closing_stores_what_is_queued_and_counts_what_it_cannot(bench: Be
 
     await bench.cache.aclose(timeout_s=0.01)
 
-    writes = bench.cache.writes
+    writes = bench.cache.write_behind
     assert writes.failed_count == 256 and writes.dropped_count == 344 and writes.stored_count == 0
 
 
@@ -603,7 +603,7 @@ async def test_a_failed_write_is_counted_and_not_tried_again(bench: Bench) -> No
 
     await bench.cache.aclose()
 
-    assert bench.cache.writes.failed_count == 1 and bench.remote.writes == []
+    assert bench.cache.write_behind.failed_count == 1 and bench.remote.writes == []
     assert isinstance(await bench.get(NIGHT.record_key(STRANGER)), Hit), "L1 has it"
 
 
@@ -625,9 +625,11 @@ async def test_l1_stays_within_its_bytes_when_everybody_comes_by() -> None:
 
     for id_ in NIGHT.ids * 2:
         assert isinstance(await bench.get(NIGHT.record_key(id_)), Hit)
-        assert bench.cache.local.size_bytes <= bench.cache.local.max_bytes
+        assert bench.cache.local_tier.size_bytes <= bench.cache.local_tier.max_bytes
 
-    assert 3 <= len(bench.cache.local) <= 5  # the table has grown with those that came and went
+    assert (
+        3 <= len(bench.cache.local_tier) <= 5
+    )  # the table has grown with those that came and went
 
 
 actions = st.lists(
@@ -656,7 +658,7 @@ def test_every_request_has_one_outcome_and_no_answer_belongs_to_another_input(
         def check(record_key: RecordKey, outcome: Hit | Miss) -> None:
             if isinstance(outcome, Hit):
                 assert outcome.record[:8] == record_key.fingerprint.to_bytes(8, "little")
-                if outcome.live and record_key.digest is not None:
+                if outcome.is_live and record_key.digest is not None:
                     assert computed_from[outcome.record] == record_key.digest
 
         for value, (action, number, digest) in enumerate(script):
@@ -704,6 +706,6 @@ def test_a_want_of_a_table_names_its_page_and_offset() -> None:
     """Pages of later shards begin where the manifest says."""
     table = replace(NIGHT.table, parts=(replace(NIGHT.table.parts[0], first_page=100),))
 
-    page, offset = table.locate(*NIGHT.directory.locate(17))
+    page, offset = table.locate_record(*NIGHT.directory.locate(17))
 
     assert (page, offset) == (100 + 17 // 8, 17 % 8 * NIGHT.layout.size_bytes)

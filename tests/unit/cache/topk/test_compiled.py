@@ -17,9 +17,9 @@ from cache.topk import compiled
 from cache.topk.topk import Scorer
 from tests.unit.precompute.exactness import assert_exact, make
 
-BUILT = compiled.load({})
+BUILT = compiled.load_kernel({})
 LEVELS = range(BUILT.level + 1) if BUILT else []
-ENGINES = [False, *(compiled.load({"LARDER_KERNEL": str(level)}) for level in LEVELS)]
+ENGINES = [False, *(compiled.load_kernel({"LARDER_KERNEL": str(level)}) for level in LEVELS)]
 NAMES = ["faiss", *(f"level{level}" for level in LEVELS)]
 engines = pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
 kernels = pytest.mark.parametrize("engine", ENGINES[1:], ids=NAMES[1:])
@@ -165,17 +165,17 @@ def test_items_that_are_no_numbers_are_refused():
 
 def test_switched_off_or_not_built_it_is_left_out_and_said_once(caplog, tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "LARDER_KERNEL", "off")
-    compiled.kernel.cache_clear()
+    compiled.find_kernel.cache_clear()
     caplog.set_level(logging.INFO)
 
     scorers = [Scorer.of(np.ones((3, 2), np.float32)) for _ in range(2)]
 
-    compiled.kernel.cache_clear()
-    assert [scorer.compiled for scorer in scorers] == [None, None]
+    compiled.find_kernel.cache_clear()
+    assert [scorer.kernel_and_items for scorer in scorers] == [None, None]
     assert sum("without the compiled kernel" in line for line in caplog.messages) == 1
-    assert compiled.load({}, tmp_path) is None
+    assert compiled.load_kernel({}, tmp_path) is None
     with pytest.raises(ConfigError, match="maybe"):
-        compiled.load({"LARDER_KERNEL": "maybe"})
+        compiled.load_kernel({"LARDER_KERNEL": "maybe"})
 
 
 @pytest.mark.skipif(BUILT is None, reason="the kernel was not built")
@@ -183,7 +183,7 @@ def test_a_numpy_that_adds_in_another_order_means_no_kernel(monkeypatch):
     monkeypatch.setattr(compiled, "score", lambda *_: np.ones((1, 64), np.float32))
 
     assert BUILT is not None
-    assert Scorer.of(np.ones((3, 2), np.float32), engine=BUILT).compiled is None
+    assert Scorer.of(np.ones((3, 2), np.float32), engine=BUILT).kernel_and_items is None
 
 
 @pytest.mark.skipif(BUILT is None, reason="nothing is compiled here")
@@ -194,4 +194,4 @@ def test_a_file_that_cannot_be_loaded_leaves_the_next_candidate(tmp_path):
     (tmp_path / f"_topk{first}").write_bytes(b"another machine's")
     shutil.copy(built_library, tmp_path / f"_topk{last}")
 
-    assert compiled.load({}, tmp_path) is not None
+    assert compiled.load_kernel({}, tmp_path) is not None

@@ -20,7 +20,7 @@ from tests.unit.precompute.exactness import assert_exact, brute, make
 def engine(request, monkeypatch):
     """Every test runs with what is installed, and as if the kernel had not been built."""
     if request.param == "flat":
-        monkeypatch.setattr(topk, "kernel", lambda: None)
+        monkeypatch.setattr(topk, "find_kernel", lambda: None)
     return request.param
 
 
@@ -37,7 +37,7 @@ def test_small_and_large_chunks_give_the_same_lists(monkeypatch, skewed):
     users, items, excluded = make(200, 3000, 16, skewed=skewed, seed=2)
     assert_exact(users, items, 20, excluded)
     default_lists = Scorer.of(items).top(users, 20, excluded)
-    monkeypatch.setattr(flat, "_CHUNK_CANDIDATES", 500)
+    monkeypatch.setattr(flat, "_CHUNK_CANDIDATES_MAX", 500)
 
     small = Scorer.of(items).top(users, 20, excluded)
 
@@ -48,7 +48,7 @@ def test_small_and_large_chunks_give_the_same_lists(monkeypatch, skewed):
 def test_lists_that_cannot_be_certified_are_scored_against_every_item(monkeypatch):
     users, items, excluded = make(40, 800, 16, seed=4)
     certified_lists = Scorer.of(items).top(users, 20, excluded)
-    monkeypatch.setattr(flat, "_ROUNDING", 1.0)
+    monkeypatch.setattr(flat, "_FLOAT32_ROUNDING", 1.0)
 
     scanned = Scorer.of(items).top(users, 20, excluded)
 
@@ -116,7 +116,7 @@ def test_k_out_of_range_is_refused(k):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 20_000), st.integers(1, 64))
 def test_slabs_are_all_rows_once_and_end_small(users, threads):
-    slabs = [range(slab.start, slab.stop) for slab in topk.slabs_of(users, threads)]
+    slabs = [range(slab.start, slab.stop) for slab in topk.user_slabs(users, threads)]
 
     assert [row for slab in slabs for row in slab] == list(range(users))
     sizes = [len(slab) for slab in slabs]
@@ -136,7 +136,7 @@ def test_progress_counts_every_user_once():
 
 def test_memory_does_not_grow_with_the_number_of_users(engine, monkeypatch):
     # Given tiles of 64 users (pitfall P16)
-    monkeypatch.setattr(flat, "_CHUNK_CANDIDATES", 5000)
+    monkeypatch.setattr(flat, "_CHUNK_CANDIDATES_MAX", 5000)
 
     def peak(users):
         queries, items, excluded = make(users, 2000, 8, longest=8)

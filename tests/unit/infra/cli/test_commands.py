@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.formats import RELEASE
+from cache.formats import THIS_RELEASE
 from infra.cli.__main__ import main
 from infra.cli.commands import BY_NAME, ENTRIES, EXTRAS, GROUPS, NIGHT, help_page
 from infra.cli.night_commands import commands_of
@@ -70,7 +70,7 @@ def test_without_a_command_the_help_is_printed_and_it_is_wrong_usage() -> None:
 def test_the_version_is_that_of_the_release(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
 
-    assert capsys.readouterr().out == f"larder {RELEASE}\n"
+    assert capsys.readouterr().out == f"larder {THIS_RELEASE}\n"
 
 
 def test_a_command_stands_once_and_in_a_group_of_the_help() -> None:

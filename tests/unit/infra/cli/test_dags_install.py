@@ -57,7 +57,7 @@ def test_a_file_of_an_older_release_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as older:
-        older.setattr("infra.cli.dags.RELEASE", "0.0.1")
+        older.setattr("infra.cli.dags.THIS_RELEASE", "0.0.1")
         install(folder)
 
     assert states(folder, capsys) == {"older"}

@@ -7,7 +7,7 @@ import pytest
 
 from cache.errors import ConfigError, CorruptArtefact
 from cache.model.candidate_search import Searcher
-from cache.model.ranking import unit
+from cache.model.ranking import unit_rows
 from cache.model.tower import Histories
 from precompute.bundles import agreement
 from precompute.bundles import index as indexes
@@ -134,7 +134,8 @@ def test_an_exact_pass_holds_a_tile_of_the_items_at_a_time(metric, monkeypatch):
     tracemalloc.stop()
 
     item_rows, queries = (
-        (unit(matrix) if metric == "cosine" else matrix) for matrix in (item_vectors, sample[:4])
+        (unit_rows(matrix) if metric == "cosine" else matrix)
+        for matrix in (item_vectors, sample[:4])
     )
     expected = np.argsort(-(queries @ item_rows.T), axis=1, kind="stable")[:, :100]
     assert all(set(a) == set(b) for a, b in zip(neighbours[:4], expected, strict=True))

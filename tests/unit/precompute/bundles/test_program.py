@@ -133,7 +133,7 @@ class Small:
             self.batch_sizes.append(len(history))
             if len(history) > self.room:
                 raise MemoryError("no room")
-            yield self.tower.fed({"history": history})
+            yield self.tower.run_batch({"history": history})
 
 
 def test_a_device_without_room_takes_smaller_batches_from_then_on(bundle, monkeypatch):

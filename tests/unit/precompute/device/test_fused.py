@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache.model.ranking import score, unit
+from cache.model.ranking import score, unit_rows
 from cache.model.tower import Histories
 from cache.topk.flat import ComparableItems
 from cache.topk.topk import Scorer
@@ -218,7 +218,7 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     ).astype("f4")
     users = (rng.standard_normal((16, dims)) * np.exp(rng.standard_normal((16, 1)))).astype("f4")
     device_items = DeviceItems.of(ComparableItems.of(items, metric), WHERE, torch.float16, 4)
-    queried = unit(users) if metric == "cosine" else users
+    queried = unit_rows(users) if metric == "cosine" else users
     queries, columns = device_items.queries(users, queried), device_items.all_columns
 
     bounds = fused.compute_bounds(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.model.ranking import pack, score, unit, unpack
+from cache.model.ranking import pack_sort_keys, score, unit_rows, unpack_sort_keys
 from cache.topk.flat import ComparableItems
 from tests.devices import DEVICE
 
@@ -66,11 +66,11 @@ def test_keys_sort_and_read_like_those_of_the_night(values):
     keys = pack_keys(torch.from_numpy(scores).to(WHERE), torch.from_numpy(ordinals).to(WHERE))
 
     unsigned = keys.cpu().numpy().view(np.uint64) ^ np.uint64(1 << 63)
-    assert unsigned.tolist() == pack(scores, ordinals).tolist()
-    assert keys.cpu().argsort().tolist() == pack(scores, ordinals).argsort().tolist()
+    assert unsigned.tolist() == pack_sort_keys(scores, ordinals).tolist()
+    assert keys.cpu().argsort().tolist() == pack_sort_keys(scores, ordinals).argsort().tolist()
     assert np.array_equal(unpack_scores(keys).cpu().numpy(), scores)
     device_lists = unpack_keys(torch.cat([keys, torch.tensor([WORST], device=WHERE)])[None])
-    expected_lists = unpack(np.append(unsigned, np.uint64(0))[None], len(keys) + 1)
+    expected_lists = unpack_sort_keys(np.append(unsigned, np.uint64(0))[None], len(keys) + 1)
     assert np.array_equal(device_lists[0].cpu().numpy().view(np.uint32), expected_lists[0])
     assert np.array_equal(
         device_lists[1].cpu().numpy().view(np.uint32), expected_lists[1].view(np.uint32)
@@ -91,7 +91,7 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     users = (rng.standard_normal((20, dims)) * np.exp(rng.standard_normal((20, 1)))).astype("f4")
     compared = ComparableItems.of(items, metric)
     device_items = DeviceItems.of(compared, WHERE, dtype)
-    queried = unit(users) if metric == "cosine" else users
+    queried = unit_rows(users) if metric == "cosine" else users
     queries, columns = device_items.queries(users, queried), device_items.all_columns
     real = (columns.ordinals < 700).cpu().numpy()
 

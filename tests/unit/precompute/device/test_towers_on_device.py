@@ -39,8 +39,8 @@ class FixedTower:
         return row_vectors
 
     def batches(self, inputs: Any, tile: Tile) -> Any:
-        for start in range(0, len(inputs["row"]), tile.rows):
-            rows = np.arange(len(inputs["row"]))[start : start + tile.rows]
+        for start in range(0, len(inputs["row"]), tile.rows_max):
+            rows = np.arange(len(inputs["row"]))[start : start + tile.rows_max]
             yield rows, {"row": inputs["row"][rows]}
 
     def outputs(self, feeds: Any) -> Any:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from cache.control.control_keys import RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from precompute.builds.build import record_copies
@@ -141,8 +141,8 @@ def test_an_unreadable_generation_counts_as_holding_the_entity(store, tmp_path):
     making, copied = f"20260104T000000Z-{'0' * 12}", f"20260105T000000Z-{'0' * 12}"
     store.local(f"generations/{copied}").mkdir(parents=True)
     rows = {
-        making: RegistryRow(State.BEGUN, 0.0),
-        f"20260106T000000Z-{'0' * 12}": RegistryRow(State.RETIRED, 0.0),
+        making: RegistryRow(GenerationState.BEGUN, 0.0),
+        f"20260106T000000Z-{'0' * 12}": RegistryRow(GenerationState.RETIRED, 0.0),
     }
 
     (entity_holders,) = holders(store, [erasure], rows).values()

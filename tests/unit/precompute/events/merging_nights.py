@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cache.format.manifest import WITH_EVENTS, EventsRead, Manifest
+from cache.format.manifest import FORMAT_WITH_EVENTS, IncludedEvents, Manifest
 from cache.format.stream_position import Position
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.events.stream import take_events
@@ -46,8 +46,8 @@ def published(stream: Stream, until_position: Position) -> None:
     manifest_with_events = replace(
         manifest,
         namespace=stream.keys.namespace,
-        events=EventsRead(str(until_position), 10),
-        format=WITH_EVENTS,
+        events=IncludedEvents(str(until_position), 10),
+        format=FORMAT_WITH_EVENTS,
     )
     stream.store.write(
         generation_path(GENERATION, "manifest.json"), manifest_with_events.to_bytes()

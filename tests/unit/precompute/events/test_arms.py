@@ -7,7 +7,7 @@ import pytest
 
 from cache.config.events import EventsConfig
 from cache.errors import ConfigError
-from cache.format.manifest import WITH_EVENTS, EventsRead, Manifest
+from cache.format.manifest import FORMAT_WITH_EVENTS, IncludedEvents, Manifest
 from cache.format.stream_position import Position
 from cache.store.artefacts import generation_path
 from cache.traffic.experiments import Experiment, ExperimentArm, change_experiments
@@ -43,8 +43,8 @@ def arm_of(stream: Stream, redis_url: str) -> NightConfig:
 def published(config: NightConfig, until_position: Position, of: str) -> None:
     """A generation of a namespace that has a stream's events up to a position."""
     manifest = replace(
-        Manifest.from_bytes(manifest_of(GENERATION, 0)), namespace=config.namespace, format=WITH_EVENTS,
-        events=EventsRead(str(until_position), 10, namespace=of),
+        Manifest.from_bytes(manifest_of(GENERATION, 0)), namespace=config.namespace, format=FORMAT_WITH_EVENTS,
+        events=IncludedEvents(str(until_position), 10, namespace=of),
     )  # fmt: skip
     config.store().write(generation_path(GENERATION, "manifest.json"), manifest.to_bytes())
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.builds.build import settings_digest
@@ -108,7 +108,7 @@ def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
         generation_path(begun_generation, "work/begin.json"), orjson.dumps(begin_report)
     )
     with open_releases(arm) as releases:
-        releases.note(begun_generation, State.BEGUN)
+        releases.note(begun_generation, GenerationState.BEGUN)
     assert merge_files(stream.stores) == FILES_PER_MERGE
 
     assert take_before_begin(arm, "2026-02-01")[0] == str(ends[-1])

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.control.states import State
+from cache.control.states import GenerationState
 from precompute.builds.build import Build, settings_digest
 from precompute.builds.reports import BEGIN, BeginReport
 from precompute.config.settings import NightConfig
@@ -28,7 +28,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NightConfig:
 
     @contextmanager
     def opened(_: NightConfig) -> Iterator[Any]:
-        yield SimpleNamespace(store=night_config.store(), state=lambda _: State.BEGUN)
+        yield SimpleNamespace(store=night_config.store(), state=lambda _: GenerationState.BEGUN)
 
     monkeypatch.setattr(taking, "open_releases", opened)
     monkeypatch.setattr(taking, "all_files", lambda _: [])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError, CorruptArtefact, TierUnavailable
 from cache.events.event import Event
-from cache.format.stream_position import BEGINNING, Position
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from precompute.config.settings import NightConfig
 from precompute.events import stream as stream_of_entries
 from precompute.events import taking
@@ -87,7 +87,7 @@ def test_every_event_is_in_exactly_one_file(
         assert stream.rows() == stream.all_rows()
         assert (
             taken_events.until_position
-            == max([*stream.added, BEGINNING])
+            == max([*stream.added, STREAM_BEGINNING])
             == last_taken(stream.store)
         )
         bounds = stream.bounds()
@@ -157,9 +157,9 @@ def test_a_position_says_which_files_are_read(redis_url: str, tmp_path: Path) ->
         ends.append(stream.add())
         take_events(stream.store, stream.client, stream.keys)
 
-    file_sets = [event_files(config, str(position)) for position in [BEGINNING, *ends]]
+    file_sets = [event_files(config, str(position)) for position in [STREAM_BEGINNING, *ends]]
 
-    assert [file_set.until_position for file_set in file_sets] == [BEGINNING, *ends]
+    assert [file_set.until_position for file_set in file_sets] == [STREAM_BEGINNING, *ends]
     assert [len(file_set.files) for file_set in file_sets] == [0, 1, 2, 3]
     assert event_files(config) == file_sets[-1]
     for wrong in (stream.add(), Position(ends[0].ms - 1, 0)):
@@ -182,9 +182,9 @@ def test_a_damaged_file_is_named_and_no_event_is_lost_behind_it(
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
     stream.add()
-    stream.store.write(path_of(BEGINNING), b"PAR1 and no more")
+    stream.store.write(path_of(STREAM_BEGINNING), b"PAR1 and no more")
 
-    with pytest.raises(CorruptArtefact, match=path_of(BEGINNING)):
+    with pytest.raises(CorruptArtefact, match=path_of(STREAM_BEGINNING)):
         take_events(stream.store, stream.client, stream.keys)
 
 

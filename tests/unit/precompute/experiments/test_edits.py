@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError, Conflict
-from cache.traffic.experiments import NAMESPACES_MAX, RUNNING_MAX, Experiments
-from cache.traffic.split import BUCKETS, bucket_count
+from cache.traffic.experiments import ARM_NAMESPACES_MAX, RUNNING_EXPERIMENTS_MAX, Experiments
+from cache.traffic.split import BUCKET_COUNT, bucket_count
 from precompute.traffic import experiments as edits
 from precompute.traffic.experiments import ArmOption, ExperimentOption
 
@@ -26,9 +26,10 @@ def assigned(experiments: Experiments) -> dict[bytes, tuple[str, str | None] | N
         experiments.owners,
         {experiment.name: experiment.owners for experiment in experiments.current},
     )
-    named = {key: owners.of(key) for key in KEYS}
+    named = {key: owners.owner_of(key) for key in KEYS}
     return {
-        key: None if name is None else (name, arms[name].of(key)) for key, name in named.items()
+        key: None if name is None else (name, arms[name].owner_of(key))
+        for key, name in named.items()
     }
 
 
@@ -96,12 +97,12 @@ def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free()
 
 def test_no_more_run_and_no_more_namespaces_are_held_than_replicas_can_hold() -> None:
     experiments = Experiments()
-    for number in range(NAMESPACES_MAX):
+    for number in range(ARM_NAMESPACES_MAX):
         experiments = edits.add_experiment(
             experiments, make_option(f"e{number}", 0.05, f"n{number}"), at=1.0
         )
 
-    with pytest.raises(Conflict, match=f"{RUNNING_MAX} experiments run already"):
+    with pytest.raises(Conflict, match=f"{RUNNING_EXPERIMENTS_MAX} experiments run already"):
         edits.add_experiment(experiments, make_option("more", 0.05, "n0"), at=1.0)
     experiments = edits.end_experiment(experiments, "e0", at=2.0)
     arms = (*make_option().arms[:1], ArmOption("b", "x", 0.2), ArmOption("c", "y", 0.3))
@@ -128,7 +129,7 @@ def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
                 if after[key] != initial_assignments[key]
             }
             assert moved <= ({(None, "one")} if drawn_share > 0.3 else {("one", None)})
-            assert bucket_count(experiments.current[0].buckets) == round(drawn_share * BUCKETS)
+            assert bucket_count(experiments.current[0].buckets) == round(drawn_share * BUCKET_COUNT)
         case "arms":
             drawn_share = data.draw(st.integers(0, 100)) / 100
             experiments = edits.share_arms(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
-from cache.traffic.experiments import exposure_part
+from cache.traffic.experiments import exposure_part_path
 from precompute.traffic import exposures
 from precompute.traffic.exposures import ArmTotals, forget_keys, gather, totals
 
@@ -24,7 +24,7 @@ LATER = (HOUR + 10) * 3_600.0
 
 
 def part(store: ArtefactStore, hour: int, replica: str, number: int, *arms: dict[str, Any]) -> None:
-    assert store.write_once(exposure_part(hour, replica, number), orjson.dumps({"arms": arms}))
+    assert store.write_once(exposure_part_path(hour, replica, number), orjson.dumps({"arms": arms}))
 
 
 def line(
@@ -169,7 +169,7 @@ def test_who_was_erased_is_in_no_file_and_no_part(tmp_path: Path) -> None:
 
 def test_a_part_that_is_none_is_named(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
-    store.write(exposure_part(HOUR, "r1", 1), b"{")
+    store.write(exposure_part_path(HOUR, "r1", 1), b"{")
 
     with pytest.raises(CorruptArtefact, match=r"exposures/parts/500000.r1-1.json is no part"):
         gather(store, at=LATER)

@@ -9,7 +9,7 @@ import pytest
 
 from cache.errors import CorruptArtefact, StoreError
 from cache.format.manifest import Artefact
-from cache.store.artefacts import ArtefactStore, describe, generation_path
+from cache.store.artefacts import ArtefactStore, describe_file, generation_path
 from precompute.gates.rules.checksums import CHECKED_NOTES, check_files, run_in_threads
 
 GENERATION = "20260131T000000Z-0123456789ab"
@@ -31,7 +31,7 @@ def root(store: ArtefactStore) -> Path:
 def artefacts(root: Path) -> Sequence[Artefact]:
     for number in range(20):
         (root / f"{number:02d}.pages").write_bytes(os.urandom(64))
-    return [describe(root, f"{number:02d}.pages") for number in range(20)]
+    return [describe_file(root, f"{number:02d}.pages") for number in range(20)]
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_ordinals_ids_and_model_indices_belong_together(tmp_path):
         ["ü", "new", "x" * 256], key=lambda item_id: hash_id(item_id.encode(), 0)
     )
     expected = [texts.index(item_id) if item_id in texts else -1 for item_id in item_ids]
-    assert items.to_model(Ordinals(np.arange(items.count))).tolist() == expected
+    assert items.model_indices_of(Ordinals(np.arange(items.count))).tolist() == expected
 
 
 def test_an_item_listed_again_is_left_out_and_named(tmp_path):

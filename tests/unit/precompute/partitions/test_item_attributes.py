@@ -54,7 +54,7 @@ def find_passing_ids(
     attributes_and_ordinals: tuple[ItemAttributes, dict[str, int]], filter_: Any
 ) -> set[str]:
     attributes, ordinals = attributes_and_ordinals
-    mask = FilterMask.of(mask_of(read_filter(filter_).root, attributes))
+    mask = FilterMask.of(mask_of(read_filter(filter_).root_expression, attributes))
     is_passing = mask.among(np.arange(len(ordinals)))
     return {id_ for id_, at in ordinals.items() if is_passing[at]}
 

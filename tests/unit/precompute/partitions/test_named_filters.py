@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cache.errors import ConfigError
-from cache.filters.attributes import DTYPES
+from cache.filters.attributes import DTYPE_BY_KIND
 from precompute.config.settings import FilterConfig, NightConfig, Sources, night_config
 from precompute.filters.item_attributes import named_filters, passing_filters
 
@@ -26,7 +26,7 @@ def night(**filters: Any) -> NightConfig:
 
 def find_passing_ordinals(folder: Path, config: NightConfig) -> dict[str, list[int]]:
     """Ordinals that pass, of four items with a price but one."""
-    np.array(PRICES, DTYPES["number"]).tofile(folder / "prices")
+    np.array(PRICES, DTYPE_BY_KIND["number"]).tofile(folder / "prices")
     files = {"price": ("number", {"values": "prices"})}
     mask_by_name = passing_filters(config, folder, files, len(PRICES))
     return {name: filter_mask.ordinals().tolist() for name, filter_mask in mask_by_name.items()}

@@ -223,7 +223,9 @@ def test_models_get_the_newest_items_of_a_long_history_and_nothing_of_it_comes_b
             model_indices = model_histories.indices[
                 model_histories.indptr[row] : model_histories.indptr[row + 1]
             ]
-            assert model_indices.tolist() == items.to_model(Ordinals(ordinals[-4:])).tolist()
+            assert (
+                model_indices.tolist() == items.model_indices_of(Ordinals(ordinals[-4:])).tolist()
+            )
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40])

@@ -25,7 +25,7 @@ def served(users, max_bytes, answer_bytes):
     tier, hit_flags = LocalTier(max_bytes), []
     for user in users.tolist():
         request = b"%d" % user
-        if answer_bytes and tier.ready(request) is not None:
+        if answer_bytes and tier.find_ready_answer(request) is not None:
             hit_flags.append(True)
             continue
         key = LocalKey("g", "t", user)
@@ -34,7 +34,7 @@ def served(users, max_bytes, answer_bytes):
             tier.put(key, Entry(bytes(RECORD), user))
         elif answer_bytes:
             body = bytes(answer_bytes - 2 * len(request))
-            tier.keep(ReadyAnswer(0, body, b"", 0, ("t", request), request))
+            tier.keep_ready_answer(ReadyAnswer(0, body, b"", 0, ("t", request), request))
     return np.mean(hit_flags), np.mean(hit_flags[REQUESTS // 2 :]), len(tier)
 
 

@@ -38,7 +38,7 @@ def test_the_note_of_a_publisher_that_died_after_its_move_is_in_nobodys_way(
     )
     assert stage.set(staged, "dead") is None
     pointer = Pointer(FIRST_GENERATION, 1, None, "dead", published_at=0.0, canary=canary)
-    control.client.set(control.keys.live, pointer.to_bytes())
+    control.client.set(control.keyspace.live, pointer.to_bytes())
 
     # when, then
     assert stage.set(other_generation, "next") is None

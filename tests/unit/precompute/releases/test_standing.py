@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from cache.control.control_keys import RegistryRow
-from cache.control.states import State
+from cache.control.states import GenerationState
 from cache.errors import Conflict
 from precompute.releases.release_log import standing
 from precompute.releases.replication import confirm
@@ -18,22 +18,22 @@ GENERATION = "20260131T000000Z-000000000001"
     ("proven", "row", "state"),
     [
         (None, None, None),
-        (None, State.LOADED, State.LOADED),
-        (None, State.SUPERSEDED, State.SUPERSEDED),
-        (State.LIVE, None, State.LIVE),
-        (State.LIVE, State.RETIRED, State.LIVE),
-        (State.LIVE, State.VERIFIED, State.LIVE),
-        (State.SUPERSEDED, State.RETIRED, State.RETIRED),
-        (State.REFUSED, State.LOADED, State.REFUSED),
-        (State.ROLLED_BACK, State.VERIFIED, State.ROLLED_BACK),
-        (State.VERIFIED, State.LOADED, State.LOADED),
-        (State.VERIFIED, State.REFUSED, State.REFUSED),
-        (State.VERIFIED, State.LIVE, State.VERIFIED),
-        (State.VERIFIED, State.SUPERSEDED, State.VERIFIED),
+        (None, GenerationState.LOADED, GenerationState.LOADED),
+        (None, GenerationState.SUPERSEDED, GenerationState.SUPERSEDED),
+        (GenerationState.LIVE, None, GenerationState.LIVE),
+        (GenerationState.LIVE, GenerationState.RETIRED, GenerationState.LIVE),
+        (GenerationState.LIVE, GenerationState.VERIFIED, GenerationState.LIVE),
+        (GenerationState.SUPERSEDED, GenerationState.RETIRED, GenerationState.RETIRED),
+        (GenerationState.REFUSED, GenerationState.LOADED, GenerationState.REFUSED),
+        (GenerationState.ROLLED_BACK, GenerationState.VERIFIED, GenerationState.ROLLED_BACK),
+        (GenerationState.VERIFIED, GenerationState.LOADED, GenerationState.LOADED),
+        (GenerationState.VERIFIED, GenerationState.REFUSED, GenerationState.REFUSED),
+        (GenerationState.VERIFIED, GenerationState.LIVE, GenerationState.VERIFIED),
+        (GenerationState.VERIFIED, GenerationState.SUPERSEDED, GenerationState.VERIFIED),
     ],
 )
 def test_a_row_says_more_than_releases_only_on_the_way_to_the_next_one(
-    proven: State | None, row: State | None, state: State | None
+    proven: GenerationState | None, row: GenerationState | None, state: GenerationState | None
 ) -> None:
     ledger: Any = SimpleNamespace(state={GENERATION: proven}.get)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.control.states import State
+from cache.control.states import GenerationState
 from precompute.builds.build import settings_digest
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
@@ -33,8 +33,8 @@ def name_of(number: int) -> str:
     return f"202601{number:02d}T000000Z-{number:012x}"
 
 
-states = st.sampled_from([None, *State])
-StoredGeneration = tuple[State | None, State | None, bool, bool, bool]
+states = st.sampled_from([None, *GenerationState])
+StoredGeneration = tuple[GenerationState | None, GenerationState | None, bool, bool, bool]
 generations = st.lists(
     st.tuples(states, states, st.booleans(), st.booleans(), st.booleans()), max_size=8
 )

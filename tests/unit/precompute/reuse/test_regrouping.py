@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cache.model.tower import Histories, Inputs, rows_of
+from cache.model.tower import Histories, Inputs, row_count_of
 from precompute.reuse.reproducibility import REGROUPED_ROWS, is_regrouped_alike
 
 Run = Callable[[Inputs], NDArray[np.float32]]
@@ -39,11 +39,13 @@ def with_largest(tower_inputs: Inputs) -> NDArray[np.float32]:
 
 
 def with_count(tower_inputs: Inputs) -> NDArray[np.float32]:
-    return alone(tower_inputs) + np.float32(rows_of(tower_inputs) > 100)
+    return alone(tower_inputs) + np.float32(row_count_of(tower_inputs) > 100)
 
 
 def with_place(tower_inputs: Inputs) -> NDArray[np.float32]:
-    return alone(tower_inputs) + (np.arange(rows_of(tower_inputs), dtype=np.float32) % 4)[:, None]
+    return (
+        alone(tower_inputs) + (np.arange(row_count_of(tower_inputs), dtype=np.float32) % 4)[:, None]
+    )
 
 
 def with_neighbour(tower_inputs: Inputs) -> NDArray[np.float32]:
@@ -69,7 +71,7 @@ def test_no_more_than_a_sample_is_run() -> None:
     row_counts: list[int] = []
 
     def count_and_run(tower_inputs: Inputs) -> NDArray[np.float32]:
-        row_counts.append(rows_of(tower_inputs))
+        row_counts.append(row_count_of(tower_inputs))
         return alone(tower_inputs)
 
     assert is_regrouped_alike(count_and_run, inputs(REGROUPED_ROWS + 300))

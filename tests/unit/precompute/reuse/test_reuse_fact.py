@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from cache.reuse import FACT, NIGHTS
+from cache.reuse import REUSE_FACT, REUSE_NIGHTS_MAX
 from precompute.builds.build import Build
 from precompute.builds.reports import NO_BASE, ShardReport
 from precompute.reuse import reuse_fact
@@ -34,7 +34,7 @@ def shard(copied: int, computed: int, seconds: float) -> ShardReport:
 def earlier(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The fact of the base, as its manifest has it."""
     fact: dict[str, Any] = {"user_s": 0.25, "nights": [{"users": {"copied": 1}, "spared_s": 0.5}]}
-    manifest = SimpleNamespace(facts={FACT: fact})
+    manifest = SimpleNamespace(facts={REUSE_FACT: fact})
     monkeypatch.setattr(reuse_fact, "read_manifest", lambda _store, _generation: manifest)
     return fact
 
@@ -49,11 +49,16 @@ def test_a_night_stands_behind_those_of_its_base(earlier: dict[str, Any]) -> Non
 
 
 def test_only_the_last_nights_are_kept(earlier: dict[str, Any]) -> None:
-    earlier["nights"] = [{"users": {}, "spared_s": float(number)} for number in range(NIGHTS)]
+    earlier["nights"] = [
+        {"users": {}, "spared_s": float(number)} for number in range(REUSE_NIGHTS_MAX)
+    ]
 
     nights = build_reuse_fact(made("g"), [shard(0, 1, 0.0)])["nights"]
 
-    assert len(nights) == NIGHTS and [night["spared_s"] for night in nights[:2]] == [1.0, 2.0]
+    assert len(nights) == REUSE_NIGHTS_MAX and [night["spared_s"] for night in nights[:2]] == [
+        1.0,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from cache.model.tower import Inputs, run_apart
+from cache.model.tower import Inputs, run_isolating_failures
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.scoring.towers import run_named
 
@@ -40,7 +40,7 @@ def test_rows_that_raise_are_found_and_the_others_have_their_outputs(
 ) -> None:
     tower, input_numbers = Odd(), np.array(numbers, np.int64)
 
-    outputs, raised = run_apart(tower, {"home": input_numbers})
+    outputs, raised = run_isolating_failures(tower, {"home": input_numbers})
 
     assert raised.tolist() == [number < 0 for number in numbers]
     assert outputs[~raised, 0].tolist() == [number for number in numbers if number >= 0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cache.errors import CorruptArtefact, SourceError
 from cache.events.event import Event
-from cache.events.newer_events import VALUES_MAX
+from cache.events.newer_events import VALUES_PER_ENTITY_MAX
 from cache.format.manifest import EntityKind
 from cache.format.stream_position import Position
 from precompute.events.files import EventValues, brought_vectors
@@ -183,7 +183,7 @@ def test_items_that_events_bring_have_their_features_and_newest_vectors(tmp_path
 def test_unwanted_attributes_take_no_room(tmp_path: Path) -> None:
     junk = [
         (1 + number, Event(f"{number}", 0, None, b"i", attributes={f"junk-{number}": 1, "country": 3}))
-        for number in range(VALUES_MAX + 1)
+        for number in range(VALUES_PER_ENTITY_MAX + 1)
     ]  # fmt: skip
     write(
         tmp_path / "1.parquet", [*junk, (999, Event("x", 0, None, b"i", attributes={"price": 1}))]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cache.config.timetable import (
+    NIGHT_STAGES,
     NIGHT_STEPS,
     PRELIMINARY_STEPS,
     SEALING_STEP,
-    STAGES,
     STEPS_TIMED_APART,
 )
 from cache.errors import ModelFailed
@@ -49,7 +49,7 @@ def test_a_model_that_cannot_be_run_ends_a_night_by_the_name_of_the_step(
 def test_no_step_stands_twice_and_only_publish_follows_verify() -> None:
     assert len(set(NIGHT_STEPS)) == len(NIGHT_STEPS)
     assert NIGHT_STEPS[NIGHT_STEPS.index("verify") + 1] == "publish"
-    assert ("verify",) in STAGES and ("publish",) in STAGES
+    assert ("verify",) in NIGHT_STAGES and ("publish",) in NIGHT_STAGES
 
 
 def test_what_is_timed_apart_is_what_the_steps_time() -> None:

@@ -285,7 +285,7 @@ async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> N
     assert await run_loop_until(lambda: len(inferences.flights) == 1)
     is_open = False
     joiner = asyncio.ensure_future(look_up("new"))
-    assert await run_loop_until(lambda: inferences.flights.shared == 1)
+    assert await run_loop_until(lambda: inferences.flights.shared_count == 1)
     goes_on.set()
     assert [(await task)["source"] for task in (first, joiner)] == ["live", "live"]
     shed, stored_answer, known_answer = (

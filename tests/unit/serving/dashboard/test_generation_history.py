@@ -9,7 +9,7 @@ import pytest
 
 from cache.format.manifest import Artefact, ItemFiles, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
-from cache.store.night_failure import FILE as FILE_OF_FAILURE
+from cache.store.night_failure import NIGHT_FAILURE_PATH as FILE_OF_FAILURE
 from cache.store.releases import Release, done_path, intent_path
 from serving.dashboard.generation_history import GENERATIONS_MAX, GenerationHistory
 from serving.generations.holder import newest_pointer

@@ -12,11 +12,11 @@ import pytest
 
 from cache.events.event import Event
 from cache.events.event_predictor import GenerationEvents
-from cache.events.new_items import TOWER_RETRIES_S, NewItemInputs, NewItemTower
+from cache.events.new_items import TOWER_RETRY_PAUSES_S, NewItemInputs, NewItemTower
 from cache.events.newer_events import AttributeEvents
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
-from cache.format.manifest import EventsRead
+from cache.format.manifest import IncludedEvents
 from cache.format.stream_position import Position
 from cache.model.tower_spec import InputSpec
 from cache.store.blocklist import Blocklist
@@ -48,12 +48,12 @@ class Stocked(Scene):
         filtering = Filtering(
             attributes_of([{"stock": True, "price": 5}] * items.count),
             items.vectors,
-            declared={"stocked": STOCKED},
+            filter_by_name={"stocked": STOCKED},
         )
         snapshot = super().open(to, blocklist)
         until_position = UNTIL_POSITIONS[to.generation]
         manifest = dataclasses.replace(
-            snapshot.manifest, events=EventsRead(str(until_position), 10)
+            snapshot.manifest, events=IncludedEvents(str(until_position), 10)
         )
         parts: dict[type, Any] = {Filtering: filtering}
         if self.events is not None:
@@ -113,7 +113,7 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
 ) -> None:
     await scene.publish(pointer(A, 1))
     await scene.publish(pointer(B, 2, previous=A))
-    snapshot, changed_by = scene.shelf.find_snapshot(A), Filtering.changed_by
+    snapshot, changed_by = scene.shelf.find_snapshot(A), Filtering.with_item_values
     odd = None if snapshot is None else snapshot.part(Filtering)
     assert odd is not None
 
@@ -122,14 +122,14 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
             raise IndexError("99999 is out of bounds")
         return changed_by(self, values)
 
-    monkeypatch.setattr(Filtering, "changed_by", changes)
+    monkeypatch.setattr(Filtering, "with_item_values", changes)
     add_event(scene, 250, "i5", stock=False)
     for _ in range(3):
         await scene.updater.take_values()
 
     assert out_of_stock(scene.shelf.live) == {"i5"} and scene.shelf.find_snapshot(A) is not None
     assert sum(record.exc_info is not None for record in caplog.records) == 1
-    monkeypatch.setattr(Filtering, "changed_by", lambda *_: 1 / 0)
+    monkeypatch.setattr(Filtering, "with_item_values", lambda *_: 1 / 0)
     assert (await scene.shelf.open_staged(A)).generation == A
 
 
@@ -141,7 +141,7 @@ async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
     await scene.updater.take_values()
     reread_events = AttributeEvents()
     reread_events.add(Position(120, 0), Event("e120", 0, None, b"i4", attributes={"stock": False}))
-    scene.newer_events.values.put_before(reread_events)
+    scene.newer_events.values.prepend(reread_events)
 
     scene.updater.recheck_values()
     await scene.updater.take_values()
@@ -176,7 +176,7 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
             Position(ms, 0), Event(f"e{ms}", 0, None, item.encode(), attributes={"stock": False})
         )
     reread_events.complete_after_number = UNTIL_POSITIONS[A].number
-    scene.newer_events.values.become(reread_events)
+    scene.newer_events.values.replace_contents(reread_events)
     await scene.updater.take_values()
 
     served = scene.shelf.served
@@ -285,11 +285,11 @@ async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_ti
     is_full = False
     await scene.updater.take_values()
     snapshot_before = scene.shelf.live
-    scene.timer.tick(TOWER_RETRIES_S[0])
+    scene.timer.tick(TOWER_RETRY_PAUSES_S[0])
     await scene.updater.take_values()
 
     live = scene.shelf.live
     assert live is not None and snapshot_before is not None and not snapshot_before.new_items
-    assert [new_item.raw for new_item in live.new_items.items] == [b"new"]
+    assert [new_item.raw_id for new_item in live.new_items.items] == [b"new"]
     await scene.updater.take_values()
     assert scene.shelf.live is live

@@ -12,9 +12,9 @@ from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
-from cache.format.manifest import FACET, EventsRead, NamedFilter, Producer, Table, TablePart
+from cache.format.manifest import FACET_PREFIX, IncludedEvents, NamedFilter, Producer, Table, TablePart
 from cache.records import Layout, encode_topk
-from cache.tiers.reads import View
+from cache.tiers.reads import SnapshotView
 from serving.engine.entity import find_plain_record_key, with_filter_table
 from serving.events.item_updates import with_changed_filtering
 from serving.generations.served_set import ServedGenerations
@@ -37,7 +37,7 @@ def brands(world: World) -> Snapshot:
     hashes = hash_ids(raws, SEED)
     order = np.argsort(hashes)
     part = TablePart(0, 1, len(raws), NO_FILE, NO_FILE)
-    facet = Table("brands", f"{FACET}brands", Producer("none"), LAYOUT, 1_000, (part,), ())
+    facet = Table("brands", f"{FACET_PREFIX}brands", Producer("none"), LAYOUT, 1_000, (part,), ())
     stocked_table = Table("user_topk.stocked", "user", Producer("topk"), LAYOUT, 1_000, (), ())
     lists = np.array(
         [[at for at in range(10) if at % 2 == brand_index][:5] for brand_index in order], np.uint32
@@ -52,25 +52,25 @@ def brands(world: World) -> Snapshot:
         initial_snapshot.manifest,
         tables={**initial_snapshot.manifest.tables, "brands": facet},
         filters={"stocked": NamedFilter(stocked, {"user_topk": stocked_table})},
-        events=EventsRead("0-0", 10, {"brands": "brand"}),
+        events=IncludedEvents("0-0", 10, {"brands": "brand"}),
     )
     directories = {
         **initial_snapshot.directories,
         facet.entity: Directory(SEED, [0], [hashes[order]]),
     }
     filtering = Filtering(
-        attributes, world.items.vectors, declared={"stocked": read_filter(stocked)}
+        attributes, world.items.vectors, filter_by_name={"stocked": read_filter(stocked)}
     )
     return dataclasses.replace(
         initial_snapshot, manifest=manifest, directories=directories, part_by_class={Filtering: filtering},
-        view=View(GENERATION, directories),
+        view=SnapshotView(GENERATION, directories),
     )  # fmt: skip
 
 
 def apply_values(snapshot: Snapshot, *values: ItemValue) -> Snapshot:
     filtering = snapshot.part(Filtering)
     assert filtering is not None
-    return with_changed_filtering(snapshot, filtering.changed_by(values)[0])
+    return with_changed_filtering(snapshot, filtering.with_item_values(values)[0])
 
 
 @pytest.fixture

@@ -8,7 +8,13 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import LEASE_DONE_PREFIX, LEASE_GIVEN_BACK, LeaseSwap, LeaseTake, OverlayRead
+from cache.l2.commands import (
+    GIVEN_BACK_LEASE_VALUE,
+    LEASE_DONE_PREFIX,
+    LeaseSwap,
+    LeaseTake,
+    OverlayRead,
+)
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.leases import LEASE_REST_S, LeaseManager
@@ -161,7 +167,7 @@ async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
     lease_take, back = service.lease_commands
     assert (
         isinstance(back, LeaseSwap)
-        and back.value == LEASE_GIVEN_BACK
+        and back.new_value == GIVEN_BACK_LEASE_VALUE
         and back.expected_value == lease_take[1]
     )
 
@@ -174,7 +180,7 @@ async def test_who_asks_for_an_answer_that_is_being_computed_joins_without_a_lea
     for _ in range(5):
         await asyncio.sleep(0)
     service.world.remote.leases.clear()  # as if it had ended, so that another would win it
-    service.world.tiers.negative.discard(next(iter(service.world.tiers.negative._keys)))
+    service.world.tiers.negative_cache.discard(next(iter(service.world.tiers.negative_cache._keys)))
     second = asyncio.create_task(service(stranger()))
     for _ in range(5):
         await asyncio.sleep(0)

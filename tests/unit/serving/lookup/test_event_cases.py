@@ -145,7 +145,7 @@ async def test_an_answer_as_of_a_position_before_the_newest_event_of_the_night_s
 def new_items(*ids: str) -> NewItems:
     items = tuple(NewItem(id_.encode(), at) for at, id_ in enumerate(ids, 1))
     vectors = np.ones((len(ids), 4), np.float32)
-    return NewItems(len(ITEMS), items, vectors, tuple(new_item.raw for new_item in items))
+    return NewItems(len(ITEMS), items, vectors, tuple(new_item.raw_id for new_item in items))
 
 
 async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_others_share(

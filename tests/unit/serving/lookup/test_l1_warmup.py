@@ -6,9 +6,9 @@ from typing import cast
 
 from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
-from cache.tiers.reads import Hit, ReadResult, RecordKey, View
+from cache.tiers.reads import Hit, ReadResult, RecordKey, SnapshotView
 from cache.tiers.tiered import TieredCache
-from cache.usage.hot_keys import Name
+from cache.usage.hot_keys import EntityName
 from serving.engine.l1_warmup import L1Warmup
 from tests.fakes import FakeClock
 from tests.unit.serving.world import OLDER, USERS, World
@@ -16,7 +16,7 @@ from tests.unit.serving.world import OLDER, USERS, World
 NAMES = {fingerprint(user_id.encode()): user_id.encode() for user_id in USERS}
 
 
-def user(number: int) -> Name:
+def user(number: int) -> EntityName:
     return "user_topk", USERS[number].encode()
 
 
@@ -29,7 +29,12 @@ class FakeReads:
     read: list[tuple[str, int]] = field(default_factory=list)
 
     async def get_many(
-        self, view: View, record_keys: Sequence[RecordKey], deadline: float, *, is_counted: bool
+        self,
+        view: SnapshotView,
+        record_keys: Sequence[RecordKey],
+        deadline: float,
+        *,
+        is_counted: bool,
     ) -> Sequence[ReadResult]:
         assert not is_counted
         self.timer.tick(self.takes_s)
@@ -42,8 +47,8 @@ class Bench:
     """A replica's reading ahead, with what it and others were asked."""
 
     timer: FakeClock = field(default_factory=FakeClock)
-    recent: list[Name] = field(default_factory=list)
-    shared: list[Name] = field(default_factory=list)
+    recent: list[EntityName] = field(default_factory=list)
+    shared: list[EntityName] = field(default_factory=list)
     hottest_call_count: int = 0
     observed: list[tuple[int, float]] = field(default_factory=list)
 
@@ -59,7 +64,7 @@ class Bench:
             self.timer,
         )
 
-    async def hottest(self) -> Sequence[Name]:
+    async def hottest(self) -> Sequence[EntityName]:
         self.hottest_call_count += 1
         return self.shared
 

@@ -90,7 +90,7 @@ async def test_an_unknown_id_without_input_gets_defaults_that_are_never_kept(wor
     assert [answer["source"] for answer in answers] == ["default"] * 2
     assert [answer["reason"] for answer in answers] == ["not_in_generation"] * 2
     assert vector["vector"] is None and vector["source"] == "default"
-    assert not world.remote.writes and len(world.tiers.local) == 0 and not world.jobs
+    assert not world.remote.writes and len(world.tiers.local_tier) == 0 and not world.jobs
 
 
 async def test_an_unknown_id_with_a_history_is_computed_once_and_then_stored(world: World) -> None:
@@ -158,7 +158,7 @@ async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
     assert fresh["source"] == "live" and fresh["reason"] == "fresh"
     assert (after["source"], after["producer"]) == ("l2", "batch")
     await world.tiers.aclose()
-    assert not world.remote.writes and len(world.tiers.local) == 1
+    assert not world.remote.writes and len(world.tiers.local_tier) == 1
 
 
 async def test_fresh_without_anything_to_compute_from_gets_what_is_stored(world: World) -> None:
@@ -476,8 +476,8 @@ async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_per_requ
         await look_up(world, served, entity(f"x{number}", history=ids(f"i{number % 20}")))
 
     assert len(world.jobs) == len(world.remote.reads) == 150
-    assert world.tiers.local.size_bytes <= world.tiers.local.max_bytes
-    assert len(world.tiers.negative) <= 100
+    assert world.tiers.local_tier.size_bytes <= world.tiers.local_tier.max_bytes
+    assert len(world.tiers.negative_cache) <= 100
 
 
 def damaged(world: World, user: str, items: list[int]) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import LEASE_GIVEN_BACK, LeaseSwap, LeaseTake
+from cache.l2.commands import GIVEN_BACK_LEASE_VALUE, LeaseSwap, LeaseTake
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.leases import LeaseManager
@@ -60,7 +60,7 @@ async def test_a_near_answer_says_so_and_is_kept_nowhere(world: NearWorld) -> No
     assert first["near"] == second["near"] == DISTANCE and first["producer"] == "live"
     assert "i1" not in first["items"]
     await world.tiers.aclose()
-    assert not world.remote.writes and len(world.tiers.local) == 0
+    assert not world.remote.writes and len(world.tiers.local_tier) == 0
 
 
 async def test_its_lease_is_returned_so_that_no_process_waits_for_an_unstored_answer(
@@ -70,7 +70,7 @@ async def test_its_lease_is_returned_so_that_no_process_waits_for_an_unstored_an
 
     lease_take, back = world.remote.lease_commands
     assert isinstance(lease_take, LeaseTake) and isinstance(back, LeaseSwap)
-    assert LEASE_GIVEN_BACK in back
+    assert GIVEN_BACK_LEASE_VALUE in back
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
-from cache.tiers.l1 import OVERHEAD_BYTES, Absence, LocalTier, NegativeCache
+from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, Absence, LocalTier, NegativeCache
 from cache.tiers.tiered import TieredCache
 from serving.engine.answer_observer import AnswerObserver
 from serving.engine.inference import LiveInferences
@@ -24,7 +24,7 @@ TABLES = ("user_topk", "user_vector", "user_affinity", "item_similar")
 def small_world() -> World:
     """Its L1 holds a handful of records, so that much is evicted."""
     world = World()
-    local = LocalTier(9 * (OVERHEAD_BYTES + 120), world.clock)
+    local = LocalTier(9 * (ENTRY_OVERHEAD_BYTES + 120), world.clock)
     negative = NegativeCache(10, 5.0, world.clock)
     world.tiers = TieredCache(local, negative, world.remote, timer=world.clock)
     world.inferences = LiveInferences(

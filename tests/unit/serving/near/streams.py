@@ -219,7 +219,7 @@ def run_histories(
     """Runs so many histories through the matches of a table of lists, whose index is said to be exact or not."""
     model, counts = HistoryModel(seed), Counter[NearOutcome]()
     neighbours: Any = Neighbours(ERROR, entries, model.DIMS, Random(seed), counts)
-    reach = model.search("t").reach() if is_exact else None
+    reach = model.search("t").score_change_max() if is_exact else None
     matches = ListMatches("t", model.K, 0.9, reach, neighbours)
     run_counts = RunCounts(neighbours.policy, counts)
     batches = histories(model, np.random.default_rng([seed, 4]))

@@ -162,7 +162,7 @@ def test_another_blocklist_forgets_the_answers_and_keeps_what_was_learned(
 def test_what_is_unblocked_by_another_namespace_is_in_proven_lists_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cache.model.candidate_search._FILTER_ABOVE", 2)
+    monkeypatch.setattr("cache.model.candidate_search._BLOCKED_FILTERED_ABOVE", 2)
     near, predictor = matches(error=0.0001), wide_predictor()
     sources = drawn(400, length=48)
     item_lists = [
@@ -180,7 +180,7 @@ def test_what_is_unblocked_by_another_namespace_is_in_proven_lists_again(
 def test_many_blocked_items_are_left_out_too(
     predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache.model.candidate_search._FILTER_ABOVE", 2)
+    monkeypatch.setattr("cache.model.candidate_search._BLOCKED_FILTERED_ABOVE", 2)
     near, sources = matches(), drawn(300)
     at = snapshot(predictor, (1, 2, 3, 4), version=2)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
-from cache.format.item_table import ItemJsonTexts, Lent
+from cache.format.item_table import ItemJsonTexts, SharedIdArrays
 from cache.format.manifest import Producer, Table
 from cache.native import loader, pure
 from cache.native.loader import Numerals
@@ -27,7 +27,7 @@ from serving.engine.rendering import json_answers
 from serving.engine.rendering.arrow_answers import OriginRow, StoredRows, answers_stream, row_of
 from serving.requests.answers import ORIGIN_FIELDS
 
-COLUMNS: Any = loader.load({})
+COLUMNS: Any = loader.load_kernels({})
 pytestmark = pytest.mark.skipif(COLUMNS is pure, reason="cache.native._columns was not built")
 NAMES = ["i-1", "ü", 'a"b', "c\\d", "e\nf", "x" * 256, "7", "/"]
 PLAIN = ["i-1", "ü", "7", "/", "x" * 256, "\x7f"]
@@ -55,7 +55,7 @@ def snapshot(names: Sequence[str], blocked: Sequence[int] = ()) -> Any:
     offsets = np.cumsum([0, *map(len, raws)]).astype(np.uint64)
     items = SimpleNamespace(
         count=len(names),
-        lent=Lent(np.frombuffer(b"".join(raws), np.uint8), offsets),
+        lent=SharedIdArrays(np.frombuffer(b"".join(raws), np.uint8), offsets),
         texts=ItemJsonTexts(len(names), ids_of, longest),
     )
     return SimpleNamespace(items=items, blocked_ordinals=np.array(blocked, np.int64))
@@ -113,7 +113,7 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
         assert numbers.view(np.uint32).tolist() == pure_numbers.view(np.uint32).tolist()
         assert texts == json_answers.answer_texts(live, of, ids, good, k, ends)
         pure_items = list_items(lookup, resolved, slice(None))
-        assert named == pure_items and named.sizes.tolist() == pure_items.sizes.tolist()
+        assert named == pure_items and named.id_sizes.tolist() == pure_items.id_sizes.tolist()
         assert streamed == answers_stream(
             of, [b"i"] * len(good), {}, stored(pure_numbers, pure_items)
         )

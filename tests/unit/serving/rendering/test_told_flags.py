@@ -54,7 +54,7 @@ async def test_an_answer_tells_of_the_flag_of_its_record_and_the_next_one_does_n
 
 
 @TABLES
-@pytest.mark.parametrize("kernels", [loader.load({}), pure], ids=["compiled", "pure"])
+@pytest.mark.parametrize("kernels", [loader.load_kernels({}), pure], ids=["compiled", "pure"])
 def test_what_renders_records_unread_leaves_a_flagged_one_to_the_ladder(table, kernels):
     world = World()
     snapshot = world.snapshot()

@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client.registry import CollectorRegistry
 
-from cache.config.timetable import MISSED_MAX, Schedule
+from cache.config.timetable import MISSED_TICKS_MAX, Schedule
 from cache.errors import TierUnavailable
 from cache.store.night_failure import NightFailure
 from serving.engine.leases import LeaseCounts
@@ -52,7 +52,7 @@ def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_tol
         sample.name: sample.value for family in registry.collect() for sample in family.samples
     }
 
-    assert value_by_name == {"larder_nights_missed": MISSED_MAX}
+    assert value_by_name == {"larder_nights_missed": MISSED_TICKS_MAX}
 
 
 def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:

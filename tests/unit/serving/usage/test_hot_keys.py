@@ -8,15 +8,15 @@ import pytest
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from cache.usage.hot_keys import (
+    HOT_LIFE_S,
     HOT_WINDOW,
-    LIFE_S,
     MEMBERS_MAX,
+    EntityName,
     HotKeyReport,
-    Name,
     SharedHotKeys,
     Window,
-    hottest,
-    member,
+    hottest_names,
+    sketch_member_of,
 )
 from serving.engine.answer_observer import RECENT_NAMES_MAX, RecentNames
 from serving.generations.snapshot import Snapshot
@@ -31,7 +31,7 @@ class FakeRedis(SharedHotKeys):
 
     down: bool = False
     reports: list[HotKeyReport] = field(default_factory=list)
-    answers: list[Name] = field(default_factory=list)
+    answers: list[EntityName] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 
     async def add_report(self, report: HotKeyReport) -> None:
@@ -39,14 +39,14 @@ class FakeRedis(SharedHotKeys):
             raise TierUnavailable("gone", reason="connection")
         self.reports.append(report)
 
-    async def fetch_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
+    async def fetch_names(self, hour: int, window: Window = HOT_WINDOW) -> list[EntityName]:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.asked.append(hour)
         return self.answers
 
 
-def user(number: int) -> Name:
+def user(number: int) -> EntityName:
     return "user_topk", b"u%d" % number
 
 
@@ -76,7 +76,9 @@ async def test_a_report_tells_each_request_once_under_its_hour(replica: Replica)
     await replica.sketch.report()
     await replica.sketch.report()
 
-    assert [(report.hour, dict(report.counts)) for report in replica.redis.reports] == [
+    assert [
+        (report.window_number, dict(report.name_counts)) for report in replica.redis.reports
+    ] == [
         (2, {user(1): 2, user(2): 1}),
         (3, {user(2): 1}),
     ]
@@ -90,10 +92,12 @@ async def test_a_report_is_bounded_and_keeps_what_was_asked_most(replica: Replic
 
     await replica.sketch.report()
 
-    counts = [counted_name for report in replica.redis.reports for counted_name in report.counts]
+    counts = [
+        counted_name for report in replica.redis.reports for counted_name in report.name_counts
+    ]
     assert len(counts) == len(dict(counts)) == REPORTED == replica.sketch.reported
     assert counts[0] == (user(REPORTED + 99), 3)
-    assert max(len(report.counts) for report in replica.redis.reports) < REPORTED
+    assert max(len(report.name_counts) for report in replica.redis.reports) < REPORTED
 
 
 def test_batches_are_remembered_as_if_one_by_one() -> None:
@@ -124,7 +128,7 @@ async def test_tables_that_the_live_generation_lacks_are_not_told(replica: Repli
 
     await replica.sketch.report()
 
-    assert dict(replica.redis.reports[0].counts) == {user(1): 1}
+    assert dict(replica.redis.reports[0].name_counts) == {user(1): 1}
 
 
 async def test_what_is_blocked_is_not_told_and_what_was_told_before_is_taken_back(
@@ -138,7 +142,7 @@ async def test_what_is_blocked_is_not_told_and_what_was_told_before_is_taken_bac
     await replica.sketch.report()
 
     _, report = replica.redis.reports
-    assert dict(report.counts) == {user(1): 1}
+    assert dict(report.name_counts) == {user(1): 1}
     assert set(report.removed_names) == {user(2), user(3)}
     await replica.sketch.report()
     assert len(replica.redis.reports) == 2
@@ -186,12 +190,12 @@ def test_two_hours_are_one_ranking() -> None:
     current_scores = [b"t:a", b"3", b"t:b:c", b"1"]
     previous_scores = [b"t:b:c", b"4.0", b"nonsense", b"9"]
 
-    assert hottest([current_scores, previous_scores]) == [("t", b"b:c"), ("t", b"a")]
-    assert hottest([[], []]) == []
+    assert hottest_names([current_scores, previous_scores]) == [("t", b"b:c"), ("t", b"a")]
+    assert hottest_names([[], []]) == []
 
 
 def test_a_report_carries_its_bounds() -> None:
     report = HotKeyReport(5, [(user(1), 2)], [user(2)])
 
-    assert report.arguments() == [MEMBERS_MAX, LIFE_S, 1, 2, b"user_topk:u1", b"user_topk:u2"]
-    assert member(("t", b"a:b")) == b"t:a:b"
+    assert report.arguments() == [MEMBERS_MAX, HOT_LIFE_S, 1, 2, b"user_topk:u1", b"user_topk:u2"]
+    assert sketch_member_of(("t", b"a:b")) == b"t:a:b"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cache.format.ids import hash_id
-from cache.usage.hot_keys import Name
+from cache.usage.hot_keys import EntityName
 from serving.usage.table_usage import ReadHashes, TableUsage
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World
@@ -32,14 +32,14 @@ async def test_what_is_remembered_of_requests_is_looked_at_by_the_event_loop_alo
     loop = threading.get_ident()
     reader_threads: list[int] = []
 
-    class Watched(list[Name]):
+    class Watched(list[EntityName]):
         def __iter__(self) -> Any:
             reader_threads.append(threading.get_ident())
             return super().__iter__()
 
     remembered = Watched([("user_topk", b"u1"), ("no_such_table", b"u2")])
 
-    def recent() -> Sequence[Name]:
+    def recent() -> Sequence[EntityName]:
         reader_threads.append(threading.get_ident())
         return remembered
 

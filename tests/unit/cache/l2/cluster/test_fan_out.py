@@ -23,7 +23,7 @@ from cache.l2.commands import (
     PageReads,
     unpack,
 )
-from cache.l2.errors import Redirected, is_redirect, refused
+from cache.l2.errors import Redirected, error_from_reply, is_redirect
 
 KEYS = Keyspace("default")
 DOWN = TierUnavailable("down", reason="connection")
@@ -87,13 +87,13 @@ def reads(count: int) -> PageReads:
 
 def payload(command: Command) -> bytes:
     assert isinstance(command, PageRead)
-    return b"%04d" % command.page
+    return b"%04d" % command.page_number
 
 
 def moved(to: str, *, is_ask: bool = False) -> Callable[[Command], L2Result]:
     slots = CommandSlots(KEYS)
     return lambda command: Redirected(
-        "elsewhere", slot=slots.of_one(command), address=to, is_ask=is_ask
+        "elsewhere", slot=slots.slot_of_command(command), address=to, is_ask=is_ask
     )
 
 
@@ -103,14 +103,16 @@ async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes)
     assert len(a.submissions) == len(b.submissions) == 1
     (mine, _), (reads_of_b, _) = a.submissions[0], b.submissions[0]
     assert isinstance(mine, PageReads) and len(mine) + len(reads_of_b) == 100
-    assert all(CommandSlots(KEYS).of_one(page_read) % 2 == 0 for page_read in mine)
+    assert all(CommandSlots(KEYS).slot_of_command(page_read) % 2 == 0 for page_read in mine)
 
     b.land(payload)
     assert not result.done()
     a.land(payload)
 
     assert await result == [b"%04d" % page for page in range(100)]
-    assert [page_read.offset for page_read in mine] == [8 * page_read.page for page_read in mine]
+    assert [page_read.offset for page_read in mine] == [
+        8 * page_read.page_number for page_read in mine
+    ]
 
 
 async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> None:
@@ -129,11 +131,11 @@ async def test_columns_of_all_parts_are_columns(nodes: FakeNodes) -> None:
         commands, keep = tier.submissions.pop()
         leading_reply = b"$4\r\nskip\r\n"
         data = leading_reply + b"".join(b"$4\r\n%b\r\n" % payload(command) for command in commands)
-        keep(Frames(data, len(commands) + 1, 4).part(1, len(commands)))
+        keep(Frames(data, len(commands) + 1, 4).select_range(1, len(commands)))
     await result
     (frames,) = kept_answers
     assert isinstance(frames, Frames)
-    assert frames.rows(np.dtype("S4")).tolist() == [b"%04d" % page for page in range(50)]
+    assert frames.to_records(np.dtype("S4")).tolist() == [b"%04d" % page for page in range(50)]
 
 
 async def test_columns_next_to_a_dead_node_are_put_in_their_places(nodes: FakeNodes) -> None:
@@ -147,7 +149,7 @@ async def test_columns_next_to_a_dead_node_are_put_in_their_places(nodes: FakeNo
     nodes.all["a"].land(lambda _: DOWN)
     assert [
         DOWN if slot % 2 == 0 else b"%04d" % page
-        for page, slot in enumerate(CommandSlots(KEYS).of(reads(50)))
+        for page, slot in enumerate(CommandSlots(KEYS).slots_of_commands(reads(50)))
     ] == await result
 
 
@@ -165,7 +167,7 @@ async def test_a_dead_node_costs_only_its_own_keys(nodes: FakeNodes) -> None:
     result = send(nodes, reads(100))
     nodes.all["a"].land(lambda _: DOWN)
     nodes.all["b"].land(payload)
-    answers, slots = await result, list(CommandSlots(KEYS).of(reads(100)))
+    answers, slots = await result, list(CommandSlots(KEYS).slots_of_commands(reads(100)))
     assert [answer is DOWN for answer in answers] == [slot % 2 == 0 for slot in slots]
     assert nodes.refreshes > 0
 
@@ -189,7 +191,7 @@ async def test_a_moved_key_is_read_where_it_is_now(nodes: FakeNodes) -> None:
 async def test_a_key_on_its_way_is_asked_for_this_once(nodes: FakeNodes) -> None:
     read = PageRead("g1", "t", 0, 0, 4)
     result = send(nodes, [read])
-    nodes.of_slot(CommandSlots(KEYS).of_one(read)).land(moved("c", is_ask=True))  # type: ignore[union-attr]
+    nodes.of_slot(CommandSlots(KEYS).slot_of_command(read)).land(moved("c", is_ask=True))  # type: ignore[union-attr]
     assert nodes.all["c"].submissions[0][0] == [AskingCommand(read)] and not nodes.learned
     nodes.all["c"].land(lambda _: b"here")
     assert await result == [b"here"]
@@ -245,7 +247,7 @@ async def test_a_caller_that_left_is_not_answered(nodes: FakeNodes) -> None:
 
 
 def test_a_redirection_says_where() -> None:
-    moved_redirection = refused(hiredis.ReplyError("MOVED 3999 10.0.0.1:6381"))
+    moved_redirection = error_from_reply(hiredis.ReplyError("MOVED 3999 10.0.0.1:6381"))
     assert isinstance(moved_redirection, Redirected)
     assert (moved_redirection.slot, moved_redirection.address, moved_redirection.is_ask) == (
         3999,
@@ -253,7 +255,7 @@ def test_a_redirection_says_where() -> None:
         False,
     )
     for address in ("[2001:db8::1]:6381", "2001:db8::1:6381"):  # Redis writes it without brackets
-        ask_redirection = refused(hiredis.ReplyError(f"ASK 3999 {address}"))
+        ask_redirection = error_from_reply(hiredis.ReplyError(f"ASK 3999 {address}"))
         assert isinstance(ask_redirection, Redirected) and ask_redirection.is_ask
         assert ask_redirection.address == "[2001:db8::1]:6381"
 
@@ -268,7 +270,7 @@ def test_a_redirection_says_where() -> None:
     ],
 )  # fmt: skip
 def test_a_refusal_that_says_nowhere_is_one(reply: str) -> None:
-    assert type(refused(hiredis.ReplyError(reply))) is TierUnavailable
+    assert type(error_from_reply(hiredis.ReplyError(reply))) is TierUnavailable
     assert is_redirect(hiredis.ReplyError(reply)) == reply.startswith("MOVED")
 
 
