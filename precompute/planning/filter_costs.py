@@ -19,7 +19,7 @@ from cache.records import NO_ITEM
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.filters.item_attributes import passing_filters
 from precompute.partitions.catalogue import open_items
-from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_files import PARTITION_FOLDER
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sizes import NightShape, Pages
 from precompute.planning.trial import SEARCHED_USERS, Trial, timed
@@ -124,7 +124,7 @@ def _bytes_of(pages: Pages, costs: Mapping[int, float]) -> int:
 
 def _users(trial: Trial) -> Sampled:
     work = ShardWork.of(trial.build, trial.bundle, 0, trial.scorers)
-    with scratch_folder(trial.build.root / PARTITION) as scratch:
+    with scratch_folder(trial.build.root / PARTITION_FOLDER) as scratch:
         chunk = work.encode(next(read_users(work, scratch)))
     rows = np.flatnonzero(chunk.answered["user_tower"])[:SEARCHED_USERS]
     return chunk.outputs["user_tower"][rows], chunk.seen_items.select_rows(rows)

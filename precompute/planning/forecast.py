@@ -20,11 +20,11 @@ from cache.process.host import usable_cores
 from cache.process.redis_server import server
 from cache.quality.probe import probe_bytes
 from cache.tiers.l1 import OVERHEAD_BYTES, READY_BYTES, Entry, LocalKey, LocalTier, size_of
-from precompute.adapters.vector_bundle import make_bundle
-from precompute.builds.reports import EMBED_ITEMS
+from precompute.adapters.vector_bundle import make_vector_bundle
+from precompute.builds.reports import EMBED_ITEMS_REPORT
 from precompute.builds.tables import (
     configured_tables,
-    demand_values,
+    demand_table_values,
     entity_of,
     facet_layout,
     layout_of,
@@ -35,8 +35,8 @@ from precompute.bulk.headroom import floor_seconds, time_limit_remark
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, generations_at_peak, parse_time
-from precompute.partitions.catalogue import ITEM_FEATURES
-from precompute.partitions.shard_files import USER_VECTORS
+from precompute.partitions.catalogue import ITEM_FEATURES_FILE
+from precompute.partitions.shard_files import USER_VECTORS_KIND
 from precompute.planning.capacity import CapacityLimits, verdicts
 from precompute.planning.filter_costs import FilterCost, filter_costs
 from precompute.planning.options import PlanParameters
@@ -55,7 +55,7 @@ from precompute.planning.trial import (
 )
 from precompute.reuse.lists import ENTERING_MAX
 from precompute.scoring.towers import demand_feature_types
-from precompute.sources.times import MICROSECONDS
+from precompute.sources.times import MICROSECONDS_PER_SECOND
 
 ITEMS_CHANGED: Final = (0.0, 0.001, 0.01)
 """Shares of changed items for which a plan shows a night, by default."""
@@ -76,7 +76,7 @@ DAY_S = 86_400.0
 
 MIB = 1 << 20
 
-_DAY_US = 86_400 * MICROSECONDS
+_DAY_US = 86_400 * MICROSECONDS_PER_SECOND
 
 EXACT_RANKS = 10_000
 
@@ -210,7 +210,7 @@ def forecast(
     with TemporaryDirectory(prefix="larder-plan-") as temporary_path:
         folder = Path(temporary_path)
         bundle = _bundle(config, folder / "bundle", cutoff_at)
-        demand_values(config, bundle)
+        demand_table_values(config, bundle)
         demand_feature_types(config, bundle)
         config = resized(config, bundle, parameters.k)
         sample = draw(
@@ -280,7 +280,7 @@ def resized(config: NightConfig, bundle: Bundle, k: int | None) -> NightConfig:
 
 def _bundle(config: NightConfig, folder: Path, cutoff_at: datetime | None) -> Bundle:
     if config.sources.item_vectors:
-        return make_bundle(config, folder, interactions_before=cutoff_at)
+        return make_vector_bundle(config, folder, interactions_before=cutoff_at)
     return Bundle.open(config.path(config.bundle))
 
 
@@ -291,7 +291,11 @@ def _shape(config: NightConfig, trial: Trial, parameters: PlanParameters, users:
     sized = replace(bundle, dims=dims)
     per_user = min(config.history_limit, begin_report["interactions"] / len(trial.sample.ids))
     partition = sum(path.stat().st_size for path in (root / "work/partition").iterdir())
-    facets = begin_report.get("facets") or trial.build.need(EMBED_ITEMS).get("facets") or {}
+    facets = (
+        begin_report.get("facets")
+        or trial.build.need_report(EMBED_ITEMS_REPORT).get("facets")
+        or {}
+    )
     list_tables = [
         table for table in tables.values() if table.kind in ("user_topk", "item_similar")
     ]
@@ -324,11 +328,11 @@ def _shape(config: NightConfig, trial: Trial, parameters: PlanParameters, users:
         interactions=round(users * begin_report["interactions"] / len(trial.sample.ids)),
         feature_bytes=_bytes_of(
             path
-            for kind in ("features", USER_VECTORS)
+            for kind in ("features", USER_VECTORS_KIND)
             for path in root.glob(f"work/partition/*.{kind}")
         )
         / len(trial.sample.ids),
-        item_feature_bytes=_bytes_of(root.glob(ITEM_FEATURES)) / items,
+        item_feature_bytes=_bytes_of(root.glob(ITEM_FEATURES_FILE)) / items,
         work_bytes=round(partition * users / len(trial.sample.ids))
         + probe_bytes(users, per_user)
         + COPIED_BYTES * users,
@@ -407,7 +411,7 @@ def active_lately(sample: Sample, cutoff_at: datetime | None) -> float | None:
     if not (sample.times > 0).any():
         return None
     data_end_us = int(sample.times.max()) + 1
-    end = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
+    end = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS_PER_SECOND)
     lately = sample.owners[sample.times >= end - _DAY_US]
     return len(np.unique(lately)) / len(sample.ids)
 

@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, Sources
-from precompute.partitions.shard_input import hashes_of
+from precompute.partitions.shard_input import hash_id_rows
 from precompute.sources.columns import Ids
 from precompute.sources.files import feature_file, source_file
 from precompute.sources.readers import (
-    NO_LISTS,
+    NO_COLUMNS_OF_LISTS,
     ColumnsOfLists,
     Interactions,
     read_features,
     read_interactions,
 )
-from precompute.sources.vocabulary import Distinct
+from precompute.sources.vocabulary import DistinctCounter
 
 SEED = 0x5DEECE66D
 """Independent of every directory seed, so that a shard is no sample."""
@@ -100,7 +100,7 @@ def draw(
     user_share: float,
     *,
     columns: Sequence[str] = (),
-    lists: ColumnsOfLists = NO_LISTS,
+    lists: ColumnsOfLists = NO_COLUMNS_OF_LISTS,
     cutoff_at: datetime | None = None,
     progress: Progress = quiet,
 ) -> Sample:
@@ -108,7 +108,7 @@ def draw(
 
     `columns` of the user features are those of the models; a user with features alone counts, too.
     """
-    distinct_users, interactions = Distinct(), 0
+    distinct_users, interactions = DistinctCounter(), 0
     for batch in _read(config, cutoff_at):
         distinct_users.add(batch.users.hashes(SEED))
         interactions += len(batch.times)
@@ -119,12 +119,13 @@ def draw(
     if not distinct_users.count:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     sample_size = min(
-        len(distinct_users.smallest), max(USERS_MIN, round(user_share * distinct_users.count))
+        len(distinct_users.smallest_hashes),
+        max(USERS_MIN, round(user_share * distinct_users.count)),
     )
-    limit = distinct_users.smallest[sample_size - 1]
+    limit = distinct_users.smallest_hashes[sample_size - 1]
     rows = [_ROWS.empty_table()]  # of a night without interactions there are no others
     for batch in _read(config, cutoff_at):
-        sampled_batch = batch.only(hashes_of(batch.users, SEED) <= limit)
+        sampled_batch = batch.only(hash_id_rows(batch.users, SEED) <= limit)
         rows.append(
             pa.table(
                 {
@@ -171,7 +172,7 @@ def _features(
 ) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
     if columns:
         path = feature_file(config, "user", columns[0])
-        yield from read_features(path, config.sources.user_column, columns, lists=lists)
+        yield from read_features(path, config.sources.user_column, columns, columns_of_lists=lists)
 
 
 def _vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
@@ -184,6 +185,6 @@ def _vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
 def _read_sampled_rows(read: Iterator[tuple[Ids, Mapping[str, Any]]], limit: np.uint64) -> Any:
     parts = []
     for ids, values in read:
-        is_sampled = pa.array(hashes_of(ids, SEED) <= limit)
+        is_sampled = pa.array(hash_id_rows(ids, SEED) <= limit)
         parts.append(pa.table({"user": ids.texts(), **values}).filter(is_sampled))
     return pa.concat_tables(parts) if parts else None

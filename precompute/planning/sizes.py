@@ -7,10 +7,10 @@ from typing import Final
 from cache.format.manifest import EntityKind
 from cache.records import Layout
 from precompute.builds.tables import records_per_page
-from precompute.bundles.index import FLAT_BELOW, IndexKind, list_count
-from precompute.partitions.shard_input import COUNTED_ROWS, SLICE_BYTES, SLICE_ROWS
+from precompute.bundles.index import FLAT_ITEMS_MAX, IndexKind, inverted_list_count
+from precompute.partitions.shard_input import COUNTED_ROWS_AT_ONCE, SLICE_BYTES_MAX, SLICE_ROWS_MAX
 from precompute.scoring.shard_work import CHUNK_BYTES, CHUNKS_MOST
-from precompute.sources.readers import BATCH_BYTES, BATCH_ROWS
+from precompute.sources.readers import BATCH_BYTES_MAX, BATCH_ROWS_MAX
 
 HASH_BYTES = 8
 
@@ -159,8 +159,10 @@ class NightShape:
     def index_bytes(self) -> int:
         """FAISS files, one per metric; `auto` beyond the smallest catalogues as if it became an inverted file."""
         more = 0
-        if self.index == "ivf" or (self.index == "auto" and self.items >= FLAT_BELOW):
-            more = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * list_count(self.items)
+        if self.index == "ivf" or (self.index == "auto" and self.items >= FLAT_ITEMS_MAX):
+            more = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * inverted_list_count(
+                self.items
+            )
         elif self.index == "hnsw":
             more = self.items * (2 * _LINKS * NUMBER_BYTES + 3 * NUMBER_BYTES)
         return self.metrics * (self._vector_bytes + more)
@@ -215,7 +217,7 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
     opened = 2 * (shape.fp32_bytes + model)
     steps = {
         "train": shape.interactions * TRAINED_INTERACTION_BYTES + ids + 6 * vectors,
-        "begin": opened + 3 * _batch_bytes(shape) + 2 * COUNTED_ROWS * COUNTED_ROW_BYTES + ids + 3 * features,
+        "begin": opened + 3 * _batch_bytes(shape) + 2 * COUNTED_ROWS_AT_ONCE * COUNTED_ROW_BYTES + ids + 3 * features,
         "embed_items": 2 * model + features,
         "score": 2 * grouped + CHUNKS_BYTES + vectors + (shape.metrics + 1) * 3 * vectors // 2 + 2 * model + features,
         "assemble": 0,
@@ -230,7 +232,8 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
 
 def _batch_bytes(shape: NightShape) -> int:
     return max(
-        BATCH_ROWS * GROUPED_ROW_BYTES, min(BATCH_BYTES, round(BATCH_ROWS * shape.feature_bytes))
+        BATCH_ROWS_MAX * GROUPED_ROW_BYTES,
+        min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes)),
     )
 
 
@@ -238,4 +241,4 @@ def _slice_bytes(shape: NightShape) -> int:
     """A slice while it is grouped: its rows, and three copies of its features."""
     per_shard = -(-shape.interactions // shape.shards)
     features = round(shape.users / shape.shards * shape.feature_bytes)
-    return min(per_shard, SLICE_ROWS) * GROUPED_ROW_BYTES + 3 * min(features, SLICE_BYTES)
+    return min(per_shard, SLICE_ROWS_MAX) * GROUPED_ROW_BYTES + 3 * min(features, SLICE_BYTES_MAX)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from cache.quality.probe import FACT, FILE, USERS_MAX, ProbePart, probe_part, write_probe
 from precompute.builds.build import Build
-from precompute.builds.reports import QUANTIZE, SampleFields, ShardReport, file_entry
+from precompute.builds.reports import QUANTIZE_REPORT, SampleFields, ShardReport, file_entry
 from precompute.partitions.shard_input import ShardInput
 
 
@@ -49,4 +49,4 @@ class ProbeTaker:
 
 def probe_facts(build: Build, _reports: Sequence[ShardReport]) -> Mapping[str, Any]:
     """Return the probe's file as a fact of the manifest; None without any users."""
-    return {FACT: build.need(QUANTIZE)["probe"]}
+    return {FACT: build.need_report(QUANTIZE_REPORT)["probe"]}

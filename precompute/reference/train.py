@@ -21,7 +21,7 @@ from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import held_out, onnx_model
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import hand_over, swap_in
+from precompute.bundles.bundle_store import hand_over, swap_in_folder
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.reference.matrix_factorisation import (
@@ -38,17 +38,17 @@ from precompute.reference.matrix_factorisation import (
     tables_of,
     training_of,
 )
-from precompute.sources.columns import Ids, strings_of
+from precompute.sources.columns import Ids, to_arrow_strings
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import source_file, source_files
 from precompute.sources.plausibility import (
     chosen_cut_in_words,
-    demand_least,
+    demand_enough_ids,
     demand_several_items,
     demand_times,
 )
 from precompute.sources.readers import feature_schema, read_features, read_interactions
-from precompute.sources.vocabulary import HashedIds, NumberedIds, Vocabulary, as_strings
+from precompute.sources.vocabulary import HashedIds, NumberedIds, Vocabulary, to_string_chunks
 
 HISTORY_MAX = 1024
 
@@ -126,7 +126,9 @@ def train_reference(
     files = source_files(config.sources.interactions, Path(config.base))
     demand_times(config.sources, files, data_until)
     erased = ErasedEntities.of(all_erasures(config.store()))
-    read = read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at, files=files)
+    read = read_interactions(
+        config.sources, Path(config.base), cutoff_at=cutoff_at, interaction_files=files
+    )
     for batch in map(erased.leave_out, read):
         users.add(batch.users)
         items.add(batch.items)
@@ -142,7 +144,7 @@ def train_reference(
         raise ConfigError(chosen_cut_in_words(data_until))
     user_rows, user_count = users.codes()
     item_rows, item_ids = items.codes(), items.names
-    demand_least(user_count, len(item_ids))
+    demand_enough_ids(user_count, len(item_ids))
     categories = _categories(config, item_ids)
     if categories is None:
         demand_several_items(user_rows, user_count, item_rows, len(item_ids))
@@ -158,7 +160,7 @@ def train_reference(
             shape=None if reference_config.choose else SpectralShape(), progress=progress,
         )  # fmt: skip
         hand_over(config.store(), bundle)
-        swap_in(staging_folder, target)
+        swap_in_folder(staging_folder, target)
     finally:
         shutil.rmtree(staging_folder, ignore_errors=True)
     progress("train", 1, 1)
@@ -182,7 +184,7 @@ def _categories(config: NightConfig, item_ids: Any) -> Any:
     path = source_file(sources.item_features, config.path("."))
     if column not in feature_schema(path).names:
         return None
-    vocabulary = Vocabulary.of(as_strings(pa.chunked_array([item_ids])))
+    vocabulary = Vocabulary.of(to_string_chunks(pa.chunked_array([item_ids])))
     assert vocabulary is not None  # noqa: S101 - each id was numbered once
     named, row_parts = NumberedIds(), [np.empty(0, np.int64)]
     for ids, columns in read_features(path, sources.item_column, (column,)):
@@ -392,7 +394,7 @@ class Cut:
             (len(self.input_histories), self.data.items),
         )
         rows, vectors = tables
-        return held_out.recalls(
+        return held_out.recall_by_user(
             histories @ rows, vectors, self.input_histories, self.targets, "inner_product"
         )
 
@@ -554,7 +556,7 @@ def affinities(
     """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
     directions = unit(vectors)
     if categories is not None:
-        coded = pc.dictionary_encode(strings_of(categories))
+        coded = pc.dictionary_encode(to_arrow_strings(categories))
         names, name_indexes = np.unique(
             coded.dictionary.to_numpy(zero_copy_only=False).astype(str), return_inverse=True
         )

@@ -9,10 +9,15 @@ import numpy as np
 
 from cache.format.directory import map_file
 from precompute.builds.build import Build, open_bundle
-from precompute.builds.reports import BEGIN, EMBED_ITEMS, NO_BASE, shard_report
+from precompute.builds.reports import (
+    BEGIN_REPORT,
+    EMBED_ITEMS_REPORT,
+    NO_BASE_ENTRY,
+    shard_report_name,
+)
 from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_files import PARTITION_FOLDER
 from precompute.partitions.shard_input import scratch_folder
 from precompute.scoring.copies import INPUTS, reasons_file
 from precompute.scoring.items import ItemWork
@@ -31,7 +36,10 @@ ITEMS: Final = 256
 def identity(candidate: Candidate) -> Measurement:
     """A random sample of the copied records has the bytes that computing them in full gives."""
     build = candidate.build
-    if build is None or (build.need(BEGIN).get("base") or NO_BASE)["generation"] is None:
+    if (
+        build is None
+        or (build.need_report(BEGIN_REPORT).get("base") or NO_BASE_ENTRY)["generation"] is None
+    ):
         return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
@@ -40,7 +48,9 @@ def identity(candidate: Candidate) -> Measurement:
     wrong, looked_at, note, elsewhere = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU that is not here, gives a model's outputs other last bits.
-        if build.need(shard_report(shard))["computed_by"] != computed_by(scorers.at(shard).device):
+        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(
+            scorers.at(shard).device
+        ):
             elsewhere.append(shard)
             continue
         users = ShardWork.of(build, bundle, shard, scorers)
@@ -74,7 +84,7 @@ def _users(
 ) -> Iterator[tuple[str, str, bool]]:
     """(table, user, whether the bytes are the same) for some whose records were copied, or some of them."""
     build: Build = work.build
-    if build.need(shard_report(work.number))["users"]["reasons"] is None:
+    if build.need_report(shard_report_name(work.number))["users"]["reasons"] is None:
         return
     rows = np.flatnonzero(map_file(build.fetch(reasons_file(work.number)), "u1") != INPUTS)
     rng = _seeded_rng(candidate, work.number, len(rows), sample_size)
@@ -82,9 +92,11 @@ def _users(
     directory = candidate.evidence.directories["user"]
     first = sum(map(len, directory.parts[: work.number]))
     hashes = np.asarray(directory.parts[work.number])[rows]
-    with scratch_folder(build.root / PARTITION) as scratch:
+    with scratch_folder(build.root / PARTITION_FOLDER) as scratch:
         recomputed_records_by_user_hash = recompute_users(work, hashes, scratch)
-    alike = build.need(EMBED_ITEMS)["regrouped"]  # outputs of other models are not copied
+    alike = build.need_report(EMBED_ITEMS_REPORT)[
+        "regrouped"
+    ]  # outputs of other models are not copied
     for name, table in work.tables.items():
         if not alike.get(str(table.value) if table.kind == "value" else "user_tower"):
             continue
@@ -100,11 +112,11 @@ def _items(
     candidate: Candidate, work: ItemWork, shard: int, sample_size: int
 ) -> Iterator[tuple[str, str, bool]]:
     """(table, item, whether the bytes are the same) for some of the shard's items."""
-    bounds = work.build.need(BEGIN)["bounds"]
+    bounds = work.build.need_report(BEGIN_REPORT)["bounds"]
     rows = np.arange(bounds[shard], bounds[shard + 1])
     rng = _seeded_rng(candidate, shard, len(rows), sample_size)
     rows = np.sort(rng.choice(rows, min(sample_size, len(rows)), replace=False))
-    alike = work.build.need(EMBED_ITEMS)["regrouped"]
+    alike = work.build.need_report(EMBED_ITEMS_REPORT)["regrouped"]
     for name, table in work.tables.items():
         if table.kind == "value" and not alike.get(str(table.value)):
             continue

@@ -12,12 +12,12 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.records import Layout
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN, EMBED_ITEMS
+from precompute.builds.reports import BEGIN_REPORT, EMBED_ITEMS_REPORT
 from precompute.builds.tables import metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 from precompute.partitions.digests import Digests
-from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
+from precompute.partitions.shard_files import HASH_COLUMN, TOUCHED_KIND, read_stream
 from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import BaseGeneration, BaseShard, CannotCopy
 from precompute.reuse.items import ItemChanges
@@ -77,7 +77,7 @@ class ShardReuse:
     def open(cls, base: BaseGeneration, scope: ShardScope) -> Self:
         """Open the base's shard of users for comparison with this night's."""
         build, bundle, shard, tables = scope.build, scope.bundle, scope.number, scope.tables
-        begin_report = build.need(BEGIN)
+        begin_report = build.need_report(BEGIN_REPORT)
         if base.begin_report["user_seed"] != begin_report["user_seed"]:
             raise CannotCopy("its hashes are of other users")
         if base.begin_report[FEATURED_USERS] != begin_report[FEATURED_USERS]:
@@ -96,9 +96,13 @@ class ShardReuse:
         if publishes_features and not base.has_model(tower):
             raise CannotCopy("the features that it published are of another user tower")
         lists = {name: table for name, table in tables.items() if table.kind == "user_topk"}
-        changes = ItemChanges.open(build) if base.has_changes(build.need(EMBED_ITEMS)) else None
+        changes = (
+            ItemChanges.open(build)
+            if base.has_changes(build.need_report(EMBED_ITEMS_REPORT))
+            else None
+        )
         if base_shard.published is not None or lists.keys() & base_table_by_name.keys():
-            base.demand_changes(build.need(EMBED_ITEMS))
+            base.demand_changes(build.need_report(EMBED_ITEMS_REPORT))
         broken, rules = ~base_shard.has_all_tables, dict[str, ListRule]()
         if changes is not None and lists.keys() <= base_table_by_name.keys():
             allowed_by_table = scope.allowed_items(build)
@@ -224,7 +228,7 @@ def _fitting(
     build: Build, base: BaseGeneration, bundle: Bundle, tables: Mapping[str, TableConfig]
 ) -> list[str]:
     """Return the tables whose records may be copied: lists of the same bundle, all others of the same model."""
-    embed_report = build.need(EMBED_ITEMS)
+    embed_report = build.need_report(EMBED_ITEMS_REPORT)
     alike = embed_report["regrouped"]
     same_words = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest
     fits = {
@@ -246,8 +250,8 @@ def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
 
     None if the inputs of all users have to be read.
     """
-    begin_report = build.need(BEGIN)
+    begin_report = build.need_report(BEGIN_REPORT)
     if not begin_report["base"]["took_over"] or begin_report.get("user_vectors"):
         return None
-    path = build.fetch(f"work/partition/{shard:04d}.{TOUCHED}")
-    return np.union1d(np.asarray(read_stream(path).column(HASH)), broken)
+    path = build.fetch(f"work/partition/{shard:04d}.{TOUCHED_KIND}")
+    return np.union1d(np.asarray(read_stream(path).column(HASH_COLUMN)), broken)

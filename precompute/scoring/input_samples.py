@@ -15,12 +15,12 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories, Inputs, Tower, rows_of
 from precompute.builds.build import Build, fetch_model, fetch_partition
 from precompute.builds.reports import SampleFields
-from precompute.bundles.agreement import agreement, select_rows
+from precompute.bundles.agreement import measure_agreement, select_input_rows
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import exact_neighbours
 from precompute.bundles.quantize import quantize_tower
 from precompute.partitions.catalogue import ItemFeatures
-from precompute.partitions.shard_files import PARTITION, read_batches, shard_paths
+from precompute.partitions.shard_files import PARTITION_FOLDER, read_batches, shard_paths
 from precompute.partitions.shard_input import (
     ShardInput,
     read_shard,
@@ -105,8 +105,8 @@ def _forms_in_words(build: Build, model: BundleModel) -> str:
     examples = {"ids": list[str](), "features": list[str]()}
     for shard in range(build.config.shards):
         for kind, ids in examples.items():
-            (path,) = shard_paths(build.root / PARTITION, shard, (kind,))
-            for batch in read_batches(path, fields=[0]):
+            (path,) = shard_paths(build.root / PARTITION_FOLDER, shard, (kind,))
+            for batch in read_batches(path, column_indexes=[0]):
                 ids += batch.column("user")[:USERS_NAMED].to_pylist()
     if not all(examples.values()):
         return ""
@@ -158,13 +158,13 @@ def users_with_vectors(build: Build) -> ShardInput:
 
 def _slices(build: Build) -> Iterator[ShardInput]:
     """Yield all users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
-    config, folder = build.config, build.root / PARTITION
+    config, folder = build.config, build.root / PARTITION_FOLDER
     for shard in range(config.shards):
         fetch_partition(build, shard)
         read_count = 0
         for first in (FIRST_SLICES, None):
             with scratch_folder(folder) as scratch:
-                slices = slice_shard(folder, shard, config.shards, scratch, first=first)
+                slices = slice_shard(folder, shard, config.shards, scratch, first_slices_max=first)
                 for number in slices.numbers[read_count:]:
                     yield read_shard(
                         slices.folder,
@@ -242,13 +242,13 @@ def quantize_models(
             )
             continue
         ranks_items = model.name == bundle.user_tower.name
-        facts = agreement(
+        facts = measure_agreement(
             Tower.open(fp32, model.spec),
             Tower.open(int8, model.spec),
             inputs,
             np.asarray(items.vectors) if ranks_items else None,
             metric=bundle.metric,
-            excluded=exclusions if ranks_items else None,
+            excluded_ordinals=exclusions if ranks_items else None,
         )
         live_model_by_name[model.name] = LiveModel(
             True,
@@ -306,4 +306,6 @@ def _with_answers(
         )
     if len(rows) == rows_of(inputs):
         return inputs, exclusions
-    return select_rows(inputs, rows), None if exclusions is None else exclusions.select_rows(rows)
+    return select_input_rows(inputs, rows), None if exclusions is None else exclusions.select_rows(
+        rows
+    )

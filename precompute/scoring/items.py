@@ -15,8 +15,8 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.model.tower import AnyTower, Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
-from precompute.builds.build import Build, cut_of
-from precompute.builds.reports import BEGIN, ItemScores
+from precompute.builds.build import Build, data_until_of
+from precompute.builds.reports import BEGIN_REPORT, ItemScores
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import device_of
@@ -24,20 +24,20 @@ from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
 from precompute.partitions.catalogue import (
-    ITEM_FEATURES,
-    VECTORS,
+    ITEM_FEATURES_FILE,
+    ITEM_VECTORS_FILE,
     ItemFeatures,
     open_items,
     write_item_features,
 )
 from precompute.partitions.digests import write_item_digests
-from precompute.partitions.marks import are_marked, marks_file
+from precompute.partitions.marks import marked_mask, marks_file_path
 from precompute.scoring.copies import CopiedVectors, ItemCopies, Prior, ShardScope
 from precompute.scoring.pages import Answers, PageFile, describe_pages, encode_records, finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind, run_named
 from precompute.sources.features import EntityValues
-from precompute.sources.unusable import NOT_FINITE, UNFIT, UnusableRows
+from precompute.sources.unusable import NOT_FINITE_REASON, PRECISION_REASON, UnusableRows
 
 ITEMS_AT_ONCE = 16_384
 """Items scored at once: enough for the matrix product, bounded in memory."""
@@ -64,40 +64,49 @@ def lay_out_items(
         config,
         bundle,
         root,
-        erased=erased,
-        values=values,
+        erased_raw_ids=erased,
+        event_values=values,
         event_item_ids=event_item_ids,
         unusable=unusable,
     )
     items = catalogue.open_items(root, laid)
     columns = write_item_features(
-        config, bundle, items, root, values=values, event_item_ids=event_item_ids, unusable=unusable
+        config,
+        bundle,
+        items,
+        root,
+        event_values=values,
+        event_item_ids=event_item_ids,
+        unusable=unusable,
     )
     write_item_digests(bundle, items, root)
     is_nonfinite = _not_finite(config, bundle, items, root, prior)
     source = f"outputs of {bundle.item_tower.name}"
-    unusable.looked_at(source, items.count)
+    unusable.count_checked(source, items.count)
     if is_nonfinite.any():
         of_events = np.zeros(items.count, np.bool_)
         ordinals = items.ordinals_of(list(values))
         of_events[ordinals[ordinals >= 0]] = True
         unusable.note_rows(
-            source, {NOT_FINITE: is_nonfinite}, lambda row: {"item": items.id_of(row)}, of_events
+            source,
+            {NOT_FINITE_REASON: is_nonfinite},
+            lambda row: {"item": items.id_of(row)},
+            of_events,
         )
         unusable.demand_some(source, f"the {source}")
-        left_out = catalogue.item_texts(items).filter(pa.array(is_nonfinite))
+        left_out = catalogue.item_id_texts(items).filter(pa.array(is_nonfinite))
         laid = catalogue.write_catalogue(
             config,
             bundle,
             root,
-            erased=erased,
-            left_out=left_out,
-            values=values,
+            erased_raw_ids=erased,
+            left_out_ids=left_out,
+            event_values=values,
             event_item_ids=event_item_ids,
         )
         items = catalogue.open_items(root, laid)
         columns = write_item_features(
-            config, bundle, items, root, values=values, event_item_ids=event_item_ids
+            config, bundle, items, root, event_values=values, event_item_ids=event_item_ids
         )
         write_item_digests(bundle, items, root)
     return laid, columns
@@ -109,7 +118,7 @@ def _not_finite(
     model, threads = bundle.item_tower, config.threads or usable_cores()
     kept_vectors = prior.item_vectors(bundle, items, root, device_of(config.device, 0))
     tower = Tower.open(model.path, model.spec, threads=threads)
-    features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
+    features = ItemFeatures.open(root / catalogue.ITEM_FEATURES_FILE, model.spec, items.count)
     nonfinite_masks = [
         ~finite_rows(vectors) for vectors in embed_catalogue(tower, items, features, kept_vectors)
     ]
@@ -152,7 +161,7 @@ def item_inputs(
 
 def open_item_features(build: Build, spec: TowerSpec, count: int) -> ItemFeatures:
     """Feature inputs of all items as `begin` pinned them."""
-    file = build.fetch(ITEM_FEATURES) if spec.features else build.root / ITEM_FEATURES
+    file = build.fetch(ITEM_FEATURES_FILE) if spec.features else build.root / ITEM_FEATURES_FILE
     return ItemFeatures.open(file, spec, count)
 
 
@@ -179,8 +188,8 @@ class ItemWork:
 
     @classmethod
     def of(cls, build: Build, bundle: Bundle, shard: int, scorers: Scorers) -> Self:
-        build.fetch(VECTORS)
-        items = open_items(build.root, build.need(BEGIN), dims=bundle.dims)
+        build.fetch(ITEM_VECTORS_FILE)
+        items = open_items(build.root, build.need_report(BEGIN_REPORT), dims=bundle.dims)
         tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.at(shard)
         models = {
             name: bundle.values[str(table.value)]
@@ -217,11 +226,15 @@ class ItemWork:
             is_finite = finite_rows(answers)
             has_answer = usable & is_finite
             self._note(
-                f"outputs of {model.name}", NOT_FINITE, ids, item_fingerprints, usable & ~is_finite
+                f"outputs of {model.name}",
+                NOT_FINITE_REASON,
+                ids,
+                item_fingerprints,
+                usable & ~is_finite,
             )
-        at = cut_of(self.build.generation)
+        at = data_until_of(self.build.generation)
         records, is_unfit = encode_records(layout, item_fingerprints, answers, has_answer, at)
-        self._note(f"records of {name}", UNFIT, ids, item_fingerprints, is_unfit)
+        self._note(f"records of {name}", PRECISION_REASON, ids, item_fingerprints, is_unfit)
         return records
 
     def with_copies(
@@ -238,12 +251,12 @@ class ItemWork:
         records = np.empty(len(rows), layout_of(self.bundle, self.tables[name]).dtype)
         records[~is_kept] = self.records(name, rows[~is_kept])
         records[is_kept] = base_records.select_records(
-            name, base_positions[is_kept], cut_of(self.build.generation)
+            name, base_positions[is_kept], data_until_of(self.build.generation)
         )
         copied = int(is_kept.sum())
-        self.unusable.looked_at(f"records of {name}", copied)
+        self.unusable.count_checked(f"records of {name}", copied)
         if name in self.models:
-            self.unusable.looked_at(f"outputs of {self.models[name].name}", copied)
+            self.unusable.count_checked(f"outputs of {self.models[name].name}", copied)
         return records, copied
 
     def _note(
@@ -254,11 +267,13 @@ class ItemWork:
         item_fingerprints: NDArray[np.uint64],
         is_unusable: NDArray[np.bool_],
     ) -> None:
-        self.unusable.looked_at(source, len(ids))
+        self.unusable.count_checked(source, len(ids))
         if is_unusable.any():
             of_events = None
             if self.build.config.events.enabled:
-                of_events = are_marked(self.build.fetch(marks_file("item")), item_fingerprints)
+                of_events = marked_mask(
+                    self.build.fetch(marks_file_path("item")), item_fingerprints
+                )
             self.unusable.note_rows(
                 source, {reason: is_unusable}, lambda row: {"item": ids[row].decode()}, of_events
             )
@@ -277,7 +292,7 @@ def score_items(
 
     Records that may be copied are not computed.
     """
-    started, begin_report = time.perf_counter(), build.need(BEGIN)
+    started, begin_report = time.perf_counter(), build.need_report(BEGIN_REPORT)
     start, end = begin_report["bounds"][shard], begin_report["bounds"][shard + 1]
     end = end if limit is None else min(end, start + limit)
     work = ItemWork.of(build, bundle, shard, scorers)

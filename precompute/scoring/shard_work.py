@@ -19,12 +19,12 @@ from cache.records import NO_ITEM, Layout
 from cache.topk.flat import Top
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
-from precompute.partitions.catalogue import VECTORS, open_items
-from precompute.partitions.marks import are_marked, marks_file
+from precompute.partitions.catalogue import ITEM_VECTORS_FILE, open_items
+from precompute.partitions.marks import marked_mask, marks_file_path
 from precompute.scoring.copies import (
     REASONS,
     CopiedUsers,
@@ -36,7 +36,7 @@ from precompute.scoring.pages import finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind, run_named
 from precompute.sources.columns import text_hashes
-from precompute.sources.unusable import NOT_FINITE, Case, UnusableRows
+from precompute.sources.unusable import NOT_FINITE_REASON, RowCase, UnusableRows
 
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
@@ -97,7 +97,7 @@ class Chunk:
         """Items in the users' histories, which no list of theirs holds."""
         return self.inputs.seen_items
 
-    def case(self, row: int) -> Case:
+    def case(self, row: int) -> RowCase:
         """Name of a user as a report gives it."""
         return {"user": self.ids[row].as_py()}
 
@@ -160,8 +160,8 @@ class ShardWork:
     @classmethod
     def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
         fetch_partition(build, number)
-        build.fetch(VECTORS)
-        begin_report, scoring_device = build.need(BEGIN), scorers.at(number)
+        build.fetch(ITEM_VECTORS_FILE)
+        begin_report, scoring_device = build.need_report(BEGIN_REPORT), scorers.at(number)
         tables = scored_tables(build.config, bundle, "user")
         value_names = {str(table.value) for table in tables.values() if table.kind == "value"}
         models = {
@@ -267,7 +267,7 @@ class ShardWork:
         stays[rows[~enters]] = True
         for name in self.models:
             if name != "user_tower":
-                chunk.unusable.looked_at(f"outputs of {name}", int(stays.sum()))
+                chunk.unusable.count_checked(f"outputs of {name}", int(stays.sum()))
         chunk.stay(stays)
 
     def _outputs(
@@ -291,12 +291,12 @@ class ShardWork:
                 row_histories = chunk.histories.select_rows(rows)
                 inputs = bind(tower.spec, histories=row_histories, features=row_features)
                 outputs[rows] = run_named(tower, inputs, named)
-        chunk.unusable.looked_at(f"outputs of {name}", int((chunk.usable[name]).sum()))
+        chunk.unusable.count_checked(f"outputs of {name}", int((chunk.usable[name]).sum()))
         chunk.answered[name] = finite_rows(outputs)
         if (is_nonfinite := ~chunk.answered[name] & usable).any():
             of_events = self.are_set_by_events(chunk)
             chunk.unusable.note_rows(
-                f"outputs of {name}", {NOT_FINITE: is_nonfinite}, chunk.case, of_events
+                f"outputs of {name}", {NOT_FINITE_REASON: is_nonfinite}, chunk.case, of_events
             )
         return outputs
 
@@ -304,7 +304,7 @@ class ShardWork:
         """Return a mask of a chunk's users for whom events set an input of a model, bool [users]."""
         if not self.build.config.events.enabled:
             return np.zeros(len(chunk.ids), np.bool_)
-        return are_marked(self.build.fetch(marks_file("user")), chunk.fingerprints)
+        return marked_mask(self.build.fetch(marks_file_path("user")), chunk.fingerprints)
 
     def _towers(self) -> dict[str, AnyTower]:
         return {

@@ -17,22 +17,22 @@ from cache.model.tower import Histories
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.bulk.headroom import demand_disk
-from precompute.partitions.digests import Digests, of_users
-from precompute.partitions.shard_files import PARTITION, first_hash
+from precompute.partitions.digests import Digests, digest_users
+from precompute.partitions.shard_files import PARTITION_FOLDER, first_hash
 from precompute.partitions.shard_input import (
     ShardInput,
     ShardPieces,
-    group_rows,
-    joined,
-    read_tables,
+    group_rows_by_entity,
+    join_shard_inputs,
+    read_tables_by_kind,
     slice_shard,
-    users_alone,
+    write_selected_users,
 )
 from precompute.scoring.copies import CopiedUsers, CopyDecisions, PublishedInputs
 from precompute.scoring.pages import GrowingFile
 from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_featured, inputs_of
-from precompute.sources.features import read_values
+from precompute.sources.features import read_feature_values
 
 Read = TypeVar("Read")
 
@@ -153,7 +153,7 @@ def _note_kept(work: ShardWork, users: int, with_vector: int) -> None:
     if users:
         for name in work.models:
             looked_at = users - (with_vector if name == "user_tower" else 0)
-            work.unusable.looked_at(f"outputs of {name}", looked_at)
+            work.unusable.count_checked(f"outputs of {name}", looked_at)
 
 
 class Slice(NamedTuple):
@@ -167,22 +167,24 @@ class Slice(NamedTuple):
 
 def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
     """Yield each slice of the shard, in hash order; with copies perhaps only users whose inputs have to be read."""
-    config, folder = work.build.config, work.build.root / PARTITION
+    config, folder = work.build.config, work.build.root / PARTITION_FOLDER
     if work.copies is not None and work.copies.touched is not None:
-        folder = users_alone(folder, work.number, work.copies.touched, scratch)
+        folder = write_selected_users(folder, work.number, work.copies.touched, scratch)
     pieces = ShardPieces.open(folder, work.number, config.shards)
     if pieces is None:
         slices = slice_shard(folder, work.number, config.shards, scratch)
         folder, numbers, count = slices.folder, slices.numbers, len(slices.numbers)
     else:
-        numbers, count = pieces.numbers, pieces.slices
+        numbers, count = pieces.numbers, pieces.slice_count
     limit, featured = config.history_limit, computes_featured(work.build)
     item_hashes = work.items.directory.hashes()
 
     def read(number: int) -> tuple[ShardInput, Digests]:
-        tables = read_tables(folder, number) if pieces is None else pieces.tables(number)
-        entities = group_rows(tables, history_limit=limit, answers_without_history=featured)
-        return entities, of_users(entities, item_hashes)
+        tables = read_tables_by_kind(folder, number) if pieces is None else pieces.tables(number)
+        entities = group_rows_by_entity(
+            tables, history_limit=limit, answers_without_history=featured
+        )
+        return entities, digest_users(entities, item_hashes)
 
     total = config.shards * len(numbers)
     ahead = 1 if pieces is None else PIECES_AHEAD
@@ -192,7 +194,7 @@ def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
                 numbers.start + len(numbers) * at // count for at in (slice_index, slice_index + 1)
             )
             parts = list(islice(read_parts, end - start))
-            entities = joined([part for part, _ in parts])
+            entities = join_shard_inputs([part for part, _ in parts])
             digests = np.concatenate([digests for _, digests in parts])
             del parts
             if pieces is not None:
@@ -237,7 +239,7 @@ def feature_json_rows(
     # Two inputs may read one column: a whole number is what both take.
     for feature in sorted(spec.features, key=lambda feature: feature.dtype != "float32"):
         name = str(feature.column)
-        values = read_values(features[name], feature)
+        values = read_feature_values(features[name], feature)
         numbers = values.numbers.tolist()
         for row in np.flatnonzero(values.usable & published).tolist():
             row_features[row][name] = numbers[row]

@@ -12,23 +12,23 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories
 from cache.records import NO_ITEM
-from precompute.builds.build import Build, cut_of
+from precompute.builds.build import Build, data_until_of
 from precompute.builds.reports import UserScores, file_entry
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress
 from precompute.config.settings import TableConfig
-from precompute.partitions.catalogue import directory_file
-from precompute.partitions.digests import of_users
-from precompute.partitions.shard_files import PARTITION
-from precompute.partitions.shard_input import read_shard, scratch_folder, users_alone
-from precompute.partitions.stages import Stages
+from precompute.partitions.catalogue import directory_file_path
+from precompute.partitions.digests import digest_users
+from precompute.partitions.shard_files import PARTITION_FOLDER
+from precompute.partitions.shard_input import read_shard, scratch_folder, write_selected_users
+from precompute.partitions.stages import StreamStages
 from precompute.scoring.copies import REASONS, CopyDecisions, inputs_file, reasons_file
 from precompute.scoring.pages import Answers, GrowingFile, PageFile, describe_pages, encode_records
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_featured
 from precompute.scoring.user_reading import chunks_of, read_users, timed_reads
-from precompute.sources.unusable import UNFIT
+from precompute.sources.unusable import PRECISION_REASON
 
 
 def score_users(
@@ -41,9 +41,9 @@ def score_users(
     """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
     started = time.perf_counter()
     work = ShardWork.of(build, bundle, shard, scorers)
-    directory_path, inputs = directory_file("user", shard), inputs_file(shard)
+    directory_path, inputs = directory_file_path("user", shard), inputs_file(shard)
     with ExitStack() as stack:
-        scratch = stack.enter_context(scratch_folder(build.root / PARTITION))
+        scratch = stack.enter_context(scratch_folder(build.root / PARTITION_FOLDER))
         files = {
             name: stack.enter_context(
                 PageFile(build.path(work.pages(name)), layout, build.config.page_bytes)
@@ -59,10 +59,12 @@ def score_users(
         reasons = None
         if work.copies is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_file(shard))))
-        stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
-        read = stages.ahead(timed_reads(work, read_users(work, scratch, pairs)))
+        stages = stack.enter_context(
+            StreamStages()
+        )  # last, so stopped before anything they use is gone
+        read = stages.run_ahead(timed_reads(work, read_users(work, scratch, pairs)))
         encoded = stages.map_values(work.encode, work.opened(read), workers=work.workers)
-        scored = stages.ahead(work.scored(encoded))
+        scored = stages.run_ahead(work.scored(encoded))
         for chunk in stages.map_values(partial(add_records, work), scored, workers=work.workers):
             with work.busy("write"):
                 write_records(work, chunk, files, directory, reasons)
@@ -108,16 +110,18 @@ def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) ->
             possible = np.minimum(table.k, work.items.count - np.diff(chunk.seen_items.indptr))
             is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible
             chunk.short += int((is_short & has_answer).sum())
-    at = cut_of(work.build.generation)
+    at = data_until_of(work.build.generation)
     records, unfit = encode_records(work.layouts[name], chunk.fingerprints, answers, has_answer, at)
     if unfit.any():
         of_events = work.are_set_by_events(chunk)
-        chunk.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
+        chunk.unusable.note_rows(
+            f"records of {name}", {PRECISION_REASON: unfit}, chunk.case, of_events
+        )
     if table.kind != "user_topk" and work.copies is not None and name in work.copies.tables:
         rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
         records[rows] = work.copies.records(name, chunk.copied.unchanged_positions[rows], at)
         has_answer = has_answer | (chunk.copied.unchanged_positions >= 0)
-    chunk.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
+    chunk.unusable.count_checked(f"records of {name}", int(has_answer.sum()))
     return records
 
 
@@ -129,8 +133,8 @@ def _with_copies(
     copied_rows = copied.copied_rows
     if work.copies is None or not len(copied_rows):
         return chunk_records
-    chunk.unusable.looked_at(f"records of {name}", len(copied_rows))
-    at = cut_of(work.build.generation)
+    chunk.unusable.count_checked(f"records of {name}", len(copied_rows))
+    at = data_until_of(work.build.generation)
     if len(copied_rows) == len(copied.hashes):
         return work.copies.records(name, copied.copied_positions, at)
     records = np.empty(len(copied.hashes), chunk_records.dtype)
@@ -151,7 +155,7 @@ def write_records(
         files[name].append(chunk.records.pop(name))
     copied = chunk.copied
     directory.write_array(copied.hashes.astype("<u8", copy=False))
-    work.unusable.take_in(chunk.unusable.to_json())
+    work.unusable.add_report(chunk.unusable.to_json())
     work.counts["scored"] += len(copied.hashes)
     work.counts["short"] += chunk.short
     reason_numbers = copied.reasons()
@@ -190,7 +194,7 @@ def recompute_users(
     work: ShardWork, hashes: NDArray[np.uint64], scratch: Path
 ) -> dict[int, dict[str, bytes]]:
     """Return the records of the users with these sorted hashes by hash and table, computed without copies."""
-    folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
+    folder = write_selected_users(work.build.root / PARTITION_FOLDER, work.number, hashes, scratch)
     limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(
         folder,
@@ -198,7 +202,7 @@ def recompute_users(
         history_limit=limit,
         answers_without_history=computes_featured(work.build),
     )
-    digests = of_users(entities, work.items.directory.hashes())
+    digests = digest_users(entities, work.items.directory.hashes())
     for chunk, _ in chunks_of(work, CopyDecisions.without_copies(entities, digests), entities)[0]:
         chunk = work.score(work.encode(chunk))
         tables = {

@@ -21,17 +21,17 @@ from cache.model.tower import Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.records import ABSENT_FLAGS, NO_ITEM, are_nightly, dequantize
 from cache.store.artefacts import generation_path
-from precompute.builds.seal import WITHOUT_INTERACTIONS
+from precompute.builds.seal import WITHOUT_INTERACTIONS_FACT
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.bundles.index import lengths_of
+from precompute.bundles.index import vector_lengths
 from precompute.gates.evidence.user_sample import UserSample, sample_users
 from precompute.partitions.catalogue import (
-    ITEM_FEATURES,
+    ITEM_FEATURES_FILE,
     ItemFeatures,
-    item_texts,
+    item_id_texts,
     ordinals_of_texts,
 )
-from precompute.partitions.marks import marks_file
+from precompute.partitions.marks import marks_file_path
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.input_samples import with_drawn_histories
 from precompute.scoring.towers import bind, usable_inputs
@@ -202,7 +202,7 @@ class Evidence:
     @property
     def _set_by_events(self) -> Path | None:
         """File of the users that events set values for; None if some model answers for users with features alone."""
-        path = self.root / marks_file("user")
+        path = self.root / marks_file_path("user")
         return path if self.bundle.needs_history and path.is_file() else None
 
     @cached_property
@@ -240,7 +240,7 @@ class Evidence:
         """Ordinals int64[live items] of the live generation's items; a distinct negative number for a removed one."""
         if self.live_items is None:
             return np.empty(0, np.int64)
-        ordinals = ordinals_of_texts(self.items, item_texts(self.live_items))
+        ordinals = ordinals_of_texts(self.items, item_id_texts(self.live_items))
         return np.where(ordinals >= 0, ordinals, -1 - np.arange(len(ordinals)))
 
     @cached_property
@@ -259,7 +259,7 @@ class Evidence:
         if live_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         rows = select_spread_rows(np.arange(self.items.count), ITEMS_COMPARED)
-        texts = item_texts(self.items)
+        texts = item_id_texts(self.items)
         positions = directory.find_many(text_hashes(texts, directory.seed)[rows])
         live_positions = live_directory.find_many(text_hashes(texts, live_directory.seed)[rows])
         in_both = (positions >= 0) & (live_positions >= 0)
@@ -268,12 +268,12 @@ class Evidence:
     @cached_property
     def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
         """Ordinals of items with the longest vectors (head), the shortest, new against the live one, and any."""
-        lengths = lengths_of(self.items.vectors)
+        lengths = vector_lengths(self.items.vectors)
         order = np.argsort(-lengths, kind="stable")
         spread = np.unique(np.linspace(0, self.items.count - 1, 2 * ITEM_STRATUM).astype(np.int64))
         strata = {"head": order[:ITEM_STRATUM], "tail": order[-ITEM_STRATUM:], "spread": spread}
         if self.live_items is not None:
-            new = np.flatnonzero(ordinals_of_texts(self.live_items, item_texts(self.items)) < 0)
+            new = np.flatnonzero(ordinals_of_texts(self.live_items, item_id_texts(self.items)) < 0)
             strata["new"] = new[:ITEM_STRATUM]
         return {name: rows for name, rows in strata.items() if len(rows)}
 
@@ -294,7 +294,7 @@ class Evidence:
         With drawn histories if the model needs one and users have vectors in its place.
         """
         users = self.users.users
-        has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS)
+        has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS_FACT)
         is_drawn = (
             not has_histories and users.vectors is not None and model.spec.history is not None
         )
@@ -325,7 +325,7 @@ class Evidence:
 
     def item_features(self, spec: TowerSpec) -> ItemFeatures:
         """Return the feature inputs of items, as `begin` pinned them."""
-        return ItemFeatures.open(self.root / ITEM_FEATURES, spec, self.items.count)
+        return ItemFeatures.open(self.root / ITEM_FEATURES_FILE, spec, self.items.count)
 
     def run(self, model: BundleModel, inputs: Inputs) -> NDArray[np.float32]:
         """Run a model in full precision, from the bundle's own file."""

@@ -15,18 +15,23 @@ from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.ids import FINGERPRINT_SEED
 from cache.format.manifest import EntitySet
-from precompute.partitions.marks import are_marked
+from precompute.partitions.marks import marked_mask
 from precompute.partitions.shard_files import (
-    HASH,
-    USER_VECTORS,
-    kinds_in,
-    naming,
+    HASH_COLUMN,
+    USER_VECTORS_KIND,
+    file_kinds_in,
     read_batches,
     read_stream,
     shard_paths,
+    user_naming_kinds,
 )
-from precompute.partitions.shard_input import ShardInput, joined, scratch_folder, slice_shard
-from precompute.partitions.user_tables import VECTOR
+from precompute.partitions.shard_input import (
+    ShardInput,
+    join_shard_inputs,
+    scratch_folder,
+    slice_shard,
+)
+from precompute.partitions.user_tables import VECTOR_COLUMN
 from precompute.sources.columns import text_hashes
 
 SHARDS_MAX: Final = 16
@@ -68,12 +73,12 @@ def sampled_shards(entities: EntitySet) -> list[int]:
 def names_of(folder: Path, shard: int) -> Iterator[Any]:
     """Arrow strings: every user that a shard's partition names, some of them again."""
     for path in _naming_paths(folder, shard):
-        for batch in read_batches(path, fields=[0]):
+        for batch in read_batches(path, column_indexes=[0]):
             yield batch.column("user")
 
 
 def _naming_paths(folder: Path, shard: int) -> list[Path]:
-    return shard_paths(folder, shard, naming(kinds_in(folder, shard)))
+    return shard_paths(folder, shard, user_naming_kinds(file_kinds_in(folder, shard)))
 
 
 def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, int]]:
@@ -81,7 +86,7 @@ def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, in
     user_ids = pa.array(users, pa.string())
     user_of: dict[int, str] = {}
     for path in _naming_paths(folder, shard):
-        for batch in read_batches(path, fields=[0, 1]):
+        for batch in read_batches(path, column_indexes=[0, 1]):
             matching_rows = batch.filter(pc.is_in(batch.column("user"), value_set=user_ids))
             user_of |= dict(
                 zip(
@@ -91,9 +96,9 @@ def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, in
     hashes = pa.array(list(user_of), pa.uint64())
     pairs: set[tuple[str, int]] = set()
     for batch in read_batches(folder / f"{shard:04d}.rows"):
-        matching_rows = batch.filter(pc.is_in(batch.column(HASH), value_set=hashes))
+        matching_rows = batch.filter(pc.is_in(batch.column(HASH_COLUMN), value_set=hashes))
         user_hashes, chosen_ordinals = (
-            matching_rows.column(name).to_pylist() for name in (HASH, "ordinal")
+            matching_rows.column(name).to_pylist() for name in (HASH_COLUMN, "ordinal")
         )
         pairs |= {
             (user_of[user], ordinal)
@@ -106,8 +111,8 @@ def _users(folder: Path, shard: int) -> Any:
     """Every distinct user that a slice names, with the hash."""
     named = [read_stream(path) for path in _naming_paths(folder, shard)]
     return (
-        pa.concat_tables([table.select(["user", HASH]) for table in named])
-        .group_by(["user", HASH], use_threads=False)
+        pa.concat_tables([table.select(["user", HASH_COLUMN]) for table in named])
+        .group_by(["user", HASH_COLUMN], use_threads=False)
         .aggregate([])
     )
 
@@ -132,7 +137,7 @@ def sample_users(
     parts = []
     for shard in shards:
         with scratch_folder(folder) as scratch:
-            slices = slice_shard(folder, shard, len(entities.parts), scratch, first=1)
+            slices = slice_shard(folder, shard, len(entities.parts), scratch, first_slices_max=1)
             (number,) = slices.numbers
             parts.append(
                 _slice(
@@ -146,7 +151,7 @@ def sample_users(
                 )
             )
     starts = np.cumsum([0, *(len(part.positions) for part in parts)])
-    users = joined([part.users for part in parts])
+    users = join_shard_inputs([part.users for part in parts])
     lacking: Counter[str] = Counter()
     for part in parts:
         lacking.update(part.without_record)
@@ -176,15 +181,19 @@ def _slice(
     *,
     counts_featured: bool,
 ) -> UserSample:
-    kinds = kinds_in(folder, shard)
+    kinds = file_kinds_in(folder, shard)
     rows, ids, features, *other_tables = map(read_stream, shard_paths(folder, shard, kinds))
     users = _users(folder, shard).combine_chunks()
-    grouped = rows.group_by(HASH).aggregate([("time", "min"), ("time", "max"), ("time", "count")])
-    if pc.index_in(grouped.column(HASH), users.column(HASH)).null_count:
+    grouped = rows.group_by(HASH_COLUMN).aggregate(
+        [("time", "min"), ("time", "max"), ("time", "count")]
+    )
+    if pc.index_in(grouped.column(HASH_COLUMN), users.column(HASH_COLUMN)).null_count:
         raise CorruptArtefact(
             f"shard {shard} of the partition has rows of users that it does not name"
         )
-    grouped_index = pc.index_in(users.column(HASH), grouped.column(HASH)).combine_chunks()
+    grouped_index = pc.index_in(
+        users.column(HASH_COLUMN), grouped.column(HASH_COLUMN)
+    ).combine_chunks()
     counts, first, last = (
         np.asarray(
             pc.fill_null(
@@ -196,11 +205,13 @@ def _slice(
     hashes = text_hashes(users.column("user"), directory.seed)
     is_counted = np.ones(len(hashes), np.bool_)
     if set_by_events is not None or not counts_featured:
-        named = np.concatenate([np.asarray(table.column(HASH)) for table in (ids, *other_tables)])
-        is_counted = np.isin(np.asarray(users.column(HASH)), named)
+        named = np.concatenate(
+            [np.asarray(table.column(HASH_COLUMN)) for table in (ids, *other_tables)]
+        )
+        is_counted = np.isin(np.asarray(users.column(HASH_COLUMN)), named)
         if counts_featured and set_by_events is not None:
             user_fingerprints = text_hashes(users.column("user"), FINGERPRINT_SEED)
-            is_counted |= ~are_marked(set_by_events, user_fingerprints)
+            is_counted |= ~marked_mask(set_by_events, user_fingerprints)
     positions = directory.find_many(hashes)
     recorded_rows = np.flatnonzero(positions >= 0)
     recorded_rows = recorded_rows[np.argsort(positions[recorded_rows], kind="stable")]
@@ -216,7 +227,7 @@ def _slice(
     picked = np.unique(np.concatenate(list(rows_by_stratum.values())))
     named_users = users
     users, chose = _inputs(rows, features, users, picked, hashes, history_limit)
-    if USER_VECTORS in kinds:
+    if USER_VECTORS_KIND in kinds:
         users = replace(users, vectors=_vectors(users, other_tables[0]))
     strata = {
         name: np.searchsorted(picked, np.sort(stratum_rows))
@@ -232,7 +243,7 @@ def _slice(
 
 def _lacking(users: Any, counts: NDArray[np.int64], features: Any) -> dict[str, int]:
     """Count users by their missing input: a history, or the first feature without a value."""
-    rows = pc.index_in(users.column(HASH), features.column(HASH)).combine_chunks()
+    rows = pc.index_in(users.column(HASH_COLUMN), features.column(HASH_COLUMN)).combine_chunks()
     lacks_any = np.zeros(len(counts), np.bool_)
     lacking_counts: dict[str, int] = {}
     if is_without := int((counts == 0).sum()):
@@ -258,9 +269,9 @@ def _inputs(
     Also the time at which each of them last chose an item that was new to them: a repeat changes no list.
     """
     users = users.take(pa.array(picked)).combine_chunks()
-    picked_hashes = users.column(HASH).combine_chunks()
-    picked_rows = rows.filter(pc.is_in(rows.column(HASH), value_set=picked_hashes))
-    user_indices = np.asarray(pc.index_in(picked_rows.column(HASH), picked_hashes))
+    picked_hashes = users.column(HASH_COLUMN).combine_chunks()
+    picked_rows = rows.filter(pc.is_in(rows.column(HASH_COLUMN), value_set=picked_hashes))
+    user_indices = np.asarray(pc.index_in(picked_rows.column(HASH_COLUMN), picked_hashes))
     ordinals = np.asarray(picked_rows.column("ordinal"))
     times = np.asarray(picked_rows.column("time"))
     order = np.argsort(times, kind="stable")
@@ -277,7 +288,7 @@ def _inputs(
             chose[user] = time
         histories[user][ordinal] = None
     history_lists = [list(history) for history in histories]
-    at = pc.index_in(picked_hashes, features.column(HASH))
+    at = pc.index_in(picked_hashes, features.column(HASH_COLUMN))
     inputs = ShardInput(
         ids=users.column("user").combine_chunks(),
         hashes=hashes[picked],
@@ -294,11 +305,11 @@ def _inputs(
 
 def _vectors(users: ShardInput, vector_table: Any) -> NDArray[np.float32]:
     """Vectors of these users as the partition has them, found another way: one user at a time."""
-    dims = vector_table.schema.field(VECTOR).type.list_size
+    dims = vector_table.schema.field(VECTOR_COLUMN).type.list_size
     vectors = np.full((len(users.ids), dims), np.nan, np.float32)
     names = vector_table.column("user").combine_chunks()
     for row, name in enumerate(users.ids):
         at = pc.index(names, name).as_py()
         if at >= 0:
-            vectors[row] = vector_table.column(VECTOR)[at].as_py()
+            vectors[row] = vector_table.column(VECTOR_COLUMN)[at].as_py()
     return vectors

@@ -13,7 +13,11 @@ from cache.format.manifest import Manifest, Table
 from cache.model.agreement import jaccard
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS, dequantize
-from precompute.bundles.held_out import ITEMS_COMPARED, SHARE_ABOVE_RANDOM, shares_above_random
+from precompute.bundles.held_out import (
+    COMPARED_ITEMS_MAX,
+    SHARE_ABOVE_RANDOM_FACT,
+    shares_above_random,
+)
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -27,7 +31,7 @@ from precompute.gates.evidence.evidence import Scan, compared_depth, select_spre
 from precompute.gates.evidence.user_sample import sampled_shards, seen_by
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
-from precompute.sources.plausibility import JUDGED_ROWS
+from precompute.sources.plausibility import JUDGED_ROWS_MIN
 
 LIVE_RECORDS_AT_ONCE: Final = 200
 """Records that are read from Redis in one round trip."""
@@ -148,10 +152,10 @@ def distinct_values(candidate: Candidate) -> Measurement:
     scans = [
         scan
         for scan in candidate.evidence.asked_scans.values()
-        if scan.table.kind == "value" and scan.records - scan.absent >= JUDGED_ROWS
+        if scan.table.kind == "value" and scan.records - scan.absent >= JUDGED_ROWS_MIN
     ]
     if not scans:
-        return not_measured(2, f"no table of values with {JUDGED_ROWS} records or more")
+        return not_measured(2, f"no table of values with {JUDGED_ROWS_MIN} records or more")
     for scan in scans:
         if not scan.differing and not _is_single_probability(scan):
             count = scan.records - scan.absent
@@ -334,7 +338,7 @@ def heldout_recall(candidate: Candidate) -> Measurement:
         f"{CLICKS_BY_CHANCE}: above a random item in {ranks.share:.1%} of pairs (standard error {ranks.error:.1%}); do "
         "the codes and ids of the tables belong to the model?"
     )
-    at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM)
+    at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM_FACT)
     if at_import is not None and ranks.share + RANK_DEVIATIONS * ranks.error < HALF < at_import:
         return Measurement(
             False, round(ranks.share, 6), HALF, f"{remark} At its import it was {at_import:.1%}"
@@ -373,7 +377,7 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
     if len(taken.indices) < CHOICES_MIN:
         return None
     items = candidate.items.vectors
-    compared = np.asarray(items[select_spread_rows(np.arange(len(items)), ITEMS_COMPARED)])
+    compared = np.asarray(items[select_spread_rows(np.arange(len(items)), COMPARED_ITEMS_MAX)])
     shares = shares_above_random(
         evidence.run(model, inputs), items, compared, taken, len(rows), evidence.bundle.metric
     )

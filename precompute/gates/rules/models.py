@@ -15,9 +15,9 @@ from cache.model.predictor import ModelPrecision, open_warm
 from cache.model.ranking import Metric, unit
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
-from precompute.bundles.agreement import NEWEST_OVERLAP, list_overlaps
+from precompute.bundles.agreement import NEWEST_OVERLAP_FACT, list_overlaps
 from precompute.bundles.bundle import BundleModel
-from precompute.bundles.index import tiles
+from precompute.bundles.index import iterate_tiles
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -29,7 +29,7 @@ from precompute.gates.evidence.candidate import (
     worst_of,
 )
 from precompute.gates.evidence.evidence import select_spread_rows
-from precompute.partitions.catalogue import item_texts, needs_index
+from precompute.partitions.catalogue import item_id_texts, needs_item_index
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
@@ -78,8 +78,8 @@ def vocabulary(candidate: Candidate) -> Measurement:
     table depends on it, as in a night of values alone, another vocabulary is none: labels may be renamed.
     """
     pinned_bundle, items = candidate.evidence.bundle, candidate.items
-    expected = pinned_bundle.vocabulary.find_positions(item_texts(items))
-    if needs_index(pinned_bundle) and (expected < 0).any():
+    expected = pinned_bundle.vocabulary.find_positions(item_id_texts(items))
+    if needs_item_index(pinned_bundle) and (expected < 0).any():
         return none_of(int((expected < 0).sum()), "items that the model does not know")
     mapped = np.asarray(items.to_model(Ordinals(np.arange(items.count, dtype=np.int64))))
     if wrong := int((mapped != expected).sum()):
@@ -201,9 +201,9 @@ def int8_agreement(candidate: Candidate) -> Measurement:
         for name, figure in figures.items()
         if manifest.models[name].agreement.get("precision") != "fp32"
     }
-    newest_overlap = manifest.models["user_tower"].agreement.get(NEWEST_OVERLAP)
+    newest_overlap = manifest.models["user_tower"].agreement.get(NEWEST_OVERLAP_FACT)
     if newest_overlap is not None and newest_overlap < overlaps.get("user_tower", 0.0):
-        figures["user_tower"], overlaps["user_tower"] = NEWEST_OVERLAP, newest_overlap
+        figures["user_tower"], overlaps["user_tower"] = NEWEST_OVERLAP_FACT, newest_overlap
     if not overlaps:
         reason = manifest.models["user_tower"].agreement.get("why", "")
         return not_measured(threshold, f"no model is quantized: {reason}")
@@ -391,7 +391,7 @@ def _nearest(
     """int64 [n, wanted]: ordinals of each query's best items in no order, from one tile after another."""
     scores = np.empty((len(queries), 0), np.float32)
     nearest_ordinals = np.empty((len(queries), 0), np.int64)
-    for start, part in tiles(item_vectors, metric):
+    for start, part in iterate_tiles(item_vectors, metric):
         named = np.broadcast_to(np.arange(start, start + len(part)), (len(queries), len(part)))
         scores = np.concatenate([scores, queries @ part.T], axis=1)
         nearest_ordinals = np.concatenate([nearest_ordinals, named], axis=1)

@@ -23,7 +23,7 @@ from precompute.gates.evidence.candidate import (
 from precompute.gates.evidence.evidence import select_spread_rows
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.towers import usable_inputs
-from precompute.sources.columns import raws_of
+from precompute.sources.columns import to_raw_ids
 
 SKEW_SAMPLE: Final = 200
 
@@ -132,7 +132,7 @@ def _prepare_sample(
             # Whoever brought a vector along was not answered by the tower.
             rows = rows[~users.has_vector[rows]]
         rows = select_spread_rows(rows, SKEW_SAMPLE)
-        positions, raws = evidence.users.positions[rows], raws_of(users.ids.take(rows))
+        positions, raws = evidence.users.positions[rows], to_raw_ids(users.ids.take(rows))
         sources = [
             LiveInput(
                 history=tuple(
