@@ -140,7 +140,7 @@ class ClickMatrix:
     ) -> Self:
         """Read clicks like a night; leave out unknown items, and users not in `user_ids` (None: keep all users).
 
-        Raises NothingKnown if no click is left, naming their source `files_text`.
+        Raises NoKnownClicks if no click is left, naming their source `files_text`.
         """
         item_vocabulary, numbered_users = Vocabulary.of(pa.chunked_array([items])), NumberedIds()
         user_row_parts: list[NDArray[np.int64]] = []

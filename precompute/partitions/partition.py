@@ -81,7 +81,7 @@ UNKNOWN_EXAMPLES_MAX = 2
 """Unknown items that are named."""
 
 SHARDS_COUNTED_AT_ONCE = 2
-"""Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
+"""Shards whose entities are counted at once: each takes COUNTED_ROWS_AT_ONCE of memory."""
 
 OPEN_FILES_PER_SHARD = 2
 """Files of each shard open for writing at the same time: rows and ids (and touched users)."""
@@ -229,7 +229,7 @@ class UserCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionJob:
-    """Partition of a night's input into the Arrow files of each shard (`kinds_in`), below `folder`.
+    """Partition of a night's input into the Arrow files of each shard (`file_kinds_in`), below `folder`.
 
     Values that one of `feature_inputs` cannot use are counted, those of further `feature_columns` are not. Vectors of
     users, if the night has any, must have `dims` numbers. `needs_history`: no model answers for a user without a
@@ -252,7 +252,7 @@ class PartitionJob:
         """Write the files, trying seeds until no id collides.
 
         The rows of an `earlier` partition are taken over, source files that are not in it are read, and the users whose
-        inputs differ from then are recorded (TOUCHED). Erased entities are in none of the files, nor in the holdout.
+        inputs differ from then are recorded (TOUCHED_KIND). Erased entities are in no file, nor in the holdout.
         Raises ConfigError where this process may not open a file for each shard, SourceError for an input that no row
         can fill.
         """

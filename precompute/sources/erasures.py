@@ -75,7 +75,7 @@ class ErasedEntities:
             pa.array(sorted(raw_id.decode() for raw_id in raw_ids), pa.string())
             for raw_ids in (self.users, self.items)
         )
-        object.__setattr__(self, "_texts", tuple(id_texts))
+        object.__setattr__(self, "_erased_texts_by_side", tuple(id_texts))
 
     @classmethod
     def of(cls, erasures: Iterable[Erasure]) -> "ErasedEntities":

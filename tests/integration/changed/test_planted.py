@@ -31,7 +31,7 @@ def stale_digest(patch: Patch, month: Month) -> None:
         return digest_users(replace(entities, features={}), hashes)
 
     redigested(month, without_features)
-    patch.setattr(user_reading, "of_users", without_features)
+    patch.setattr(user_reading, "digest_users", without_features)
 
 
 def capped_digest(patch: Patch, month: Month) -> None:
@@ -47,7 +47,7 @@ def capped_digest(patch: Patch, month: Month) -> None:
         )
 
     redigested(month, digest_capped_histories)
-    patch.setattr(user_reading, "of_users", digest_capped_histories)
+    patch.setattr(user_reading, "digest_users", digest_capped_histories)
 
 
 def tie_is_no(patch: Patch, month: Month) -> None:

@@ -233,7 +233,7 @@ def test_a_table_that_is_being_written_is_read_again_and_one_that_is_broken_is_n
         return digest_and_files
 
     with monkeypatch.context() as patched:
-        patched.setattr(begin, "pin", torn_after)
+        patched.setattr(begin, "digest_files", torn_after)
         with pytest.raises(StoreError, match="changed while"):  # which Airflow retries
             begin.run(config, data_until=FIRST, run_after=None)
     with pytest.raises(SourceError, match=r"items\.parquet"):

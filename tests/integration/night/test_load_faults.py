@@ -531,7 +531,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
     [
         "precompute.gates.rules.checksums.fetch_checked",
         "precompute.steps.verify.fetch_partition",
-        "precompute.steps.verify.erased_from",
+        "precompute.steps.verify.read_erased_entities",
     ],
 )
 def test_a_store_that_does_not_answer_while_files_are_verified_refuses_nothing(

@@ -582,7 +582,7 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
         return digest_and_files
 
     with monkeypatch.context() as patched:
-        patched.setattr(begin, "pin", rewritten_after)
+        patched.setattr(begin, "digest_files", rewritten_after)
         with pytest.raises(StoreError, match="changed while"):
             begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
@@ -607,7 +607,7 @@ def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
         return digest_and_files
 
     with monkeypatch.context() as patched:
-        patched.setattr(begin, "pin", arriving_after)
+        patched.setattr(begin, "digest_files", arriving_after)
         build = begin.run(config, data_until=data_until, run_after=None, named=DATA_UNTIL)
     begin_report = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)
 
@@ -631,7 +631,7 @@ def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
         return digest_and_files
 
     with monkeypatch.context() as patched:
-        patched.setattr(begin, "pin", torn_after)
+        patched.setattr(begin, "digest_files", torn_after)
         with pytest.raises(StoreError, match="changed while"):
             begin.run(config, data_until=DATA_UNTIL, run_after=None)
 

@@ -28,7 +28,7 @@ def kill(*_, **__):
 
 to, step = Path(sys.argv[1]), sys.argv[2]
 if step == "before the bundle":
-    folder.swap_in = kill
+    folder.swap_in_folder = kill
 elif step == "after the bundle":
     folder._write_tables = kill
 elif step == "between two tables":
@@ -39,7 +39,7 @@ elif step == "between two tables":
             kill()
     Path.replace = replace_one
 else:
-    folder.write_import = kill
+    folder.write_import_report = kill
 ids, vectors = ["a", "b", "c", "d"], np.eye(4, dtype=np.float32)
 from_vectors(ids, 2 * vectors, ids, vectors, to=to)
 """

@@ -10,10 +10,10 @@ from precompute.config.settings import NightConfig
 _NIGHT = """
 import sys, time
 from pathlib import Path
-from precompute.builds.night_failure import noting_run
+from precompute.builds.night_failure import hold_running_file
 from precompute.config.settings import NightConfig
 
-with noting_run(NightConfig(state=sys.argv[1] + "/state")) as note_step:
+with hold_running_file(NightConfig(state=sys.argv[1] + "/state")) as note_step:
     note_step("load", "20261129T051732Z-f2e2dce98b75")
     print("loads", flush=True)
     time.sleep(60)

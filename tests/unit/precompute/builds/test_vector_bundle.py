@@ -127,7 +127,7 @@ def test_a_fold_is_chosen_by_few_users_of_many(
         sample_sizes.extend((len(users.ids), clicks.matrix.shape[0], clicks.matrix.nnz))
         return fold_vectors_model(items, users, clicks, **more)
 
-    monkeypatch.setattr(vector_bundle, "model_of", record_sizes)
+    monkeypatch.setattr(vector_bundle, "fold_vectors_model", record_sizes)
     make_bundle_of(config)
 
     assert sample_sizes == [7, 7, 70]

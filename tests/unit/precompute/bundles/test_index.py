@@ -52,11 +52,11 @@ def test_an_index_of_the_wrong_metric_or_probes_shows_in_its_recall(tmp_path, ve
 
 
 def test_many_items_get_the_inverted_file_only_if_it_pays(tmp_path, vectors, monkeypatch):
-    monkeypatch.setattr(indexes, "FLAT_BELOW", 1000)
-    monkeypatch.setattr(indexes, "_search_ms", lambda searcher, sample: 1.0)
+    monkeypatch.setattr(indexes, "FLAT_ITEMS_MAX", 1000)
+    monkeypatch.setattr(indexes, "_median_search_ms", lambda searcher, sample: 1.0)
 
     slow = build_index(vectors, "inner_product", tmp_path / "a.faiss")
-    monkeypatch.setattr(indexes, "_WORTH_IT", 2.0)
+    monkeypatch.setattr(indexes, "_IVF_TIME_SHARE_MAX", 2.0)
     fast = build_index(vectors, "inner_product", tmp_path / "b.faiss")
 
     assert slow.kind == "flat"

@@ -31,7 +31,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NightConfig:
         yield SimpleNamespace(store=night_config.store(), state=lambda _: State.BEGUN)
 
     monkeypatch.setattr(taking, "open_releases", opened)
-    monkeypatch.setattr(taking, "all_files", lambda _: [])
+    monkeypatch.setattr(taking, "all_input_files", lambda _: [])
     return night_config
 
 
