@@ -331,7 +331,7 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
         return np.empty(0, np.int64), None, {}
 
     monkeypatch.setattr(input_samples, "usable_inputs", reject_part)
-    fake_build: Any = SimpleNamespace(config=config, root=tmp_path, need=lambda _report: {})
+    fake_build: Any = SimpleNamespace(config=config, root=tmp_path, need_report=lambda _report: {})
     model: Any = SimpleNamespace(name="user_tower", spec=None)
     with pytest.raises(SourceError, match="no entity of the sources has the inputs"):
         input_samples.sample_inputs(fake_build, items, model)

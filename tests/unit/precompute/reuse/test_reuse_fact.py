@@ -18,7 +18,7 @@ def made(base: str | None) -> Build:
         "begin": {"base": {**NO_BASE_ENTRY, "generation": base}},
         "embed_items": {"copied": 5},
     }
-    return cast(Build, SimpleNamespace(need=reports.__getitem__, store=None))
+    return cast(Build, SimpleNamespace(need_report=reports.__getitem__, store=None))
 
 
 def shard(copied: int, computed: int, seconds: float) -> ShardReport:
