@@ -82,13 +82,13 @@ FINAL = RetryRule(
 def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
     """Run a step by its module in `precompute.steps`, imported here so that parsing DAGs does not load it."""
     from cache.control.own_store import demand_own_store
-    from precompute.builds.night_failure import forget_failure, noting_failure
+    from precompute.builds.night_failure import forget_failure, note_failure_of_step
     from precompute.config.settings import night_config
 
     config, run = night_config(), import_module(f"precompute.steps.{name}").run
     demand_own_store(config, config.redis_url, config.redis_timeout_s)  # a failure is noted there
     generation = arguments[0]["generation"] if arguments else None
-    with noting_failure(config, name, generation):
+    with note_failure_of_step(config, name, generation):
         step_result: dict[str, Any] = run(config, *arguments, **more)
     if name == "retire" or step_result.get("already_live"):  # the night is done
         forget_failure(config)
@@ -153,11 +153,13 @@ def nightly_precompute() -> None:
     )
     def score(build: "BegunBuild", shard: int) -> "ShardResult":
         """Score one hash shard and write its pages."""
-        from precompute.builds.night_failure import noting_failure
+        from precompute.builds.night_failure import note_failure_of_step
         from precompute.config.settings import night_config
         from precompute.steps import score
 
-        with noting_failure(config := night_config(), f"score, shard {shard}", build["generation"]):
+        with note_failure_of_step(
+            config := night_config(), f"score, shard {shard}", build["generation"]
+        ):
             return score.run_shard(config, build, shard)
 
     @task(multiple_outputs=False)

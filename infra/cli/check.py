@@ -145,20 +145,25 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
     """Check the files of the sources, and their first rows."""
     if line := missing_extra("a look at sources", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {line}"
-    from precompute.bundles.bundle_store import look_at_chosen
+    from precompute.bundles.bundle_store import preview_chosen_bundle
     from precompute.features import setting_checks
-    from precompute.partitions.table_look import first_rows, look_at_tables
-    from precompute.sources.files import all_files, find_copy_remarks, source_file, source_files
+    from precompute.partitions.table_look import preview_tables, read_first_batches
+    from precompute.sources.files import (
+        all_input_files,
+        find_copy_remarks,
+        source_file,
+        source_files,
+    )
     from precompute.sources.plausibility import (
-        Shape,
+        InteractionFigures,
         chosen_cut_in_words,
-        demand_least,
+        demand_enough_ids,
         demand_times,
-        remarks,
-        swapped_in_words,
+        plausibility_remarks,
+        swapped_columns_remarks,
     )
     from precompute.sources.readers import (
-        INTERACTIONS,
+        INTERACTIONS_SOURCE,
         demand_same_columns,
         feature_schema,
         read_interactions,
@@ -169,15 +174,15 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
     sources, base = config.sources, config.path(".")
     if not sources.names_users:
         return "to do", "[sources] interactions is not set: `larder init` looks for them"
-    files = all_files(config)
+    files = all_input_files(config)
     interactions = source_files(sources.interactions, base)[:FILES_COMPARED]
     demand_same_columns(interactions, sources)
     demand_times(sources, interactions, config.data_until)
     unusable = UnusableRows()
-    batches, is_all = first_rows(read_interactions(sources, base, unusable=unusable))
+    batches, is_all = read_first_batches(read_interactions(sources, base, unusable_rows=unusable))
     rows = sum(len(batch.times) for batch in batches)
-    if sources.interactions and is_all and not unusable.to_json().get(INTERACTIONS):
-        demand_least(0, 0)
+    if sources.interactions and is_all and not unusable.to_json().get(INTERACTIONS_SOURCE):
+        demand_enough_ids(0, 0)
     if sources.interactions and not rows:
         return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
     if config.data_until and rows and is_all and not any(batch.times.any() for batch in batches):
@@ -198,28 +203,33 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
         bundle = None
         if not sources.item_vectors:
             with suppress(BundleError, StoreError):  # the line on the bundle names it
-                bundle = stack.enter_context(look_at_chosen(config))
-        odd, is_refused = look_at_tables(config, bundle, batches, unusable)
+                bundle = stack.enter_context(preview_chosen_bundle(config))
+        odd, is_refused = preview_tables(config, bundle, batches, unusable)
     summary, refusal = f"{len(files)} file{'s' * (len(files) > 1)}", ""
     if not sources.interactions:
         users = sources.user_vectors or sources.user_features
         summary += f", none of interactions: users are those of {users}"
     else:
-        shape = Shape.of_batch(batches[0])
+        shape = InteractionFigures.of_batch(batches[0])
         if len(batches) == 1 and is_all:
-            demand_least(shape.users, shape.items)
+            demand_enough_ids(shape.users, shape.items)
             refusal = _refused_by_train(config, batches[0])
-        odd = [*remarks(shape), *swapped_in_words(batches), *find_copy_remarks(interactions), *odd]
+        odd = [
+            *plausibility_remarks(shape),
+            *swapped_columns_remarks(batches),
+            *find_copy_remarks(interactions),
+            *odd,
+        ]
         summary += f"; {rows:,} interactions" + ("" if is_all else " in the first rows")
     for source, source_report in unusable.to_json().items():
         if source_report["left_out"]:
-            of_source = "" if source == INTERACTIONS else f" of {source}"
+            of_source = "" if source == INTERACTIONS_SOURCE else f" of {source}"
             reasons_text = ", ".join(
                 f"{reason['rows']:,} {reason_name}"
                 for reason_name, reason in source_report["reasons"].items()
             )
             summary += f", {source_report['left_out']:,} rows{of_source} that cannot be used: {reasons_text}"
-    told = "; ".join([summary, *unusable.all_remarks(), *odd])
+    told = "; ".join([summary, *unusable.remarks_of_all(), *odd])
     if refusal := _too_many_unusable(config, unusable, is_all=is_all) or refusal:
         return "to do", f"{refusal}; {told}"
     if is_refused:
@@ -243,18 +253,18 @@ def _refused_by_train(config: "NightConfig", rows: "Interactions") -> str:
 
 def _too_many_unusable(config: "NightConfig", unusable: "UnusableRows", *, is_all: bool) -> str:
     """Return why the gate `unusable_rows` would refuse a night of what was read; empty if it would not."""
-    from precompute.sources.readers import INTERACTIONS
-    from precompute.sources.unusable import remedy, worst_source
+    from precompute.sources.readers import INTERACTIONS_SOURCE
+    from precompute.sources.unusable import find_worst_source, remedy
 
     threshold, report = config.gates.unusable_rows, unusable.to_json()
-    source, share = worst_source(report, threshold)
+    source, share = find_worst_source(report, threshold)
     if share <= threshold:
         return ""
     reasons_text = "; ".join(
         f"{reason_report['rows']:,} {reason}{remedy(reason)}"
         for reason, reason_report in report[source]["reasons"].items()
     )
-    read_text = "" if is_all or source != INTERACTIONS else "first "
+    read_text = "" if is_all or source != INTERACTIONS_SOURCE else "first "
     return (
         f"{report[source]['left_out']:,} of the {read_text}{report[source]['rows']:,} rows of {source} cannot be used "
         f"({reasons_text}): a night refuses more than {threshold:.4g} of them ([gates] unusable_rows)"
@@ -265,9 +275,9 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
     """Check the bundle: its checksums, whether its models open, and whether the sources have its features."""
     if line := missing_extra("a look at bundles", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {line}"
-    from precompute.builds.tables import demand_values
+    from precompute.builds.tables import demand_table_values
     from precompute.bundles.bundle import Bundle
-    from precompute.bundles.bundle_store import handed_over, is_superseded
+    from precompute.bundles.bundle_store import all_handovers, is_superseded
     from precompute.bundles.imports import demand_finished_import
     from precompute.scoring.towers import demand_feature_types
 
@@ -277,9 +287,9 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
     demand_finished_import(folder)
     if folder.exists():
         bundle = Bundle.open(folder)
-        demand_values(config, bundle)
+        demand_table_values(config, bundle)
         demand_feature_types(config, bundle)
-        handovers = handed_over(config.store())
+        handovers = all_handovers(config.store())
         if is_superseded(bundle.digest, handovers):
             newest = handovers[-1].digest[:12]
             remedy = f"run `larder hand-over {folder}` for this one, or remove the folder"
@@ -288,7 +298,7 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
                 f"{folder} holds {bundle.digest[:12]}, but nights use {newest}, which followed it: {remedy}",
             )
         return "ok", f"{folder}: {bundle.name} {bundle.version}"
-    if handovers := handed_over(config.store()):
+    if handovers := all_handovers(config.store()):
         return "ok", f"{handovers[-1].digest[:12]}, handed over to the store"
     return "to do", f"none at {folder}: set `bundle`, or run `larder train`"
 

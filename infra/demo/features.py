@@ -16,7 +16,7 @@ from infra.demo.checks import POLICY, InvariantViolation, Judge, Question
 from infra.demo.dataset import Lists
 from infra.demo.synthetic import Profiles
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.onnx_model import IR_VERSION, OPSET, OnnxModel, read_model
+from precompute.bundles.onnx_model import IR_VERSION, OPSET_VERSION, OnnxModel, read_model
 from serving.client import Client, Options
 from serving.requests.answers import Source
 
@@ -106,7 +106,7 @@ def _encoder(output: str, source: str, labels: Sequence[str]) -> str:
 def _model(nodes: str, spec: TowerSpec, constants: Constants) -> OnnxModel:
     kinds = {"history": "int32[rows, length]", "feature": "string[rows]"}
     inputs = ", ".join(f"{kinds[source.bind]} {source.name}" for source in spec.inputs)
-    versions = f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}, "ai.onnx.ml" : 2]>'
+    versions = f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET_VERSION}, "ai.onnx.ml" : 2]>'
     output = f"float[rows, {spec.output_dims}] {spec.output}"
     model = parse_model(f"{versions} tower ({inputs}) => ({output}) {{ {nodes} }}")
     return OnnxModel.of(model, constants)

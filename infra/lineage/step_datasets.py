@@ -20,17 +20,17 @@ from cache.store.artefacts import generation_path
 from cache.store.object_store import without_secrets
 from precompute.builds.build import Build
 from precompute.builds.reports import (
-    ASSEMBLE,
-    BEGIN,
-    EMBED_ITEMS,
-    INDEX,
-    QUANTIZE,
+    ASSEMBLE_REPORT,
+    BEGIN_REPORT,
+    EMBED_ITEMS_REPORT,
+    INDEX_REPORT,
+    QUANTIZE_REPORT,
     BeginReport,
     PagesEntry,
     ReportName,
     ReportT,
     ShardReport,
-    shard_report,
+    shard_report_name,
 )
 from precompute.partitions import catalogue
 
@@ -155,18 +155,18 @@ class FinishedStep:
     @property
     def bundle(self) -> StepDataset:
         """Model bundle that `begin` pinned."""
-        begin_report = self.report(BEGIN)
+        begin_report = self.report(BEGIN_REPORT)
         files = None if begin_report is None else len(begin_report["bundle_files"])
         return self.part("bundle", files=files)
 
     @property
     def vectors(self) -> StepDataset:
         """Vectors of all items, float32."""
-        embed_report = self.report(EMBED_ITEMS)
+        embed_report = self.report(EMBED_ITEMS_REPORT)
         if embed_report is None:
-            return self.part(catalogue.VECTORS)
+            return self.part(catalogue.ITEM_VECTORS_FILE)
         rows, dims = embed_report["items"], embed_report["dims"]
-        return self.part(catalogue.VECTORS, rows=rows, size_bytes=rows * dims * 4)
+        return self.part(catalogue.ITEM_VECTORS_FILE, rows=rows, size_bytes=rows * dims * 4)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -207,7 +207,7 @@ def _take_events(finished_step: FinishedStep) -> StepDatasets:
 
 
 def _begin(finished_step: FinishedStep) -> StepDatasets:
-    config, begin_report = finished_step.build.config, finished_step.report(BEGIN)
+    config, begin_report = finished_step.build.config, finished_step.report(BEGIN_REPORT)
     inputs = [*_sources(finished_step, begin_report)]
     if begin_report is not None and "events" in begin_report:
         events = begin_report["events"]
@@ -250,13 +250,13 @@ def _sources(
 
 
 def _embed_items(finished_step: FinishedStep) -> StepDatasets:
-    begin_report = finished_step.report(BEGIN)
+    begin_report = finished_step.report(BEGIN_REPORT)
     items = finished_step.part("items", rows=begin_report and begin_report["items"])
     return StepDatasets((items, finished_step.bundle), (finished_step.vectors,))
 
 
 def _score(finished_step: FinishedStep) -> StepDatasets:
-    score_report = finished_step.report(shard_report(finished_step.shard or 0))
+    score_report = finished_step.report(shard_report_name(finished_step.shard or 0))
     if score_report is None:
         return StepDatasets(
             (finished_step.part("work/partition"), finished_step.vectors, finished_step.bundle)
@@ -282,18 +282,18 @@ def _tables_of_shard(score_report: ShardReport) -> dict[str, PagesEntry]:
 
 def _assemble(finished_step: FinishedStep) -> StepDatasets:
     reports = [
-        finished_step.report(shard_report(shard))
+        finished_step.report(shard_report_name(shard))
         for shard in range(finished_step.build.config.shards)
     ]
     names = {name for report in reports if report is not None for name in _tables_of_shard(report)}
-    assemble_report = finished_step.report(ASSEMBLE)
+    assemble_report = finished_step.report(ASSEMBLE_REPORT)
     rows = assemble_report and assemble_report["users_scored"]
     read = tuple(finished_step.part("tables", name) for name in sorted(names))
     return StepDatasets(read, (finished_step.part(rows=rows),))
 
 
 def _index(finished_step: FinishedStep) -> StepDatasets:
-    index_report = finished_step.report(INDEX)
+    index_report = finished_step.report(INDEX_REPORT)
     indexes = {} if index_report is None else index_report["indexes"]
     written = tuple(
         finished_step.part(entry["file"]["path"], size_bytes=entry["file"]["size_bytes"], files=1)
@@ -303,7 +303,7 @@ def _index(finished_step: FinishedStep) -> StepDatasets:
 
 
 def _quantize(finished_step: FinishedStep) -> StepDatasets:
-    quantize_report = finished_step.report(QUANTIZE)
+    quantize_report = finished_step.report(QUANTIZE_REPORT)
     models = {} if quantize_report is None else quantize_report["models"]
     files = [
         model_file

@@ -21,55 +21,42 @@ from cache.errors import LarderError, SourceError
 from cache.model.tower import Tower
 from cache.model.tower_spec import InputDtype, InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
-from precompute.adapters.folder import (
-    BUNDLE,
-    SETTINGS,
-    open_import_folder,
-    reinstate_bundle,
-    rows_that_refuse,
-    sweep_import,
-)
-from precompute.adapters.inputs import feature_table, ids_of, name_row
-from precompute.bundles.bundle import (
-    COLUMNS_OF_INPUTS,
-    Bundle,
-    BundleModel,
-    ModelFile,
-    write_bundle,
-)
-from precompute.bundles.bundle_store import swap_in
-from precompute.bundles.imports import note_import_begun, read_report, write_import
+from precompute.adapters.folder import (BUNDLE_FOLDER, SETTINGS_FILE, limits_of_user_features, open_import_folder, reinstate_bundle, sweep_import_leftovers)
+from precompute.adapters.inputs import (checked_ids, feature_table, name_row)
+from precompute.bundles.bundle import (Bundle, BundleModel, COLUMNS_OF_INPUTS_KEY, ModelFile, write_bundle)
+from precompute.bundles.bundle_store import (swap_in_folder)
+from precompute.bundles.imports import (note_import_begun, read_import_report, write_import_report)
 from precompute.bundles.onnx_model import OnnxModel, item_tower, stated_classes
 from precompute.config.settings import NightConfig, night_config
 from precompute.scoring.towers import demand_feature_types, run_named
-from precompute.sources.plausibility import JUDGED_ROWS
+from precompute.sources.plausibility import (JUDGED_ROWS_MIN)
 
-FEATURES = "user_features.parquet"
+FEATURES_FILE = "user_features.parquet"
 TOLERANCE = 1e-4
 """Largest difference from `expected`, absolute plus relative to it: float32 against the float64 of a library."""
-COLUMN_TOLERANCE = 1e-6
+COLUMN_SHARE_TOLERANCE = 1e-6
 """Further difference, relative to the column's largest value: float32 sums are rounded at the size of their terms."""
-ROUNDING_SHARE = 1e-5
+ROUNDING_SHARE_MAX = 1e-5
 """Share of the column's largest value up to which differences are taken for rounding, not for other inputs."""
 ROWS_AT_ONCE = 8_192
-NAMES_LISTED = 40
+LISTED_NAMES_MAX = 40
 """Number of columns that a message names."""
-ROWS_OF_BOTH = 2_000
+REORDER_CHECK_ROWS_MAX = 2_000
 """Number of rows on which the model of the import before is run as well, if labels have another order."""
-_ROWS_DIFFER = (
+_ROWS_DIFFER_REMEDY = (
     "were the same rows given to both, the same columns in the order of the training, and the same codes for "
     "categories?"
 )
-_ROUNDED = (
+_ROUNDED_REMEDY = (
     "differences so small against the largest value are float32's: train on a smaller scale (thousands, or a "
     "logarithm)"
 )
-_TEXTS_DIFFER = (
+_TEXTS_DIFFER_REMEDY = (
     "exported tokenizers and lower-casing treat letters beyond ASCII in their own way; make texts lower-case ASCII "
     "before training, before this import, and in each request, or take the numbers of the vectorizer as features"
 )
 
-_SETTINGS = """\
+_SETTINGS_TEMPLATE = """\
 # Written by an import, and never over a file that is there. All settings: `python -m cache.config.reference`.
 bundle = "bundle"
 artifacts = "artifacts"
@@ -86,7 +73,7 @@ precision = "f4"
 [serving]
 precision = "fp32"     # the model itself answers for ids without a row, as at night; not its smaller int8 form
 """
-_DTYPES: dict[int, InputDtype] = {
+_DTYPE_BY_ONNX_TYPE: dict[int, InputDtype] = {
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.INT64: "int64",
     onnx.TensorProto.INT32: "int32",
@@ -94,10 +81,10 @@ _DTYPES: dict[int, InputDtype] = {
 }
 
 
-TEXT_SHOWN: Final = "a text"
+LONG_TEXT_PLACEHOLDER: Final = "a text"
 """What the report shows in place of a long text, which may be a person's."""
 
-TEXT_SHOWN_CHARS: Final = 40
+SHOWN_TEXT_CHARS_MAX: Final = 40
 """Characters of a text that the report shows at most."""
 
 
@@ -112,7 +99,7 @@ class ClassifierReport:
     """Number of rows with a missing value: the night has no answer for them."""
     labels: tuple[str, ...]
     request: dict[str, Any]
-    """Features of the first row, as a request sends them; in place of a long text TEXT_SHOWN."""
+    """Features of the first row, as a request sends them; in place of a long text LONG_TEXT_PLACEHOLDER."""
     largest_difference: float | None
     is_again: bool
     seconds: float
@@ -137,7 +124,7 @@ class ClassifierReport:
 
     def lines(self) -> list[str]:
         """Return the report as text lines."""
-        replacement_note = f"the import before it is replaced, its {SETTINGS} kept"
+        replacement_note = f"the import before it is replaced, its {SETTINGS_FILE} kept"
         return [
             f"{self.table}: {self.rows:,} rows, labels {', '.join(self.labels)}",
             *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
@@ -145,7 +132,7 @@ class ClassifierReport:
             *self._columns_in_words(),
             *self._incomplete_in_words(),
             *self.remarks,
-            *(f"cannot: {limit}" for limit in (self.remark, *self.limits) if limit),
+            *(f"cannot: {limit_text}" for limit_text in (self.remark, *self.limits) if limit_text),
             self._comparison_in_words(),
             "a request about an id without a row sends features like "
             + orjson.dumps(self.request).decode(),
@@ -155,33 +142,32 @@ class ClassifierReport:
     def _comparison_in_words(self) -> str:
         if self.largest_difference is not None:
             return f"largest difference from what the library says: {self.largest_difference:.1e}"
-        orders = [
-            f"; {name} takes {_listed(names)}: were these in this order in the training?"
-            for name, names in self.columns.items()
-            if len(names) > 1
+        order_remarks = [
+            f"; {input_name} takes {_names_in_words(column_names)}: were these in this order in the training?"
+            for input_name, column_names in self.columns.items()
+            if len(column_names) > 1
         ]
         return "".join(
-            ["not compared with the library: give what it says of each row as `expected`", *orders]
+            ["not compared with the library: give what it says of each row as `expected`", *order_remarks]
         )
 
     def _labels_in_words(self) -> list[str]:
         remarks = []
         if self.classes and self.classes != self.labels:
-            pairs = zip(self.classes, self.labels, strict=True)
-            named = ", ".join(f"{name} is {label}" for name, label in pairs)
-            remarks.append(f"classes of the model: {named}")
+            class_label_pairs = zip(self.classes, self.labels, strict=True)
+            pairs_text = ", ".join(f"{class_name} is {label}" for class_name, label in class_label_pairs)
+            remarks.append(f"classes of the model: {pairs_text}")
         if self.earlier_labels:
-            were, are = ", ".join(self.earlier_labels), ", ".join(self.labels)
+            earlier_text, current_text = ", ".join(self.earlier_labels), ", ".join(self.labels)
             remarks.append(
-                f"labels were {were}, and are {are} from the next night on: tell who reads values"
+                f"labels were {earlier_text}, and are {current_text} from the next night on: tell who reads values"
             )
         return remarks
 
     def _columns_in_words(self) -> list[str]:
         return [
-            f"columns of {name} were {_listed(were)}, and are {_listed(self.columns[name])}: requests send their "
-            "values in this order from the next night on"
-            for name, were in self.earlier_columns.items()
+            f"columns of {input_name} were {_names_in_words(earlier_names)}, and are " f"{_names_in_words(self.columns[input_name])}: requests send their " "values in this order from the next night on"
+            for input_name, earlier_names in self.earlier_columns.items()
         ]
 
     def _incomplete_in_words(self) -> list[str]:
@@ -212,77 +198,77 @@ def from_classifier(
     naming what is wrong and the remedy; nothing is written then.
     """
     started_at, to = time.perf_counter(), Path(to)
-    rows = feature_table(features, "features", id_column)
-    if id_column not in rows.column_names:
+    source_table = feature_table(features, "features", id_column)
+    if id_column not in source_table.column_names:
         raise SourceError(
-            f"features has no column {id_column!r} of ids; it has {', '.join(rows.column_names)}: name it by id_column"
+            f"features has no column {id_column!r} of ids; it has {', '.join(source_table.column_names)}: name it by " "id_column"
         )
-    ids = ids_of(rows[id_column], "user")
+    ids = checked_ids(source_table[id_column], "user")
     _demand_labels(labels)
-    graph = _serialised(model)
-    onnx_graph = _parsed(graph)
-    columns_by_input = _columns_by_input(onnx_graph, rows.drop_columns([id_column]), columns)
-    spec, inputs = _bound(onnx_graph, rows, columns_by_input, output, labels)
+    onnx_bytes = _onnx_bytes(model)
+    onnx_graph = _parse_graph(onnx_bytes)
+    columns_by_input = _columns_by_input(onnx_graph, source_table.drop_columns([id_column]), columns)
+    spec, column_by_input = _bind_inputs(onnx_graph, source_table, columns_by_input, output, labels)
     classes = stated_classes(onnx_graph, len(labels))
     _demand_order_of_classes(labels, classes)
     is_new = not to.exists()
-    earlier_report = read_report(to)
+    earlier_report = read_import_report(to)
     earlier_labels = tuple(earlier_report.get("labels", labels))
     earlier_columns = {
-        name: tuple(earlier_report.get("columns", {}).get(name, names))
-        for name, names in columns_by_input.items()
+        input_name: tuple(earlier_report.get("columns", {}).get(input_name, column_names))
+        for input_name, column_names in columns_by_input.items()
     }
     if columns is None and expected is None:
         _demand_order_of_columns(columns_by_input, earlier_columns)
     open_import_folder(to)
-    sweep_import(to)
-    _demand_tables(to, table)
-    staging_folder = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
+    sweep_import_leftovers(to)
+    _demand_same_value_table(to, table)
+    staging_folder = to / f".{BUNDLE_FOLDER}.{secrets.token_hex(4)}.part"
     try:
-        user_tower = ModelFile(OnnxModel(graph), spec)
-        labelled = ModelFile(OnnxModel(graph), spec, labels=tuple(labels))
+        user_tower = ModelFile(OnnxModel(onnx_bytes), spec)
+        labelled_model = ModelFile(OnnxModel(onnx_bytes), spec, labels=tuple(labels))
         # Labels are the items, with a unit vector each: the score of a label is what the model gives for it.
-        items = ModelFile(
+        item_model = ModelFile(
             item_tower(np.eye(len(labels), dtype=np.float32)),
             TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", len(labels)),
             entity="item",
         )
         bundle = write_bundle(
             staging_folder, name=table, version="1", dims=len(labels), item_ids=list(labels), user_tower=user_tower,
-            item_tower=items,
-            values={table: labelled}, training={"imported": "classifier", COLUMNS_OF_INPUTS: columns_by_input},
+            item_tower=item_model,
+            values={table: labelled_model}, training={"imported": "classifier", COLUMNS_OF_INPUTS_KEY: columns_by_input},
         )  # fmt: skip
         tower = Tower.open(bundle.values[table].path, spec)
-        is_usable = np.stack([_usable(column) for column in inputs.values()]).all(axis=0)
-        usable_rows = np.flatnonzero(is_usable)
+        is_complete_row = np.stack([_complete_row_mask(column) for column in column_by_input.values()]).all(axis=0)
+        usable_rows = np.flatnonzero(is_complete_row)
         if not len(usable_rows):
-            raise _no_usable_row_error(rows.drop_columns([id_column]), len(ids))
-        tried = _try_rows(tower, inputs, expected, ids, usable_rows)
+            raise _no_usable_row_error(source_table.drop_columns([id_column]), len(ids))
+        tried_rows = _try_rows(tower, column_by_input, expected, ids, usable_rows)
         if tuple(labels) not in (classes, earlier_labels):
-            rows_of_both = usable_rows[:ROWS_OF_BOTH]
-            fed = {
-                spec_.name: _fed(inputs[spec_.name], spec_, rows_of_both) for spec_ in spec.inputs
+            compared_rows = usable_rows[:REORDER_CHECK_ROWS_MAX]
+            input_by_name = {
+                spec_.name: _model_input(column_by_input[spec_.name], spec_, compared_rows) for spec_ in spec.inputs
             }
-            _demand_order_of_before(to, bundle.values[table], tower, fed)
+            _demand_earlier_label_order(to, bundle.values[table], tower, input_by_name)
         note_import_begun(to)
-        swap_in(staging_folder, to / BUNDLE)
+        swap_in_folder(staging_folder, to / BUNDLE_FOLDER)
     except BaseException:
         if is_new:
             shutil.rmtree(to, ignore_errors=True)
         raise
     finally:
         shutil.rmtree(staging_folder, ignore_errors=True)
-    feature_rows = pa.table({"user": ids, **inputs})
-    pq.write_table(feature_rows, to / f".{FEATURES}.part")
-    (to / f".{FEATURES}.part").replace(to / FEATURES)
-    is_again = (to / SETTINGS).exists()
+    feature_rows = pa.table({"user": ids, **column_by_input})
+    pq.write_table(feature_rows, to / f".{FEATURES_FILE}.part")
+    (to / f".{FEATURES_FILE}.part").replace(to / FEATURES_FILE)
+    is_again = (to / SETTINGS_FILE).exists()
     if not is_again:
-        write_atomically(to / SETTINGS, _SETTINGS.format(features=FEATURES, table=table).encode())
+        write_atomically(to / SETTINGS_FILE, _SETTINGS_TEMPLATE.format(features=FEATURES_FILE, table=table).encode())
     remark = reinstate_bundle(to) if is_again else ""
-    request = {name: _shown(column[int(usable_rows[0])].as_py()) for name, column in inputs.items()}
-    limits = rows_that_refuse(to, feature_rows, spec, tried.nonfinite)
-    if tried.same_values is not None and len(usable_rows) >= JUDGED_ROWS:
-        values = ", ".join(f"{value:g}" for value in tried.same_values)
+    request = {input_name: _shown_value(column[int(usable_rows[0])].as_py()) for input_name, column in column_by_input.items()}
+    limits = limits_of_user_features(to, feature_rows, spec, tried_rows.nonfinite_row_count)
+    if tried_rows.common_output is not None and len(usable_rows) >= JUDGED_ROWS_MIN:
+        values = ", ".join(f"{value:g}" for value in tried_rows.common_output)
         limit = (
             f"tell one row from another: all {len(usable_rows):,} rows get the same answer ({values}), and the gate "
             "distinct_values refuses a night of it: was the model trained to its end, on these columns?"
@@ -292,10 +278,10 @@ def from_classifier(
         folder=str(to),
         table=table,
         rows=len(ids),
-        incomplete_rows=int((~is_usable).sum()),
+        incomplete_rows=int((~is_complete_row).sum()),
         labels=tuple(labels),
         request=request,
-        largest_difference=tried.difference,
+        largest_difference=tried_rows.largest_difference,
         is_again=is_again,
         seconds=round(time.perf_counter() - started_at, 3),
         remark=remark,
@@ -304,30 +290,29 @@ def from_classifier(
         classes=classes,
         columns=columns_by_input,
         earlier_columns={
-            name: names
-            for name, names in earlier_columns.items()
-            if names != columns_by_input[name]
+            input_name: column_names
+            for input_name, column_names in earlier_columns.items()
+            if column_names != columns_by_input[input_name]
         },
         remarks=_kept_settings_in_words(to, table) if is_again else (),
     )
     source = str(model) if isinstance(model, str | Path) else ""
-    write_import(to, report.to_json(), bundle.digest, source)
+    write_import_report(to, report.to_json(), bundle.digest, source)
     return report
 
 
-def _demand_tables(to: Path, table: str) -> None:
+def _demand_same_value_table(import_folder: Path, value_name: str) -> None:
     """Raise SourceError if kept settings have a table of a value that this import does not make."""
     try:
-        config = night_config(str(to / SETTINGS)) if (to / SETTINGS).exists() else NightConfig()
+        config = night_config(str(import_folder / SETTINGS_FILE)) if (import_folder / SETTINGS_FILE).exists() else NightConfig()
     except LarderError:  # kept settings that `larder check` will name
         return
     if config.tables == NightConfig().tables:
         return
-    for name, table_config in config.tables.items():
-        if table_config.kind == "value" and table_config.value != table:
+    for table_name, table_config in config.tables.items():
+        if table_config.kind == "value" and table_config.value != value_name:
             raise SourceError(
-                f"[tables.{name}] in {to / SETTINGS} is of the value {table_config.value!r}, and this import makes "
-                f"{table!r} alone: import with --table {table_config.value}, name another folder, or change the file"
+                f"[tables.{table_name}] in {import_folder / SETTINGS_FILE} is of the value {table_config.value!r}, " "and this import makes " f"{value_name!r} alone: import with --table {table_config.value}, name another folder, or change the " "file"
             )
 
 
@@ -335,53 +320,51 @@ def _demand_labels(labels: Sequence[str]) -> None:
     """Raise SourceError for labels that are missing, empty or repeated."""
     if not labels:
         raise SourceError("labels are empty: give a name for each number that the model gives")
-    for position, label in enumerate(labels):
+    for label_index, label in enumerate(labels):
         if not label:
             raise SourceError(
-                f"label {position + 1} of {','.join(labels)} is empty: give it a name"
+                f"label {label_index + 1} of {','.join(labels)} is empty: give it a name"
             )
-        if label in labels[:position]:
+        if label in labels[:label_index]:
             raise SourceError(f"label {label!r} is there twice: give each number a name of its own")
 
 
-def _demand_order_of_classes(labels: Sequence[str], classes: tuple[str, ...]) -> None:
+def _demand_order_of_classes(labels: Sequence[str], class_names: tuple[str, ...]) -> None:
     """Raise SourceError for a label that is one of the model's classes, at another place."""
-    if any(label in classes and classes.index(label) != at for at, label in enumerate(labels)):
+    if any(label in class_names and class_names.index(label) != label_index for label_index, label in enumerate(labels)):
         raise SourceError(
-            f"labels are {', '.join(labels)}, and the model's classes are {', '.join(classes)}, in this order: "
+            f"labels are {', '.join(labels)}, and the model's classes are {', '.join(class_names)}, in this order: "
             "numbers would stand under wrong names; give the labels in the order of the classes"
         )
 
 
 def _demand_order_of_columns(
-    columns: Mapping[str, tuple[str, ...]], earlier_columns: Mapping[str, tuple[str, ...]]
+    columns_by_input: Mapping[str, tuple[str, ...]], earlier_columns: Mapping[str, tuple[str, ...]]
 ) -> None:
     """Raise SourceError for an input whose columns the table has in another order than at the import before."""
-    for name, names in columns.items():
-        before = earlier_columns[name]
-        if before != names and sorted(before) == sorted(names):
+    for input_name, column_names in columns_by_input.items():
+        earlier_names = earlier_columns[input_name]
+        if earlier_names != column_names and sorted(earlier_names) == sorted(column_names):
             raise SourceError(
-                f"columns of {name!r} are {_listed(names)} in this table, and were {_listed(before)} at the import "
-                "before, and a model takes them by their place: name them in the order of the training as columns, or "
-                "give expected"
+                f"columns of {input_name!r} are {_names_in_words(column_names)} in this table, and were " f"{_names_in_words(earlier_names)} at the import " "before, and a model takes them by their place: name them in the order of the training as columns, or " "give expected"
             )
 
 
-def _shown(value: object) -> object:
+def _shown_value(feature_value: object) -> object:
     """Return a feature's value for the report."""
-    if isinstance(value, list):
-        return [_shown(part) for part in value]
-    return TEXT_SHOWN if isinstance(value, str) and len(value) > TEXT_SHOWN_CHARS else value
+    if isinstance(feature_value, list):
+        return [_shown_value(element) for element in feature_value]
+    return LONG_TEXT_PLACEHOLDER if isinstance(feature_value, str) and len(feature_value) > SHOWN_TEXT_CHARS_MAX else feature_value
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_in_words(names: Sequence[str]) -> str:
     """Return the first names of a list, and the number of all where there are more."""
-    listed = ", ".join(names[:NAMES_LISTED])
-    return listed if len(names) <= NAMES_LISTED else f"{listed}, ... ({len(names)} in all)"
+    names_text = ", ".join(names[:LISTED_NAMES_MAX])
+    return names_text if len(names) <= LISTED_NAMES_MAX else f"{names_text}, ... ({len(names)} in all)"
 
 
-def _demand_order_of_before(
-    to: Path, model: BundleModel, tower: Tower, fed: Mapping[str, NDArray[Any]]
+def _demand_earlier_label_order(
+    import_folder: Path, model: BundleModel, tower: Tower, input_by_name: Mapping[str, NDArray[Any]]
 ) -> None:
     """Raise SourceError if labels have another order than before, and the numbers of a retrained model have not.
 
@@ -389,69 +372,64 @@ def _demand_order_of_before(
     their label, labels were given in a wrong order. The same model is imported again to correct labels.
     """
     try:
-        before = Bundle.read(to / BUNDLE).values[model.name]
-        is_reordered = before.labels != model.labels and set(before.labels) == set(model.labels)
-        if not is_reordered or before.spec != model.spec or before.digest == model.digest:
+        earlier_model = Bundle.read(import_folder / BUNDLE_FOLDER).values[model.name]
+        is_reordered = earlier_model.labels != model.labels and set(earlier_model.labels) == set(model.labels)
+        if not is_reordered or earlier_model.spec != model.spec or earlier_model.digest == model.digest:
             return
-        numbers, earlier_numbers = tower.run(fed), Tower.open(before.path, before.spec).run(fed)
+        outputs, earlier_outputs = tower.run(input_by_name), Tower.open(earlier_model.path, earlier_model.spec).run(input_by_name)
     except (LarderError, KeyError):  # what cannot be compared proves nothing
         return
-    by_label = earlier_numbers[:, [before.labels.index(label) for label in model.labels]]
-    off_by_place = float(np.abs(numbers - earlier_numbers).mean())
-    off_by_label = float(np.abs(numbers - by_label).mean())
-    if off_by_place < off_by_label:
+    reordered_outputs = earlier_outputs[:, [earlier_model.labels.index(label) for label in model.labels]]
+    mean_error_by_place = float(np.abs(outputs - earlier_outputs).mean())
+    mean_error_by_label = float(np.abs(outputs - reordered_outputs).mean())
+    if mean_error_by_place < mean_error_by_label:
         raise SourceError(
-            f"labels are {', '.join(model.labels)}, and were {', '.join(before.labels)} at the import before, but the "
-            f"model's numbers have kept their places: over {len(numbers):,} rows they differ from those of before by "
-            f"{off_by_place:.2g} by place, and by {off_by_label:.2g} by label; give the labels in the order of before. "
-            f"If that order was wrong, import {BUNDLE}/{before.path.name} with the right one first"
+            f"labels are {', '.join(model.labels)}, and were {', '.join(earlier_model.labels)} at the import before, " "but the " f"model's numbers have kept their places: over {len(outputs):,} rows they differ from those of before by " f"{mean_error_by_place:.2g} by place, and by {mean_error_by_label:.2g} by label; give the labels in the " "order of before. " f"If that order was wrong, import {BUNDLE_FOLDER}/{earlier_model.path.name} with the right one first"
         )
 
 
-def _kept_settings_in_words(to: Path, table: str) -> tuple[str, ...]:
+def _kept_settings_in_words(import_folder: Path, value_name: str) -> tuple[str, ...]:
     """Return remarks on kept settings by which nights use another bundle or table, or make no table of the model."""
     try:
-        config = night_config(str(to / SETTINGS))
+        config = night_config(str(import_folder / SETTINGS_FILE))
     except LarderError:  # `larder check` will name it
         return ()
-    remarks, features = [], config.sources.user_features
-    if config.path(config.bundle).resolve() != (to / BUNDLE).resolve():
+    remarks, features_file = [], config.sources.user_features
+    if config.path(config.bundle).resolve() != (import_folder / BUNDLE_FOLDER).resolve():
         remarks.append(
-            f"nights use the bundle {config.bundle}, which {SETTINGS} names, not this import's: name {BUNDLE} there"
+            f"nights use the bundle {config.bundle}, which {SETTINGS_FILE} names, not this import's: name " f"{BUNDLE_FOLDER} there"
         )
-    if all(table_config.value != table for table_config in config.tables.values()):
+    if all(table_config.value != value_name for table_config in config.tables.values()):
         remarks.append(
-            f"nights make no table of {table}: {SETTINGS} has no [tables.{table}] with kind and value (kind = "
-            f'"value", value = "{table}")'
+            f"nights make no table of {value_name}: {SETTINGS_FILE} has no [tables.{value_name}] with kind and value " "(kind = " f'"value", value = "{value_name}")'
         )
-    if features is None or config.path(features).resolve() != (to / FEATURES).resolve():
+    if features_file is None or config.path(features_file).resolve() != (import_folder / FEATURES_FILE).resolve():
         remark = (
-            f"nights read {features or 'no features'} ([sources] user_features in {SETTINGS}), not the rows of "
-            f"this import, which are in {FEATURES}"
+            f"nights read {features_file or 'no features'} ([sources] user_features in {SETTINGS_FILE}), not the rows " "of " f"this import, which are in {FEATURES_FILE}"
         )
         try:
-            demand_feature_types(config, Bundle.read(to / BUNDLE))
+            demand_feature_types(config, Bundle.read(import_folder / BUNDLE_FOLDER))
         except LarderError as error:
             remark += f"; that table does not fit the model: {error.message}"
         remarks.append(remark)
     return tuple(remarks)
 
 
-def _no_usable_row_error(rows: Any, count: int) -> SourceError:
+def _no_usable_row_error(feature_table: Any, row_count: int) -> SourceError:
     """Return the error of a table in which no row is complete, with the columns that have no value at all."""
-    empty = [
-        repr(name) for name in rows.column_names if not _usable(rows[name].combine_chunks()).any()
+    empty_column_names = [
+        repr(name) for name in feature_table.column_names if not _complete_row_mask(feature_table[name].combine_chunks()).any()
     ]
     reason = (
-        f"{', '.join(empty)} has no value in any" if empty else "each lacks a value in a column"
+        f"{', '.join(empty_column_names)} has no value in any" if empty_column_names else "each lacks a value in a column"
     )
     return SourceError(
-        f"no row of features can be used, of {count:,}: {reason}: fill in what the model was trained with for a "
+        f"no row of features can be used, of {row_count:,}: {reason}: fill in what the model was trained with for a "
         "missing value"
     )
 
 
-def _serialised(model: Any) -> bytes:
+def _onnx_bytes(model: Any) -> bytes:
     if isinstance(model, str | Path):
         try:
             return Path(model).read_bytes()
@@ -467,263 +445,254 @@ def _serialised(model: Any) -> bytes:
     )
 
 
-def _parsed(graph: bytes) -> onnx.GraphProto:
+def _parse_graph(onnx_bytes: bytes) -> onnx.GraphProto:
     try:
-        return onnx.load_from_string(graph).graph
+        return onnx.load_from_string(onnx_bytes).graph
     except Exception as error:  # Protocol Buffers' errors share no base class
         raise SourceError(f"model is no ONNX model: {error}") from None
 
 
-def _inputs_of(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    constants = {tensor.name for tensor in graph.initializer}
-    return [graph_input for graph_input in graph.input if graph_input.name not in constants]
+def _graph_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    constant_names = {tensor.name for tensor in graph.initializer}
+    return [graph_input for graph_input in graph.input if graph_input.name not in constant_names]
 
 
 def _columns_by_input(
-    graph: onnx.GraphProto, rows: Any, columns: Sequence[str] | None
+    graph: onnx.GraphProto, feature_table: Any, columns: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
     """Return the columns of the table that each input takes; raise SourceError for one that it lacks."""
-    names = [graph_input.name for graph_input in _inputs_of(graph)]
-    all_columns: tuple[str, ...] = tuple(rows.column_names if columns is None else columns)
-    columns_by_input = {name: (name,) if len(names) > 1 else all_columns for name in names}
+    input_names = [graph_input.name for graph_input in _graph_inputs(graph)]
+    all_columns: tuple[str, ...] = tuple(feature_table.column_names if columns is None else columns)
+    columns_by_input = {name: (name,) if len(input_names) > 1 else all_columns for name in input_names}
     for column in (column for names in columns_by_input.values() for column in names):
-        if column not in rows.column_names:
+        if column not in feature_table.column_names:
             raise SourceError(
-                f"features has no column {column!r}, which the model takes; it has {', '.join(rows.column_names)}"
+                f"features has no column {column!r}, which the model takes; it has " f"{', '.join(feature_table.column_names)}"
             )
     return columns_by_input
 
 
-def _bound(
+def _bind_inputs(
     graph: onnx.GraphProto,
-    rows: Any,
+    feature_table: Any,
     columns_by_input: Mapping[str, tuple[str, ...]],
-    output: str | None,
+    requested_output: str | None,
     labels: Sequence[str],
 ) -> tuple[TowerSpec, dict[str, Any]]:
     """The specification of the model, and its inputs for all rows, by input name, as Arrow columns."""
-    graph_inputs = _inputs_of(graph)
+    graph_inputs = _graph_inputs(graph)
     for graph_input in graph_inputs:
-        if graph_input.type.tensor_type.elem_type not in _DTYPES:
+        if graph_input.type.tensor_type.elem_type not in _DTYPE_BY_ONNX_TYPE:
             raise SourceError(
                 f"input {graph_input.name!r} of the model holds no float32, int32, int64 or text: export it with "
                 "FloatTensorType, Int64TensorType or StringTensorType"
             )
-    name = _output(graph, output, len(labels))
-    specs, inputs = [], {}
+    output_name = _output_name(graph, requested_output, len(labels))
+    input_specs, column_by_input = [], {}
     for graph_input in graph_inputs:
         input_columns = columns_by_input[graph_input.name]
-        spec = _input_spec(graph_input, input_columns)
-        specs.append(spec)
-        inputs[graph_input.name] = _column(rows.select(input_columns), spec)
-    return TowerSpec(tuple(specs), name, len(labels)), inputs
+        input_spec = _input_spec(graph_input, input_columns)
+        input_specs.append(input_spec)
+        column_by_input[graph_input.name] = _input_column(feature_table.select(input_columns), input_spec)
+    return TowerSpec(tuple(input_specs), output_name, len(labels)), column_by_input
 
 
-def _output(model: Any, output: str | None, labels: int) -> str:
+def _output_name(graph: Any, requested_output: str | None, label_count: int) -> str:
     """Name of the output with a number for each label."""
-    floats = {
+    width_by_float_output = {
         graph_output.name: _width(graph_output)
-        for graph_output in model.output
+        for graph_output in graph.output
         if graph_output.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     }
     output_names = (
-        [output] if output else [name for name in floats if len(floats) == 1 or "prob" in name]
+        [requested_output] if requested_output else [name for name in width_by_float_output if len(width_by_float_output) == 1 or "prob" in name]
     )
     if (
-        any(graph_output.type.HasField("sequence_type") for graph_output in model.output)
-        and not floats
+        any(graph_output.type.HasField("sequence_type") for graph_output in graph.output)
+        and not width_by_float_output
     ):
         raise SourceError(
             "the model gives a list of dictionaries: export it with zipmap off (skl2onnx: "
             "options={LogisticRegression: {'zipmap': False}}; onnxmltools: zipmap=False)"
         )
-    if len(output_names) != 1 or output_names[0] not in floats:
+    if len(output_names) != 1 or output_names[0] not in width_by_float_output:
         raise SourceError(
-            f"the model's outputs of numbers are {', '.join(floats) or 'none'}: name the one with a number for each "
-            "label as output"
+            f"the model's outputs of numbers are {', '.join(width_by_float_output) or 'none'}: name the one with a " "number for each " "label as output"
         )
-    width = floats[output_names[0]]
-    if width is not None and width != labels:
+    width = width_by_float_output[output_names[0]]
+    if width is not None and width != label_count:
         raise SourceError(
-            f"output {output_names[0]!r} has {width} numbers, and there are {labels} labels: give one label for each, "
-            "in the "
-            "order of the model's classes"
+            f"output {output_names[0]!r} has {width} numbers, and there are {label_count} labels: give one label for " "each, " "in the " "order of the model's classes"
         )
     return output_names[0]
 
 
-def _width(value: Any) -> int | None:
+def _width(value_info: Any) -> int | None:
     """Number of columns of a matrix [rows, columns]; None of a vector [rows], or where the model does not say."""
-    sizes = value.type.tensor_type.shape.dim
-    return int(sizes[1].dim_value) or None if len(sizes) > 1 else None
+    dimensions = value_info.type.tensor_type.shape.dim
+    return int(dimensions[1].dim_value) or None if len(dimensions) > 1 else None
 
 
-def _input_spec(graph_input: Any, columns: Sequence[str]) -> InputSpec:
-    dtype = _DTYPES[graph_input.type.tensor_type.elem_type]
-    if (axes := len(graph_input.type.tensor_type.shape.dim)) > 2:
+def _input_spec(graph_input: Any, column_names: Sequence[str]) -> InputSpec:
+    dtype = _DTYPE_BY_ONNX_TYPE[graph_input.type.tensor_type.elem_type]
+    if (axis_count := len(graph_input.type.tensor_type.shape.dim)) > 2:
         raise SourceError(
-            f"input {graph_input.name!r} of the model has {axes} axes, and features are rows and columns: export the "
-            "model with an input [rows, columns]"
+            f"input {graph_input.name!r} of the model has {axis_count} axes, and features are rows and columns: " "export the " "model with an input [rows, columns]"
         )
     is_matrix = len(graph_input.type.tensor_type.shape.dim) > 1
     width = _width(graph_input)
-    if not is_matrix and len(columns) > 1:
+    if not is_matrix and len(column_names) > 1:
         width = 1
-    if width is not None and width != len(columns):
+    if width is not None and width != len(column_names):
         raise SourceError(
-            f"input {graph_input.name!r} of the model takes {width} columns, not the {len(columns)} of features "
-            f"({', '.join(columns)}): name those in the order of the training as columns"
+            f"input {graph_input.name!r} of the model takes {width} columns, not the {len(column_names)} of features "
+            f"({', '.join(column_names)}): name those in the order of the training as columns"
         )
     return InputSpec(
         graph_input.name,
         "feature",
         dtype,
         column=graph_input.name,
-        width=len(columns) if is_matrix else None,
+        width=len(column_names) if is_matrix else None,
     )
 
 
-def _column(rows: Any, spec: InputSpec) -> Any:
+def _input_column(feature_table: Any, input_spec: InputSpec) -> Any:
     """The rows of an input as one Arrow column: values, or lists of them, null where a value is missing."""
-    target = {"float32": pa.float32(), "string": pa.string()}.get(spec.dtype, pa.int64())
-    parts = []
-    for name in rows.column_names:
-        column = rows[name].combine_chunks()
+    arrow_type = {"float32": pa.float32(), "string": pa.string()}.get(input_spec.dtype, pa.int64())
+    column_parts = []
+    for column_name in feature_table.column_names:
+        column = feature_table[column_name].combine_chunks()
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
         try:
-            parts.append(column.cast(target, safe=target != pa.float32()))
+            column_parts.append(column.cast(arrow_type, safe=arrow_type != pa.float32()))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise SourceError(
-                f"features: column {name!r} is {column.type}, and input {spec.name!r} of the model takes {spec.dtype}: "
-                f"{error}; name the columns that the model was trained with as columns"
+                f"features: column {column_name!r} is {column.type}, and input {input_spec.name!r} of the model takes " f"{input_spec.dtype}: " f"{error}; name the columns that the model was trained with as columns"
             ) from None
-    if spec.width is None or (spec.dtype == "string" and spec.width == 1):
-        return parts[0]
-    width, count = len(parts), rows.num_rows
-    values = pa.concat_arrays(parts).take(
-        pa.array(np.arange(width * count).reshape(width, count).T.ravel())
+    if input_spec.width is None or (input_spec.dtype == "string" and input_spec.width == 1):
+        return column_parts[0]
+    width, row_count = len(column_parts), feature_table.num_rows
+    interleaved_values = pa.concat_arrays(column_parts).take(
+        pa.array(np.arange(width * row_count).reshape(width, row_count).T.ravel())
     )
-    return pa.FixedSizeListArray.from_arrays(values, width)
+    return pa.FixedSizeListArray.from_arrays(interleaved_values, width)
 
 
-def _usable(column: Any) -> NDArray[np.bool_]:
+def _complete_row_mask(feature_column: Any) -> NDArray[np.bool_]:
     """Mask of the rows in which no value is missing or NaN."""
-    values = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
-    is_there: NDArray[np.bool_] = np.asarray(pc.is_valid(values))
+    values = feature_column.flatten() if pa.types.is_fixed_size_list(feature_column.type) else feature_column
+    has_value: NDArray[np.bool_] = np.asarray(pc.is_valid(values))
     if pa.types.is_floating(values.type):
-        is_there = is_there & np.asarray(pc.fill_null(pc.is_finite(values), False))
-    return np.asarray(is_there.reshape(len(column), -1).all(axis=1), np.bool_)
+        has_value = has_value & np.asarray(pc.fill_null(pc.is_finite(values), False))
+    return np.asarray(has_value.reshape(len(feature_column), -1).all(axis=1), np.bool_)
 
 
-def _fed(column: Any, spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
+def _model_input(feature_column: Any, input_spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
     """The input as the model takes it."""
-    selected_column = column.take(pa.array(rows))
+    selected_column = feature_column.take(pa.array(rows))
     if pa.types.is_fixed_size_list(selected_column.type):
         selected_column = selected_column.flatten()
-    values = np.asarray(
-        selected_column.to_pylist(), object if spec.dtype == "string" else spec.dtype
+    input_values = np.asarray(
+        selected_column.to_pylist(), object if input_spec.dtype == "string" else input_spec.dtype
     )
-    return values if spec.width is None else values.reshape(len(rows), spec.width)
+    return input_values if input_spec.width is None else input_values.reshape(len(rows), input_spec.width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TriedRows:
     """Result of a run over all usable rows.
 
-    `difference`: the largest from `expected`, None if nothing was compared; `nonfinite`: rows with an output that is
-    not finite; `same_values`: the output of every row, if it is one and the same.
+    `largest_difference`: the largest from `expected`, None if nothing was compared; `nonfinite_row_count`: rows with
+    an output that is
+    not finite; `common_output`: the output of every row, if it is one and the same.
     """
 
-    difference: float | None
-    nonfinite: int
-    same_values: NDArray[np.float32] | None
+    largest_difference: float | None
+    nonfinite_row_count: int
+    common_output: NDArray[np.float32] | None
 
 
 def _try_rows(
-    tower: Tower, inputs: Mapping[str, Any], expected: Any, ids: Any, usable: NDArray[np.int64]
+    tower: Tower, column_by_input: Mapping[str, Any], expected_values: Any, ids: Any, usable_rows: NDArray[np.int64]
 ) -> TriedRows:
     """Run the model on all usable rows, of which there is one at least.
 
-    Raises SourceError for a row on which the model fails, for outputs of which none is finite, for an `expected` that
+    Raises SourceError for a row on which the model fails, for outputs of which none is finite, for an
+    `expected_values` that
     is not finite, and for outputs beyond the tolerance; it names the first id.
     """
-    expected_outputs = _expected_outputs(expected, ids, usable, tower.spec.output_dims)
-    outputs = np.empty((len(usable), tower.spec.output_dims), np.float32)
-    for start in range(0, len(usable), ROWS_AT_ONCE):
-        rows = usable[start : start + ROWS_AT_ONCE]
-        outputs[start : start + len(rows)] = run_named(
+    expected_outputs = _expected_outputs(expected_values, ids, usable_rows, tower.spec.output_dims)
+    outputs = np.empty((len(usable_rows), tower.spec.output_dims), np.float32)
+    for batch_start in range(0, len(usable_rows), ROWS_AT_ONCE):
+        batch_rows = usable_rows[batch_start : batch_start + ROWS_AT_ONCE]
+        outputs[batch_start : batch_start + len(batch_rows)] = run_named(
             tower,
             {
-                input_spec.name: _fed(inputs[input_spec.name], input_spec, rows)
+                input_spec.name: _model_input(column_by_input[input_spec.name], input_spec, batch_rows)
                 for input_spec in tower.spec.inputs
             },
-            partial(name_row, "row of", ids, rows),
+            partial(name_row, "row of", ids, batch_rows),
         )
-    nonfinite = int((~np.isfinite(outputs).all(axis=1)).sum())
-    if nonfinite == len(usable):
+    nonfinite_row_count = int((~np.isfinite(outputs).all(axis=1)).sum())
+    if nonfinite_row_count == len(usable_rows):
         raise SourceError(
-            f"no output of the model is finite, on none of {len(usable):,} rows: was it trained to its end, and are "
-            "the columns in the order of the training?"
+            f"no output of the model is finite, on none of {len(usable_rows):,} rows: was it trained to its end, and " "are " "the columns in the order of the training?"
         )
-    same_values = outputs[0] if (outputs == outputs[0]).all() else None
+    common_output = outputs[0] if (outputs == outputs[0]).all() else None
     if expected_outputs is None:
-        return TriedRows(None, nonfinite, same_values)
+        return TriedRows(None, nonfinite_row_count, common_output)
     differences = np.abs(outputs - expected_outputs)
-    largest = np.abs(expected_outputs).max(axis=0)
-    tolerances = TOLERANCE + TOLERANCE * np.abs(expected_outputs) + COLUMN_TOLERANCE * largest
-    is_off = ~(differences <= tolerances)  # also where the output is not a number
-    if (is_off_row := is_off.any(axis=1)).any():
-        row = int(is_off_row.argmax())
-        label = int(is_off[row].argmax())
-        off_differences = differences[is_off_row]
+    largest_by_label = np.abs(expected_outputs).max(axis=0)
+    tolerances = TOLERANCE + TOLERANCE * np.abs(expected_outputs) + COLUMN_SHARE_TOLERANCE * largest_by_label
+    is_beyond_tolerance = ~(differences <= tolerances)  # also where the output is not a number
+    if (is_differing_row := is_beyond_tolerance.any(axis=1)).any():
+        row = int(is_differing_row.argmax())
+        label_index = int(is_beyond_tolerance[row].argmax())
+        off_differences = differences[is_differing_row]
         finite_differences = off_differences[np.isfinite(off_differences)]
-        at_most = f"{finite_differences.max():.2g}" if len(finite_differences) else "not finite"
-        remedy = _ROWS_DIFFER
-        if (off_differences <= ROUNDING_SHARE * largest).all():
-            remedy = _ROUNDED
-        elif _has_odd_letters(inputs, int(usable[row])):
-            remedy = _TEXTS_DIFFER
+        largest_text = f"{finite_differences.max():.2g}" if len(finite_differences) else "not finite"
+        remedy = _ROWS_DIFFER_REMEDY
+        if (off_differences <= ROUNDING_SHARE_MAX * largest_by_label).all():
+            remedy = _ROUNDED_REMEDY
+        elif _has_odd_letters(column_by_input, int(usable_rows[row])):
+            remedy = _TEXTS_DIFFER_REMEDY
         raise SourceError(
-            f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value plus "
-            f"{COLUMN_TOLERANCE:.4%} of the column's largest for {int(is_off_row.sum()):,} of {len(usable):,} rows, at "
-            f"most by {at_most}, first for {ids[int(usable[row])].as_py()!r}, of which the model says "
-            f"{float(outputs[row, label]):.7g} and expected {float(expected_outputs[row, label]):.7g}: {remedy}"
+            f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value plus " f"{COLUMN_SHARE_TOLERANCE:.4%} of the column's largest for {int(is_differing_row.sum()):,} of " f"{len(usable_rows):,} rows, at " f"most by {largest_text}, first for {ids[int(usable_rows[row])].as_py()!r}, of which the model says " f"{float(outputs[row, label_index]):.7g} and expected {float(expected_outputs[row, label_index]):.7g}: " f"{remedy}"
         )
-    return TriedRows(float(differences.max()), nonfinite, same_values)
+    return TriedRows(float(differences.max()), nonfinite_row_count, common_output)
 
 
 def _expected_outputs(
-    expected: Any, ids: Any, usable: NDArray[np.int64], labels: int
+    expected_values: Any, ids: Any, usable_rows: NDArray[np.int64], label_count: int
 ) -> NDArray[np.float64] | None:
     """Return what the library says of usable rows, float64 [n, labels]; raise SourceError for another shape or NaN."""
-    if expected is None:
+    if expected_values is None:
         return None
-    matrix = np.asarray(expected, np.float64)
-    if matrix.shape == (len(ids),) and labels == 1:
+    matrix = np.asarray(expected_values, np.float64)
+    if matrix.shape == (len(ids),) and label_count == 1:
         matrix = matrix[:, None]
-    if matrix.shape != (len(ids), labels):
+    if matrix.shape != (len(ids), label_count):
         raise SourceError(
-            f"expected is {list(matrix.shape)}, {[len(ids), labels]} is wanted: what predict_proba says of each row"
+            f"expected is {list(matrix.shape)}, {[len(ids), label_count]} is wanted: what predict_proba says of each " "row"
         )
-    expected_outputs: NDArray[np.float64] = matrix[usable]
+    expected_outputs: NDArray[np.float64] = matrix[usable_rows]
     if not (is_finite := np.isfinite(expected_outputs).all(axis=1)).all():
-        what = "NaN" if np.isnan(expected_outputs).any() else "infinity"
+        value_text = "NaN" if np.isnan(expected_outputs).any() else "infinity"
         raise SourceError(
-            f"expected holds {what} in {int((~is_finite).sum()):,} rows, first for "
-            f"{ids[int(usable[is_finite.argmin()])].as_py()!r}: give what the library says of these rows, or leave the "
-            "rows out"
+            f"expected holds {value_text} in {int((~is_finite).sum()):,} rows, first for " f"{ids[int(usable_rows[is_finite.argmin()])].as_py()!r}: give what the library says of these rows, or " "leave the " "rows out"
         )
     return expected_outputs
 
 
-def _has_odd_letters(inputs: Mapping[str, Any], row: int) -> bool:
+def _has_odd_letters(column_by_input: Mapping[str, Any], row: int) -> bool:
     """True if a text of the row has a character beyond ASCII."""
     return any(
-        not str(value).isascii() for column in inputs.values() for value in _texts(column[row])
+        not str(value).isascii() for column in column_by_input.values() for value in _texts_in_cell(column[row])
     )
 
 
-def _texts(cell: Any) -> list[str]:
-    values = cell.as_py() if isinstance(cell.as_py(), list) else [cell.as_py()]
-    return [value for value in values if isinstance(value, str)]
+def _texts_in_cell(cell: Any) -> list[str]:
+    cell_values = cell.as_py() if isinstance(cell.as_py(), list) else [cell.as_py()]
+    return [value for value in cell_values if isinstance(value, str)]

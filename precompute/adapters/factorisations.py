@@ -14,12 +14,12 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from precompute.adapters.fold_in import Fold
+from precompute.adapters.fold_in import HistoryFold
 from precompute.adapters.folder import ImportReport
-from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
-from precompute.adapters.vectors import NO_NEW_ITEM, import_vectors
+from precompute.adapters.inputs import ClickMatrix, EntityVectors, checked_ids
+from precompute.adapters.vectors import NO_NEW_ITEM_LIMIT, import_vectors
 
-_IMPLICIT_PARTS = ("user_factors", "item_factors", "regularization", "alpha")
+_IMPLICIT_ATTRIBUTES = ("user_factors", "item_factors", "regularization", "alpha")
 
 _FEATURES_LIMIT = "use features of a user or item live: they are in the vectors, as of this import"
 
@@ -39,28 +39,50 @@ def from_implicit(
     factors, exactly as `recommend(filter_already_liked_items=True)` does; a stranger's history is folded into ALS as
     `recalculate_user` would, by the usual confidence of a click. Raises SourceError for a model that was not fitted.
     """
-    parts = (
+    attribute_by_name = (
         _saved_implicit(Path(model))
         if isinstance(model, str | Path)
-        else _implicit_attributes(model)
+        else _attributes_of_implicit(model)
     )
-    users, items = parts.get("user_factors"), parts.get("item_factors")
-    if users is None or items is None or not np.size(users) or not np.size(items):
+    user_factors, item_factors = (
+        attribute_by_name.get("user_factors"),
+        attribute_by_name.get("item_factors"),
+    )
+    if (
+        user_factors is None
+        or item_factors is None
+        or not np.size(user_factors)
+        or not np.size(item_factors)
+    ):
         model_name = model if isinstance(model, str | Path) else type(model).__name__
         raise SourceError(f"{model_name} has no factors: call fit before it is imported")
-    name = "implicit" if isinstance(model, str | Path) else f"implicit {type(model).__name__}"
-    of_items, of_users = Vectors.of(item_ids, items, "item"), Vectors.of(user_ids, users, "user")
-    clicks = ClickMatrix.of(user_items, of_users.ids, of_items.ids)
-    folds, limits = [], [NO_NEW_ITEM]
-    if parts.get("alpha") is not None:  # only ALS has confidences
-        confidence = float(parts["alpha"]) * clicks.usual_weight
-        folds.append(_als_fold(of_items.rows, float(parts["regularization"]), confidence))
+    model_title = (
+        "implicit" if isinstance(model, str | Path) else f"implicit {type(model).__name__}"
+    )
+    item_vectors, user_vectors = (
+        EntityVectors.of(item_ids, item_factors, "item"),
+        EntityVectors.of(user_ids, user_factors, "user"),
+    )
+    clicks = ClickMatrix.of(user_items, user_vectors.ids, item_vectors.ids)
+    folds, limits = [], [NO_NEW_ITEM_LIMIT]
+    if attribute_by_name.get("alpha") is not None:  # only ALS has confidences
+        confidence = float(attribute_by_name["alpha"]) * clicks.median_weight
+        folds.append(
+            _als_fold(item_vectors.rows, float(attribute_by_name["regularization"]), confidence)
+        )
         if clicks.is_weighted:
             limits.append(
                 f"weigh the clicks of a stranger's history: each counts {confidence:g}, alpha times the median weight"
             )
     return import_vectors(
-        Path(to), of_items, of_users, clicks, folds=folds, model=name, cannot=limits, seed=seed
+        Path(to),
+        item_vectors,
+        user_vectors,
+        clicks,
+        folds=folds,
+        model=model_title,
+        cannot=limits,
+        seed=seed,
     )
 
 
@@ -89,10 +111,11 @@ def from_lightfm(
     item_bias, item_rows = _call_model(
         lambda: model.get_item_representations(item_features), remedy
     )
-    users = np.column_stack([user_rows, np.ones(len(user_rows), np.float32), user_bias])
-    items = np.column_stack([item_rows, item_bias, np.ones(len(item_rows), np.float32)])
-    return _of_pair(
-        to, "LightFM", users, items, interactions, (user_ids, item_ids), [NO_NEW_ITEM, _FEATURES_LIMIT], seed
+    user_matrix = np.column_stack([user_rows, np.ones(len(user_rows), np.float32), user_bias])
+    item_matrix = np.column_stack([item_rows, item_bias, np.ones(len(item_rows), np.float32)])
+    return _import_vector_pair(
+        to, "LightFM", user_matrix, item_matrix, interactions, (user_ids, item_ids), [NO_NEW_ITEM_LIMIT,
+        _FEATURES_LIMIT], seed
     )  # fmt: skip
 
 
@@ -120,25 +143,40 @@ def from_sklearn(
         raise SourceError(
             f"{type(model).__name__} is neither TruncatedSVD nor NMF: give the vectors of both sides to from_vectors"
         )
-    items = Vectors.of(item_ids, np.transpose(model.components_), "item")
-    checked_user_ids = None if user_ids is None else ids_of(user_ids, "user")
-    clicks = ClickMatrix.of(user_items, checked_user_ids, items.ids)
+    item_vectors = EntityVectors.of(item_ids, np.transpose(model.components_), "item")
+    checked_user_ids = None if user_ids is None else checked_ids(user_ids, "user")
+    clicks = ClickMatrix.of(user_items, checked_user_ids, item_vectors.ids)
     if user_vectors is None:
         # What was given, not the clicks: those leave weights below 0 out, which the model saw.
         weights = user_items if sp.issparse(user_items) else clicks.matrix
         user_vectors = _call_model(lambda: model.transform(weights), "give what it was fitted on")
-    users = Vectors.of(clicks.users, user_vectors, "user")
-    folds, limits = [], [NO_NEW_ITEM]
+    checked_user_vectors = EntityVectors.of(clicks.users, user_vectors, "user")
+    folds, limits = [], [NO_NEW_ITEM_LIMIT]
     if is_svd:
-        rows = items.rows * np.float32(clicks.usual_weight)
-        folds.append(Fold("the model's own projection", rows, 0.0, None, np.zeros_like(rows[0])))
+        projection_rows = item_vectors.rows * np.float32(clicks.median_weight)
+        folds.append(
+            HistoryFold(
+                "the model's own projection",
+                projection_rows,
+                0.0,
+                None,
+                np.zeros_like(projection_rows[0]),
+            )
+        )
         if clicks.is_weighted:
             limits.append(
-                f"weigh the clicks of a stranger's history: each counts {clicks.usual_weight:g}, the median"
+                f"weigh the clicks of a stranger's history: each counts {clicks.median_weight:g}, the median"
             )
-    name = f"scikit-learn {type(model).__name__}"
+    model_title = f"scikit-learn {type(model).__name__}"
     return import_vectors(
-        Path(to), items, users, clicks, folds=folds, model=name, cannot=limits, seed=seed
+        Path(to),
+        item_vectors,
+        checked_user_vectors,
+        clicks,
+        folds=folds,
+        model=model_title,
+        cannot=limits,
+        seed=seed,
     )
 
 
@@ -149,74 +187,91 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
     others by mean or ridge, by held-out recall@20. DSSM ranks by Euclidean distance: its items become
     [vector, -length squared / 2], which an inner product ranks in the same order. Raises SourceError for other models.
     """
-    name = type(model).__name__
+    model_name = type(model).__name__
     if not hasattr(model, "get_vectors"):
         raise SourceError(
-            f"RecTools' {name} has no get_vectors: EASE is from_item_weights of model.weight.T, "
+            f"RecTools' {model_name} has no get_vectors: EASE is from_item_weights of model.weight.T, "
             "others cannot be imported"
         )
     wants_dataset = bool(inspect.signature(model.get_vectors).parameters)
-    users, items = _call_model(
+    user_vectors, item_vectors = _call_model(
         lambda: model.get_vectors(dataset) if wants_dataset else model.get_vectors(),
         "call fit first, and give the dataset that it was fitted on",
     )
     clicks = dataset.get_user_item_matrix(include_weights=True)
-    clicks.resize(len(users), len(items))  # who never clicked has a row at the end, or no vector
+    clicks.resize(
+        len(user_vectors), len(item_vectors)
+    )  # who never clicked has a row at the end, or no vector
     # What was not in any interaction comes last in both, and some models have no vectors of it.
-    ids = tuple(
-        id_map.external_ids[: len(rows)]
-        for id_map, rows in ((dataset.user_id_map, users), (dataset.item_id_map, items))
+    ids_by_side = tuple(
+        id_map.external_ids[: len(side_vectors)]
+        for id_map, side_vectors in (
+            (dataset.user_id_map, user_vectors),
+            (dataset.item_id_map, item_vectors),
+        )
     )
-    inner = getattr(model, "model", None)
+    inner_model = getattr(model, "model", None)
     has_features = dataset.user_features is not None or dataset.item_features is not None
-    if getattr(inner, "alpha", None) is not None and not has_features:
-        return from_implicit(inner, clicks, to=to, user_ids=ids[0], item_ids=ids[1], seed=seed)
-    limits = [NO_NEW_ITEM, *([_FEATURES_LIMIT] if has_features else [])]
-    distance = getattr(getattr(model, "u2i_dist", None), "name", "DOT")
-    if distance == "EUCLIDEAN":
-        items = np.asarray(items)
-        users = np.column_stack([users, np.ones(len(users), np.float32)])
-        items = np.column_stack([items, np.square(items, dtype=np.float64).sum(axis=1) / -2])
+    if getattr(inner_model, "alpha", None) is not None and not has_features:
+        return from_implicit(
+            inner_model, clicks, to=to, user_ids=ids_by_side[0], item_ids=ids_by_side[1], seed=seed
+        )
+    limits = [NO_NEW_ITEM_LIMIT, *([_FEATURES_LIMIT] if has_features else [])]
+    distance_name = getattr(getattr(model, "u2i_dist", None), "name", "DOT")
+    if distance_name == "EUCLIDEAN":
+        item_vectors = np.asarray(item_vectors)
+        user_vectors = np.column_stack([user_vectors, np.ones(len(user_vectors), np.float32)])
+        item_vectors = np.column_stack(
+            [item_vectors, np.square(item_vectors, dtype=np.float64).sum(axis=1) / -2]
+        )
         limits.append("score by distance: a score orders a user's items and says nothing else")
-    elif distance != "DOT":
-        raise SourceError(f"{name} ranks by {distance}: give its vectors to from_vectors")
-    return _of_pair(to, f"RecTools {name}", users, items, clicks, ids, limits, seed)
+    elif distance_name != "DOT":
+        raise SourceError(
+            f"{model_name} ranks by {distance_name}: give its vectors to from_vectors"
+        )
+    return _import_vector_pair(
+        to, f"RecTools {model_name}", user_vectors, item_vectors, clicks, ids_by_side, limits, seed
+    )
 
 
-def _als_fold(items: NDArray[np.float32], regularization: float, confidence: float) -> Fold:
+def _als_fold(
+    item_factors: NDArray[np.float32], regularization: float, confidence: float
+) -> HistoryFold:
     """Return the fold-in of ALS for implicit feedback, with one confidence for every click."""
-    wide = items.astype(np.float64)
-    values, vectors = np.linalg.eigh(wide.T @ wide + regularization * np.eye(wide.shape[1]))
-    if values[0] <= 0:
+    factors_f8 = item_factors.astype(np.float64)
+    eigenvalues, eigenvectors = np.linalg.eigh(
+        factors_f8.T @ factors_f8 + regularization * np.eye(factors_f8.shape[1])
+    )
+    if eigenvalues[0] <= 0:
         raise SourceError(
             "the items' factors span less than their dimensions, and regularization is 0: set it above 0"
         )
-    root = (vectors / np.sqrt(values)) @ vectors.T
-    return Fold(
+    inverse_root = (eigenvectors / np.sqrt(eigenvalues)) @ eigenvectors.T
+    return HistoryFold(
         "the model's own equations",
-        (wide @ root).astype(np.float32),
+        (factors_f8 @ inverse_root).astype(np.float32),
         confidence - 1.0,
-        (confidence * root).astype(np.float32),
-        np.zeros(wide.shape[1], np.float32),
+        (confidence * inverse_root).astype(np.float32),
+        np.zeros(factors_f8.shape[1], np.float32),
     )
 
 
-def _implicit_attributes(model: Any) -> Mapping[str, Any]:
+def _attributes_of_implicit(model: Any) -> Mapping[str, Any]:
     attribute_by_name: dict[str, Any] = {
-        name: getattr(model, name, None) for name in _IMPLICIT_PARTS
+        name: getattr(model, name, None) for name in _IMPLICIT_ATTRIBUTES
     }
-    on_gpu = {
+    copied_from_gpu = {
         name: attribute.to_numpy()
         for name, attribute in attribute_by_name.items()
         if hasattr(attribute, "to_numpy")
     }
-    return attribute_by_name | on_gpu
+    return attribute_by_name | copied_from_gpu
 
 
 def _saved_implicit(path: Path) -> Mapping[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in _IMPLICIT_PARTS if name in file.files}
+            return {name: file[name] for name in _IMPLICIT_ATTRIBUTES if name in file.files}
     except (OSError, ValueError, EOFError) as error:
         if "pickle" in str(error).lower():  # numpy says how it would be read all the same
             raise SourceError(
@@ -225,21 +280,24 @@ def _saved_implicit(path: Path) -> Mapping[str, Any]:
         raise SourceError(f"{path}: {error}; give the .npz file that `model.save` writes") from None
 
 
-def _of_pair(
-    to: str | Path,
-    name: str,
-    users: Any,
-    items: Any,
+def _import_vector_pair(
+    import_folder: str | Path,
+    model_title: str,
+    user_matrix: Any,
+    item_matrix: Any,
     user_items: Any,
-    ids: tuple[Any, ...],
-    limits: list[str],
+    ids_by_side: tuple[Any, ...],
+    limit_texts: list[str],
     seed: int,
 ) -> ImportReport:
-    """Check the vectors of users and items and write their folder; `ids` of users and of items."""
-    of_users, of_items = Vectors.of(ids[0], users, "user"), Vectors.of(ids[1], items, "item")
-    clicks = ClickMatrix.of(user_items, of_users.ids, of_items.ids)
+    """Check the vectors of users and items and write their folder; `ids_by_side` of users and of items."""
+    user_vectors, item_vectors = (
+        EntityVectors.of(ids_by_side[0], user_matrix, "user"),
+        EntityVectors.of(ids_by_side[1], item_matrix, "item"),
+    )
+    clicks = ClickMatrix.of(user_items, user_vectors.ids, item_vectors.ids)
     return import_vectors(
-        Path(to), of_items, of_users, clicks, model=name, cannot=limits, seed=seed
+        Path(import_folder), item_vectors, user_vectors, clicks, model=model_title, cannot=limit_texts, seed=seed
     )  # fmt: skip
 
 

@@ -17,50 +17,50 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.adapters.inputs import ClickMatrix
-from precompute.bundles.held_out import ITEMS_COMPARED, recall, shares_above_random
-from precompute.bundles.onnx_model import OnnxModel, float32_info, int32_info, model_of
+from precompute.bundles.held_out import COMPARED_ITEMS_MAX, mean_recall, shares_above_random
+from precompute.bundles.onnx_model import OnnxModel, build_onnx_model, float32_info, int32_info
 
-TINY = np.float32(1e-30)
+TINY_SUMMAND = np.float32(1e-30)
 """Summand that avoids 0 / 0, so that a solved row stays unchanged."""
 
-HISTORY_MAX = 1024
+HISTORY_ITEMS_MAX = 1024
 
-USERS_MAX = 1_000
+SAMPLED_USERS_MAX = 1_000
 
 HISTORY_ITEMS_MIN = 5
 """Items of a user whose history is cut: four fifths are folded, one fifth is to be found."""
 
-RIDGES = (0.1, 1.0, 10.0)
+RIDGE_STRENGTHS = (0.1, 1.0, 10.0)
 """Regularisation of the ridges that are tried, in mean squared lengths of an item's row."""
 
-STEPS = (1, 2, 4, 8, 16, 32, 64)
+TRIED_STEP_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
-TOLERANCE = 1e-6
+STEP_TOLERANCE = 1e-6
 """Error of a vector, relative to its largest number, at which no more steps are taken."""
 
-CHANCE = 0.55
+CHANCE_SHARE_MAX = 0.55
 """Share of pairs in which a clicked item scores above a random one; below it, ids do not belong to the rows."""
 
-DEVIATIONS = 3.0
+SIGNIFICANT_DEVIATIONS = 3.0
 
-USERS_LEAST = 20
+JUDGED_USERS_MIN = 20
 """Least number of users with a click for a judgement: the clicks of one user are alike."""
 
-PAIRS_LEAST = int((DEVIATIONS * 0.5 / (CHANCE - 0.5)) ** 2)
+JUDGED_CLICKS_MIN = int((SIGNIFICANT_DEVIATIONS * 0.5 / (CHANCE_SHARE_MAX - 0.5)) ** 2)
 """Number of clicks up to which a share of exactly one half could be chance, and is not judged."""
 
-PAIRS_ENOUGH = 4_000
+HELD_OUT_CLICKS_ENOUGH = 4_000
 """Number of held-out clicks from which on no further part of the histories is held out for a judgement."""
 
-PARTS = 5
+HISTORY_PARTS = 5
 """Parts of a history, of which one is held out at a time."""
 
-NO_FEATURES: Mapping[str, NDArray[Any]] = MappingProxyType({})
+NO_FEATURE_VALUES: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fold:
-    """Fold of a history: `rows` float32 [items, dims], `back` [dims, dims] (None: as it is), `offset` [dims].
+class HistoryFold:
+    """Fold of a history: `rows` float32 [items, dims], `back_matrix` [dims, dims] (None: as it is), `offset` [dims].
 
     `is_mean`: divided by the length of the history.
 
@@ -74,25 +74,27 @@ class Fold:
     name: str
     rows: NDArray[np.float32]
     strength: float
-    back: NDArray[np.float32] | None
+    back_matrix: NDArray[np.float32] | None
     offset: NDArray[np.float32]
     is_mean: bool = False
 
-    def exact(self, items: NDArray[np.int64]) -> NDArray[np.float64]:
+    def exact(self, history_ordinals: NDArray[np.int64]) -> NDArray[np.float64]:
         """float64 [dims]: the vector of a history, solved directly."""
-        rows = self.rows[items].astype(np.float64)
-        square = np.eye(rows.shape[1]) + self.strength * rows.T @ rows
-        solved: NDArray[np.float64] = np.linalg.solve(square, rows.sum(axis=0))
+        item_rows = self.rows[history_ordinals].astype(np.float64)
+        system_matrix = np.eye(item_rows.shape[1]) + self.strength * item_rows.T @ item_rows
+        solution: NDArray[np.float64] = np.linalg.solve(system_matrix, item_rows.sum(axis=0))
         if self.is_mean:
-            solved /= max(len(items), 1)
-        turned = solved if self.back is None else solved @ self.back.astype(np.float64)
-        return turned + self.offset.astype(np.float64)
+            solution /= max(len(history_ordinals), 1)
+        rotated_solution = (
+            solution if self.back_matrix is None else solution @ self.back_matrix.astype(np.float64)
+        )
+        return rotated_solution + self.offset.astype(np.float64)
 
-    def tower(self, steps: int) -> OnnxModel:
+    def tower(self, step_count: int) -> OnnxModel:
         """history int32 [n, length] -> vector float32 [n, dims]; the number of the items is the padding."""
-        table = np.concatenate([self.rows, np.zeros((1, self.rows.shape[1]), np.float32)])
+        padded_table = np.concatenate([self.rows, np.zeros((1, self.rows.shape[1]), np.float32)])
         constants: dict[str, NDArray[np.float32] | NDArray[np.int64]] = {
-            "table": table,
+            "table": padded_table,
             "offset": self.offset,
             "middle": np.array([1], np.int64),
             "real": np.concatenate([np.ones(len(self.rows), np.float32), np.zeros(1, np.float32)]),
@@ -104,12 +106,15 @@ class Fold:
             helper.make_node("MatMul", ["ones", "rows"], ["target"]),
         ]
         if self.strength:
-            constants |= {"strength": np.array(self.strength, np.float32), "tiny": np.array(TINY)}
+            constants |= {
+                "strength": np.array(self.strength, np.float32),
+                "tiny": np.array(TINY_SUMMAND),
+            }
             nodes += [helper.make_node("Transpose", ["rows"], ["columns"], perm=[0, 2, 1])]
-            nodes += _conjugate_gradients(steps)
-            last = f"x{steps}"
+            nodes += _conjugate_gradients(step_count)
+            last_output = f"x{step_count}"
         else:
-            last = "target"
+            last_output = "target"
         if self.is_mean:
             # A sum of ones is exact in any order.
             constants["one"] = np.array(1, np.float32)
@@ -117,21 +122,21 @@ class Fold:
                 helper.make_node("ReduceSum", ["here", "middle"], ["length"], keepdims=1),
                 helper.make_node("Max", ["length", "one"], ["at_least_one"]),
                 helper.make_node("Unsqueeze", ["at_least_one", "middle"], ["tall_length"]),
-                helper.make_node("Div", [last, "tall_length"], ["mean"]),
+                helper.make_node("Div", [last_output, "tall_length"], ["mean"]),
             ]
-            last = "mean"
-        if self.back is not None:
+            last_output = "mean"
+        if self.back_matrix is not None:
             # From the left: a constant on the right would become int8, which so small a product does not repay.
-            constants["back"] = np.ascontiguousarray(self.back.T)
+            constants["back"] = np.ascontiguousarray(self.back_matrix.T)
             nodes += [
-                helper.make_node("Transpose", [last], ["column"], perm=[0, 2, 1]),
+                helper.make_node("Transpose", [last_output], ["column"], perm=[0, 2, 1]),
                 helper.make_node("MatMul", ["back", "column"], ["turned"]),
                 helper.make_node("Transpose", ["turned"], ["row"], perm=[0, 2, 1]),
             ]
-            last = "row"
-        nodes += [helper.make_node("Squeeze", [last, "middle"], ["flat"])]
+            last_output = "row"
+        nodes += [helper.make_node("Squeeze", [last_output, "middle"], ["flat"])]
         nodes += [helper.make_node("Add", ["flat", "offset"], ["vector"])]
-        return model_of(
+        return build_onnx_model(
             nodes,
             [int32_info("history", ["rows_of_batch", "length_of_history"])],
             [float32_info("vector", self.rows.shape[1])],
@@ -139,7 +144,7 @@ class Fold:
         )
 
 
-def _conjugate_gradients(steps: int) -> list[NodeProto]:
+def _conjugate_gradients(step_count: int) -> list[NodeProto]:
     """Nodes from `rows`, `columns` and `target` to `x1`, `x2` and so on, from x0 = 0."""
     nodes = [
         helper.make_node("Sub", ["target", "target"], ["x0"]),
@@ -147,8 +152,8 @@ def _conjugate_gradients(steps: int) -> list[NodeProto]:
         helper.make_node("Identity", ["target"], ["p0"]),
         *_dot_nodes("r0", "r0", "rr0"),
     ]
-    for step in range(steps):
-        previous_step, after = str(step), str(step + 1)
+    for step_index in range(step_count):
+        previous_step, next_step = str(step_index), str(step_index + 1)
         nodes += [
             helper.make_node("MatMul", [f"p{previous_step}", "columns"], [f"along{previous_step}"]),
             helper.make_node(
@@ -162,24 +167,24 @@ def _conjugate_gradients(steps: int) -> list[NodeProto]:
             ),
             *_dot_nodes(f"p{previous_step}", f"ap{previous_step}", f"pap{previous_step}"),
             *_ratio_nodes(f"rr{previous_step}", f"pap{previous_step}", f"alpha{previous_step}"),
-            *_moved_nodes(
+            *_update_nodes(
                 f"x{previous_step}",
                 f"alpha{previous_step}",
                 f"p{previous_step}",
-                f"x{after}",
+                f"x{next_step}",
                 "Add",
             ),
-            *_moved_nodes(
+            *_update_nodes(
                 f"r{previous_step}",
                 f"alpha{previous_step}",
                 f"ap{previous_step}",
-                f"r{after}",
+                f"r{next_step}",
                 "Sub",
             ),
-            *_dot_nodes(f"r{after}", f"r{after}", f"rr{after}"),
-            *_ratio_nodes(f"rr{after}", f"rr{previous_step}", f"beta{previous_step}"),
-            *_moved_nodes(
-                f"r{after}", f"beta{previous_step}", f"p{previous_step}", f"p{after}", "Add"
+            *_dot_nodes(f"r{next_step}", f"r{next_step}", f"rr{next_step}"),
+            *_ratio_nodes(f"rr{next_step}", f"rr{previous_step}", f"beta{previous_step}"),
+            *_update_nodes(
+                f"r{next_step}", f"beta{previous_step}", f"p{previous_step}", f"p{next_step}", "Add"
             ),
         ]
     return nodes
@@ -192,17 +197,19 @@ def _dot_nodes(left_name: str, right_name: str, output_name: str) -> list[NodePr
     ]
 
 
-def _ratio_nodes(above: str, below: str, output_name: str) -> list[NodeProto]:
+def _ratio_nodes(numerator_name: str, denominator_name: str, output_name: str) -> list[NodeProto]:
     return [
-        helper.make_node("Max", [below, "tiny"], [f"{output_name}_below"]),
-        helper.make_node("Div", [above, f"{output_name}_below"], [output_name]),
+        helper.make_node("Max", [denominator_name, "tiny"], [f"{output_name}_below"]),
+        helper.make_node("Div", [numerator_name, f"{output_name}_below"], [output_name]),
     ]
 
 
-def _moved_nodes(start: str, by: str, along: str, output_name: str, how: str) -> list[NodeProto]:
+def _update_nodes(
+    start_name: str, factor_name: str, direction_name: str, output_name: str, operator_name: str
+) -> list[NodeProto]:
     return [
-        helper.make_node("Mul", [by, along], [f"{output_name}_step"]),
-        helper.make_node(how, [start, f"{output_name}_step"], [output_name]),
+        helper.make_node("Mul", [factor_name, direction_name], [f"{output_name}_step"]),
+        helper.make_node(operator_name, [start_name, f"{output_name}_step"], [output_name]),
     ]
 
 
@@ -217,31 +224,43 @@ class FoldChoice:
     recalls: dict[str, float]
 
 
-def ridges(rows: NDArray[np.float32], offset: NDArray[np.float32], target: float) -> list[Fold]:
-    """The mean of a history's rows, and least squares against them with `target` for each, ridge-regularised.
+def mean_and_ridge_folds(
+    item_rows: NDArray[np.float32], offset: NDArray[np.float32], target_score: float
+) -> list[HistoryFold]:
+    """The mean of a history's rows, and least squares against them with `target_score` for each, ridge-regularised.
 
     A ridge's vector solves (reg I + Z'Z) u = target Z'1.
     """
-    size = float(np.square(rows, dtype=np.float64).sum(axis=1).mean()) or 1.0
-    folds = [Fold("mean", rows, 0.0, None, offset, is_mean=True)]
-    for ridge in RIDGES:
-        back = np.eye(rows.shape[1], dtype=np.float32) * np.float32(target / (ridge * size))
-        folds.append(Fold(f"ridge {ridge:g}", rows, 1 / (ridge * size), back, offset))
+    mean_squared_length = float(np.square(item_rows, dtype=np.float64).sum(axis=1).mean()) or 1.0
+    folds = [HistoryFold("mean", item_rows, 0.0, None, offset, is_mean=True)]
+    for ridge_strength in RIDGE_STRENGTHS:
+        back_matrix = np.eye(item_rows.shape[1], dtype=np.float32) * np.float32(
+            target_score / (ridge_strength * mean_squared_length)
+        )
+        folds.append(
+            HistoryFold(
+                f"ridge {ridge_strength:g}",
+                item_rows,
+                1 / (ridge_strength * mean_squared_length),
+                back_matrix,
+                offset,
+            )
+        )
     return folds
 
 
-def demand_taste(
-    items: NDArray[np.float32],
-    users: NDArray[np.float32],
+def demand_better_than_chance(
+    item_vectors: NDArray[np.float32],
+    user_vectors: NDArray[np.float32],
     clicks: ClickMatrix,
     rng: np.random.Generator,
 ) -> None:
     """Raise SourceError if users' vectors rank clicked items no better than any other item."""
-    if (auc := share_by_chance(items, users, clicks, rng)) is not None:
-        raise as_by_chance(auc)
+    if (chance_auc := share_if_by_chance(item_vectors, user_vectors, clicks, rng)) is not None:
+        raise chance_error(chance_auc)
 
 
-def as_by_chance(auc: float) -> SourceError:
+def chance_error(auc: float) -> SourceError:
     """Error for clicks that score above a random item in this share of pairs."""
     return SourceError(
         f"what users clicked scores above a random item in {auc:.0%} of pairs, as by chance: give all ids in the "
@@ -251,74 +270,91 @@ def as_by_chance(auc: float) -> SourceError:
     )
 
 
-def share_by_chance(
-    items: NDArray[np.float32],
-    users: NDArray[np.float32],
+def share_if_by_chance(
+    item_vectors: NDArray[np.float32],
+    user_vectors: NDArray[np.float32],
     clicks: ClickMatrix,
     rng: np.random.Generator,
 ) -> float | None:
     """Return the share of pairs in which a clicked item scores above a random one, if that is as by chance; else None.
 
-    None, too, for few clicks or users: `CHANCE` has to be DEVIATIONS standard deviations of such a share above it.
+    None, too, for few clicks or users: `CHANCE_SHARE_MAX` has to be SIGNIFICANT_DEVIATIONS standard deviations of such
+    a share above it.
     """
-    pairs = clicks.matrix.tocoo()
-    if np.count_nonzero(np.diff(clicks.matrix.indptr)) < USERS_LEAST:
+    click_pairs = clicks.matrix.tocoo()
+    if np.count_nonzero(np.diff(clicks.matrix.indptr)) < JUDGED_USERS_MIN:
         return None
-    sampled_pairs = rng.choice(pairs.nnz, min(pairs.nnz, 20_000), replace=False)
-    vectors = users[pairs.row[sampled_pairs]]
-    clicked = np.einsum("ij,ij->i", vectors, items[pairs.col[sampled_pairs]])
-    random_scores = np.einsum(
-        "ij,ij->i", vectors, items[rng.integers(len(items), size=len(sampled_pairs))]
+    sampled_pairs = rng.choice(click_pairs.nnz, min(click_pairs.nnz, 20_000), replace=False)
+    sampled_user_vectors = user_vectors[click_pairs.row[sampled_pairs]]
+    clicked_scores = np.einsum(
+        "ij,ij->i", sampled_user_vectors, item_vectors[click_pairs.col[sampled_pairs]]
     )
-    auc = float(((clicked > random_scores) + 0.5 * (clicked == random_scores)).mean())
-    return auc if auc + DEVIATIONS * 0.5 / np.sqrt(len(sampled_pairs)) < CHANCE else None
+    random_scores = np.einsum(
+        "ij,ij->i",
+        sampled_user_vectors,
+        item_vectors[rng.integers(len(item_vectors), size=len(sampled_pairs))],
+    )
+    auc = float(((clicked_scores > random_scores) + 0.5 * (clicked_scores == random_scores)).mean())
+    return (
+        auc
+        if auc + SIGNIFICANT_DEVIATIONS * 0.5 / np.sqrt(len(sampled_pairs)) < CHANCE_SHARE_MAX
+        else None
+    )
 
 
-def choose(
-    folds: Sequence[Fold],
-    items: NDArray[np.float32],
+def choose_fold(
+    folds: Sequence[HistoryFold],
+    item_vectors: NDArray[np.float32],
     clicks: ClickMatrix | None,
     metric: Metric,
     rng: np.random.Generator,
 ) -> FoldChoice:
     """Return the candidate with the highest recall of held-out items, the first of equals, or without histories."""
     spec = TowerSpec(
-        (InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=len(items)),),
+        (
+            InputSpec(
+                "history", "history", "int32", max_length=HISTORY_ITEMS_MAX, pad=len(item_vectors)
+            ),
+        ),
         "vector",
-        items.shape[1],
+        item_vectors.shape[1],
     )
-    rows = (
+    sampled_users = (
         np.empty(0, np.int64)
         if clicks is None
-        else clicks.sample(USERS_MAX, HISTORY_ITEMS_MIN, rng)
+        else clicks.sample(SAMPLED_USERS_MAX, HISTORY_ITEMS_MIN, rng)
     )
-    folded_histories, held_out_histories = _cut(clicks, rows, rng)
-    if not len(rows):
-        steps, tower = enough_steps(folds[0], spec, folded_histories)
-        return FoldChoice(folds[0].name, tower, spec, steps, {})
-    recalls: dict[str, float] = {}
+    fold_in_items, held_out_items = _split_sampled_histories(clicks, sampled_users, rng)
+    if not len(sampled_users):
+        step_count, tower = find_enough_steps(folds[0], spec, fold_in_items)
+        return FoldChoice(folds[0].name, tower, spec, step_count, {})
+    recall_by_fold: dict[str, float] = {}
     winning_fold: FoldChoice | None = None  # the others are let go: each has a table of all items
     for fold in folds:
-        steps, tower = enough_steps(fold, spec, folded_histories)
-        fold_recall = recall(
-            run(tower, spec, folded_histories), items, folded_histories, held_out_histories, metric
+        step_count, tower = find_enough_steps(fold, spec, fold_in_items)
+        fold_recall = mean_recall(
+            run_tower(tower, spec, fold_in_items),
+            item_vectors,
+            fold_in_items,
+            held_out_items,
+            metric,
         )
-        if winning_fold is None or fold_recall > recalls[winning_fold.name]:
-            winning_fold = FoldChoice(fold.name, tower, spec, steps, recalls)
-        recalls[fold.name] = fold_recall
+        if winning_fold is None or fold_recall > recall_by_fold[winning_fold.name]:
+            winning_fold = FoldChoice(fold.name, tower, spec, step_count, recall_by_fold)
+        recall_by_fold[fold.name] = fold_recall
     assert winning_fold is not None  # noqa: S101
     return winning_fold
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gain:
+class InputGain:
     """Share of pairs, float64 [users], in which held-out clicks score above a random item: with an input, and without.
 
     `name` is `history`, without which it is empty, or `user_features`, without which they are those of other users.
     """
 
     name: str
-    with_own: NDArray[np.float64]
+    shares_with_input: NDArray[np.float64]
     without: NDArray[np.float64]
 
     def limits(self) -> list[str]:
@@ -326,130 +362,175 @@ class Gain:
 
         The test is paired: the mean of the users' differences, and its standard error.
         """
-        gains = (self.with_own - self.without)[np.isfinite(self.with_own - self.without)]
-        if len(gains) < USERS_LEAST:
+        user_gains = (self.shares_with_input - self.without)[
+            np.isfinite(self.shares_with_input - self.without)
+        ]
+        if len(user_gains) < JUDGED_USERS_MIN:
             return []
-        gain, error = float(gains.mean()), float(gains.std(ddof=1) / np.sqrt(len(gains)))
-        if gain > DEVIATIONS * error:
-            return []
-        ids, other = ("item_ids", "an empty one")
-        if self.name == "user_features":
-            ids, other = "user_ids", "those of other users"
-        figures = (
-            f"held-out clicks score above a random item in {np.nanmean(self.with_own):.1%} of pairs with users' own "
-            f"{self.name}, and in {np.nanmean(self.without):.1%} with {other} (difference {gain:+.1%}, standard error "
-            f"{error:.1%})"
+        mean_gain, standard_error = (
+            float(user_gains.mean()),
+            float(user_gains.std(ddof=1) / np.sqrt(len(user_gains))),
         )
-        if gain < -DEVIATIONS * error:
+        if mean_gain > SIGNIFICANT_DEVIATIONS * standard_error:
+            return []
+        ids_argument, replacement_text = ("item_ids", "an empty one")
+        if self.name == "user_features":
+            ids_argument, replacement_text = "user_ids", "those of other users"
+        figures_text = (
+            f"held-out clicks score above a random item in {np.nanmean(self.shares_with_input):.1%} of pairs with "
+            "users' own "
+            f"{self.name}, and in {np.nanmean(self.without):.1%} with {replacement_text} (difference "
+            f"{mean_gain:+.1%}, standard error "
+            f"{standard_error:.1%})"
+        )
+        if mean_gain < -SIGNIFICANT_DEVIATIONS * standard_error:
             raise SourceError(
-                f"{figures}: give all {ids} in the order of the model's rows, or, where these clicks are only to be "
+                f"{figures_text}: give all {ids_argument} in the order of the model's rows, or, where these clicks "
+                "are only to be "
                 "left out of lists, import without them and name their file in [sources] interactions",
-                gain=gain,
+                gain=mean_gain,
             )
         limit = (
-            f"tell whether {ids} are in the order of the model's rows: {figures}, which shows no gain; look at a few "
+            f"tell whether {ids_argument} are in the order of the model's rows: {figures_text}, which shows no gain; "
+            "look at a few "
             "lists before you publish"
         )
         return [limit]
 
 
 @dataclass(frozen=True, slots=True)
-class TasteCheck:
+class UserTowerCheck:
     """Recall@20 of a user tower (None: nothing to hold out), and the reason why clicks could not judge its ids, if any.
 
     A tower that clicks judge to rank by chance is refused instead.
     """
 
     recall: float | None
-    unjudged: str = ""
-    gains: tuple[Gain, ...] = ()
+    unjudged_reason: str = ""
+    gains: tuple[InputGain, ...] = ()
     """What each kind of input adds, if there are clicks enough to judge by."""
     share: float | None = None
     """Share of pairs in which a held-out click scores above a random item, if there are enough."""
 
 
-def check_taste(
+def check_user_tower(
     tower: OnnxModel,
     spec: TowerSpec,
-    items: NDArray[np.float32],
+    item_vectors: NDArray[np.float32],
     clicks: ClickMatrix | None,
     metric: Metric,
     rng: np.random.Generator,
-    features: Mapping[str, NDArray[Any]] = NO_FEATURES,
-) -> TasteCheck:
+    features: Mapping[str, NDArray[Any]] = NO_FEATURE_VALUES,
+) -> UserTowerCheck:
     """Return the recall@20 of a user tower, as `choose` measures it; `features` have a row for each user of the clicks.
 
     Raises SourceError if it ranks held-out items no better than any other item.
     """
     if clicks is None:
-        return TasteCheck(None, "there are no clicks")
-    are_usable = complete_rows(features, clicks.matrix.shape[0])
-    rows = clicks.sample(USERS_MAX, HISTORY_ITEMS_MIN, rng, are_usable)
-    if len(rows) < USERS_LEAST:
-        rows = clicks.sample(USERS_MAX, 2, rng, are_usable)
-    if not len(rows):
-        return TasteCheck(None, "no user has clicked two items, of which one could be held out")
-    user_features = {name: values[rows] for name, values in features.items()}
-    shuffled = _shuffled(clicks, rows, rng)
-    strangers = _strangers_inputs(spec, user_features, rng)
-    vectors, held_out, tower_recall = [], [], 0.0
-    strangers_vectors: dict[str, list[NDArray[np.float32]]] = {name: [] for name in strangers}
-    for part in range(PARTS):
-        folded_histories, held_out_histories = _hold_out(shuffled, part)
-        vectors.append(run(tower, spec, folded_histories, user_features))
-        for name, (is_emptied, features_of_others) in strangers.items():
-            histories = Histories.of([()] * len(rows)) if is_emptied else folded_histories
-            strangers_vectors[name].append(run(tower, spec, histories, features_of_others))
-        held_out += _rows(held_out_histories)
-        if part == 0:
-            tower_recall = recall(vectors[0], items, folded_histories, held_out_histories, metric)
-        if sum(map(len, held_out)) >= PAIRS_ENOUGH:
+        return UserTowerCheck(None, "there are no clicks")
+    are_usable = complete_row_mask(features, clicks.matrix.shape[0])
+    sampled_users = clicks.sample(SAMPLED_USERS_MAX, HISTORY_ITEMS_MIN, rng, are_usable)
+    if len(sampled_users) < JUDGED_USERS_MIN:
+        sampled_users = clicks.sample(SAMPLED_USERS_MAX, 2, rng, are_usable)
+    if not len(sampled_users):
+        return UserTowerCheck(None, "no user has clicked two items, of which one could be held out")
+    user_features = {
+        name: feature_values[sampled_users] for name, feature_values in features.items()
+    }
+    shuffled_histories = _shuffle_histories(clicks, sampled_users, rng)
+    strangers_inputs = _inputs_of_strangers(spec, user_features, rng)
+    vector_parts, held_out_parts, tower_recall = [], [], 0.0
+    stranger_vectors_by_input: dict[str, list[NDArray[np.float32]]] = {
+        name: [] for name in strangers_inputs
+    }
+    for part_index in range(HISTORY_PARTS):
+        fold_in_items, held_out_items = _hold_out(shuffled_histories, part_index)
+        vector_parts.append(run_tower(tower, spec, fold_in_items, user_features))
+        for input_name, (is_emptied, features_of_others) in strangers_inputs.items():
+            histories = Histories.of([()] * len(sampled_users)) if is_emptied else fold_in_items
+            stranger_vectors_by_input[input_name].append(
+                run_tower(tower, spec, histories, features_of_others)
+            )
+        held_out_parts += _split_histories(held_out_items)
+        if part_index == 0:
+            tower_recall = mean_recall(
+                vector_parts[0], item_vectors, fold_in_items, held_out_items, metric
+            )
+        if sum(map(len, held_out_parts)) >= HELD_OUT_CLICKS_ENOUGH:
             break
     # Not what is in the history itself: a model of the next item may well place that last.
-    pairs = Histories.of(held_out)
-    ones = np.ones(len(pairs.indices), np.float32)
-    shape = len(pairs), len(items)
-    held_out_clicks = ClickMatrix(sp.csr_matrix((ones, pairs.indices, pairs.indptr), shape), None)
-    if len(rows) >= USERS_LEAST:
-        demand_taste(items, np.concatenate(vectors), held_out_clicks, rng)
-    unjudged, gains, share = too_few_clicks(len(rows), len(pairs.indices)), [], None
-    if not unjudged:
-        compared = items[rng.choice(len(items), min(len(items), ITEMS_COMPARED), replace=False)]
-        with_own = shares_above_random(
-            np.concatenate(vectors), items, compared, pairs, len(rows), metric
+    all_held_out_items = Histories.of(held_out_parts)
+    ones = np.ones(len(all_held_out_items.indices), np.float32)
+    matrix_shape = len(all_held_out_items), len(item_vectors)
+    held_out_clicks = ClickMatrix(
+        sp.csr_matrix((ones, all_held_out_items.indices, all_held_out_items.indptr), matrix_shape),
+        None,
+    )
+    if len(sampled_users) >= JUDGED_USERS_MIN:
+        demand_better_than_chance(item_vectors, np.concatenate(vector_parts), held_out_clicks, rng)
+    unjudged_reason, gains, mean_share = (
+        too_few_clicks_reason(len(sampled_users), len(all_held_out_items.indices)),
+        [],
+        None,
+    )
+    if not unjudged_reason:
+        compared_item_vectors = item_vectors[
+            rng.choice(len(item_vectors), min(len(item_vectors), COMPARED_ITEMS_MAX), replace=False)
+        ]
+        shares_with_input = shares_above_random(
+            np.concatenate(vector_parts),
+            item_vectors,
+            compared_item_vectors,
+            all_held_out_items,
+            len(sampled_users),
+            metric,
         )
-        for name, vectors_of_others in strangers_vectors.items():
-            without = np.concatenate(vectors_of_others)
-            shares = shares_above_random(without, items, compared, pairs, len(rows), metric)
-            gains.append(Gain(name, with_own, shares))
-        share = round(float(np.nanmean(with_own)), 4)
-    return TasteCheck(tower_recall, unjudged, tuple(gains), share)
+        for input_name, stranger_vector_parts in stranger_vectors_by_input.items():
+            vectors_without_input = np.concatenate(stranger_vector_parts)
+            shares_without_input = shares_above_random(
+                vectors_without_input,
+                item_vectors,
+                compared_item_vectors,
+                all_held_out_items,
+                len(sampled_users),
+                metric,
+            )
+            gains.append(InputGain(input_name, shares_with_input, shares_without_input))
+        mean_share = round(float(np.nanmean(shares_with_input)), 4)
+    return UserTowerCheck(tower_recall, unjudged_reason, tuple(gains), mean_share)
 
 
-def _strangers_inputs(
+def _inputs_of_strangers(
     spec: TowerSpec, features: Mapping[str, NDArray[Any]], rng: np.random.Generator
 ) -> dict[str, tuple[bool, Mapping[str, NDArray[Any]]]]:
     """Return (is the history emptied, features) by the input that is taken away from its user."""
-    inputs: dict[str, tuple[bool, Mapping[str, NDArray[Any]]]] = {}
+    inputs_by_name: dict[str, tuple[bool, Mapping[str, NDArray[Any]]]] = {}
     if spec.history is not None:
-        inputs["history"] = True, features
+        inputs_by_name["history"] = True, features
     if features:
-        order = rng.permutation(len(next(iter(features.values()))))
-        inputs["user_features"] = False, {name: rows[order] for name, rows in features.items()}
-    return inputs
+        user_permutation = rng.permutation(len(next(iter(features.values()))))
+        inputs_by_name["user_features"] = (
+            False,
+            {
+                feature_name: feature_values[user_permutation]
+                for feature_name, feature_values in features.items()
+            },
+        )
+    return inputs_by_name
 
 
-def too_few_clicks(users: int, clicks: int) -> str:
+def too_few_clicks_reason(user_count: int, click_count: int) -> str:
     """Return why so few users or clicks cannot show that ids and rows do not belong together; empty if they can."""
-    if users >= USERS_LEAST and clicks > PAIRS_LEAST:
+    if user_count >= JUDGED_USERS_MIN and click_count > JUDGED_CLICKS_MIN:
         return ""
     return (
-        f"{clicks:,} clicks of {users:,} users can be compared, and more than {PAIRS_LEAST:,} of {USERS_LEAST} are "
+        f"{click_count:,} clicks of {user_count:,} users can be compared, and more than {JUDGED_CLICKS_MIN:,} of "
+        f"{JUDGED_USERS_MIN} are "
         "needed"
     )
 
 
-def unjudged_ids(reason: str) -> str:
+def unjudged_ids_limit(reason: str) -> str:
     """Return the limit of an import in which clicks could not judge the ids."""
     return (
         f"tell whether all ids are in the order of the model's rows, as clicks would show: {reason}; look at a few "
@@ -457,88 +538,100 @@ def unjudged_ids(reason: str) -> str:
     )
 
 
-def complete_rows(features: Mapping[str, NDArray[Any]], count: int) -> NDArray[np.bool_]:
+def complete_row_mask(features: Mapping[str, NDArray[Any]], row_count: int) -> NDArray[np.bool_]:
     """Return a mask of the rows whose numbers are all finite."""
-    mask = np.ones(count, np.bool_)
-    for values in features.values():
-        if values.dtype.kind == "f":
-            mask &= np.isfinite(values).reshape(count, -1).all(axis=1)
-    return mask
+    is_complete = np.ones(row_count, np.bool_)
+    for feature_values in features.values():
+        if feature_values.dtype.kind == "f":
+            is_complete &= np.isfinite(feature_values).reshape(row_count, -1).all(axis=1)
+    return is_complete
 
 
-def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int, OnnxModel]:
-    """The fewest steps whose vectors are within TOLERANCE of the exact ones, or no step more makes them better."""
+def find_enough_steps(
+    fold: HistoryFold, spec: TowerSpec, histories: Histories
+) -> tuple[int, OnnxModel]:
+    """The fewest steps whose vectors are within STEP_TOLERANCE of the exact ones, or no step more makes them better."""
     if not fold.strength:
         return 1, fold.tower(1)
-    lengths = np.diff(histories.indptr)
+    history_lengths = np.diff(histories.indptr)
     sampled_histories = histories.select_rows(
-        np.argsort(-lengths, kind="stable")[:: max(1, len(lengths) // 32)]
+        np.argsort(-history_lengths, kind="stable")[:: max(1, len(history_lengths) // 32)]
     )
     if not len(sampled_histories):
         sampled_histories = Histories.of([range(min(8, len(fold.rows)))])
-    exact = np.stack([fold.exact(history) for history in _rows(sampled_histories)])
-    scale = np.abs(exact).max(axis=1, keepdims=True) + TOLERANCE
-    best_steps_and_tower, best_error = (STEPS[0], OnnxModel(b"")), np.inf
-    for steps in STEPS:
-        tower = fold.tower(steps)
-        error = float((np.abs(run(tower, spec, sampled_histories) - exact) / scale).max())
-        if error < best_error / 1.5:
-            best_steps_and_tower, best_error = (steps, tower), error
-        if error <= TOLERANCE:
+    exact_vectors = np.stack(
+        [fold.exact(history) for history in _split_histories(sampled_histories)]
+    )
+    vector_scale = np.abs(exact_vectors).max(axis=1, keepdims=True) + STEP_TOLERANCE
+    best_steps_and_tower, best_error = (TRIED_STEP_COUNTS[0], OnnxModel(b"")), np.inf
+    for step_count in TRIED_STEP_COUNTS:
+        tower = fold.tower(step_count)
+        relative_error = float(
+            (np.abs(run_tower(tower, spec, sampled_histories) - exact_vectors) / vector_scale).max()
+        )
+        if relative_error < best_error / 1.5:
+            best_steps_and_tower, best_error = (step_count, tower), relative_error
+        if relative_error <= STEP_TOLERANCE:
             break
     return best_steps_and_tower
 
 
-def run(
+def run_tower(
     tower: OnnxModel,
     spec: TowerSpec,
     histories: Histories,
-    features: Mapping[str, NDArray[Any]] = NO_FEATURES,
+    features: Mapping[str, NDArray[Any]] = NO_FEATURE_VALUES,
 ) -> NDArray[np.float32]:
     """Vectors float32 [n, dims] of histories and features, by the model as it will be served."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "user_tower.onnx"
-        tower.write(path)
-        return Tower.open(path, spec).run(user_inputs(spec, histories, features))
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        model_path = Path(temporary_folder) / "user_tower.onnx"
+        tower.write(model_path)
+        return Tower.open(model_path, spec).run(user_inputs(spec, histories, features))
 
 
 def user_inputs(
     spec: TowerSpec, histories: Histories, features: Mapping[str, NDArray[Any]]
 ) -> dict[str, Histories | NDArray[Any]]:
     """Return the inputs of a user tower by name; histories are left out if it takes none."""
-    of_history = {} if spec.history is None else {spec.history.name: histories}
-    return {**of_history, **features}
+    history_input = {} if spec.history is None else {spec.history.name: histories}
+    return {**history_input, **features}
 
 
-def _rows(histories: Histories) -> list[NDArray[np.int64]]:
+def _split_histories(histories: Histories) -> list[NDArray[np.int64]]:
     return np.split(histories.indices, histories.indptr[1:-1])
 
 
-def _cut(
-    clicks: ClickMatrix | None, rows: NDArray[np.int64], rng: np.random.Generator
+def _split_sampled_histories(
+    clicks: ClickMatrix | None, sampled_users: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[Histories, Histories]:
     """Return (items to fold, items to find) of these users: one fifth of each history is held out."""
-    if clicks is None or not len(rows):
+    if clicks is None or not len(sampled_users):
         return Histories.of([]), Histories.of([])
-    return _hold_out(_shuffled(clicks, rows, rng), 0)
+    return _hold_out(_shuffle_histories(clicks, sampled_users, rng), 0)
 
 
-_Shuffled = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+_ShuffledHistories = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 """For each user: a history, and its places in a random order."""
 
 
-def _shuffled(clicks: ClickMatrix, rows: NDArray[np.int64], rng: np.random.Generator) -> _Shuffled:
-    histories = _rows(clicks.histories(rows, HISTORY_MAX))
+def _shuffle_histories(
+    clicks: ClickMatrix, sampled_users: NDArray[np.int64], rng: np.random.Generator
+) -> _ShuffledHistories:
+    histories = _split_histories(clicks.histories(sampled_users, HISTORY_ITEMS_MAX))
     return [(history, rng.permutation(len(history))) for history in histories]
 
 
-def _hold_out(shuffled: _Shuffled, part: int) -> tuple[Histories, Histories]:
+def _hold_out(
+    shuffled_histories: _ShuffledHistories, part_index: int
+) -> tuple[Histories, Histories]:
     """Return (items to fold, items to find); histories of fewer items than parts have nothing to find in the last."""
-    folded_histories, held_out_histories = [], []
-    for history, mixed in shuffled:
-        size = max(1, len(mixed) // PARTS)
-        is_held_out = np.zeros(len(mixed), np.bool_)
-        is_held_out[mixed[part * size : (part + 1) * size]] = True
-        held_out_histories.append(history[mixed[part * size : (part + 1) * size]])
-        folded_histories.append(history[~is_held_out])
-    return Histories.of(folded_histories), Histories.of(held_out_histories)
+    fold_in_items, held_out_items = [], []
+    for history, shuffled_indexes in shuffled_histories:
+        part_size = max(1, len(shuffled_indexes) // HISTORY_PARTS)
+        is_held_out = np.zeros(len(shuffled_indexes), np.bool_)
+        is_held_out[shuffled_indexes[part_index * part_size : (part_index + 1) * part_size]] = True
+        held_out_items.append(
+            history[shuffled_indexes[part_index * part_size : (part_index + 1) * part_size]]
+        )
+        fold_in_items.append(history[~is_held_out])
+    return Histories.of(fold_in_items), Histories.of(held_out_items)

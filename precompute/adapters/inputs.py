@@ -18,21 +18,25 @@ from cache.errors import SourceError
 from cache.model.tower import Histories
 from precompute.sources import unusable
 from precompute.sources.columns import read_ids
-from precompute.sources.csv_files import BLANKS
+from precompute.sources.csv_files import BLANK_CHARACTERS
 from precompute.sources.readers import Interactions, read_interactions
-from precompute.sources.vocabulary import NumberedIds, Vocabulary, repeats_in
+from precompute.sources.vocabulary import NumberedIds, Vocabulary, repeated_text_rows
 
-COLUMNS = ("user", "item", "timestamp")
+CLICK_COLUMNS = ("user", "item", "timestamp")
 """Names of columns of users, items and times in a table of clicks, unless settings name others."""
 
-_TIME = pa.timestamp("us", "UTC")
-_BATCHES_SHOWN = 8
+_TIMESTAMP_TYPE = pa.timestamp("us", "UTC")
+_EXAMPLE_BATCHES_MAX = 8
 """Batches of clicks whose item ids a message about ids is made of."""
-_REPEAT, _UNKNOWN, _NO_CLICK = "repeats", "of unknown users or items", "of weight 0 or less"
+_REPEAT_REASON, _UNKNOWN_REASON, _NO_CLICK_REASON = (
+    "repeats",
+    "of unknown users or items",
+    "of weight 0 or less",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Vectors:
+class EntityVectors:
     """Vectors float32 [n, dims] of entities, and their ids as Arrow strings."""
 
     ids: Any
@@ -45,16 +49,16 @@ class Vectors:
         Raises SourceError, which names what is wrong and the remedy.
         """
         if isinstance(rows, str | Path):
-            named, rows = _read_vectors_file(Path(rows), entity_kind)
-            ids = named if ids is None else ids
+            file_ids, rows = _read_vectors_file(Path(rows), entity_kind)
+            ids = file_ids if ids is None else ids
         matrix = _vector_matrix(rows, entity_kind)
-        texts = ids_of(range(len(matrix)) if ids is None else ids, entity_kind)
-        if len(texts) != len(matrix):
+        id_texts = checked_ids(range(len(matrix)) if ids is None else ids, entity_kind)
+        if len(id_texts) != len(matrix):
             raise SourceError(
-                f"{len(texts):,} {entity_kind} ids, but {len(matrix):,} {entity_kind} vectors: give one id for each "
+                f"{len(id_texts):,} {entity_kind} ids, but {len(matrix):,} {entity_kind} vectors: give one id for each "
                 "row, in its order"
             )
-        return cls(texts, matrix)
+        return cls(id_texts, matrix)
 
     @property
     def dims(self) -> int:
@@ -62,7 +66,7 @@ class Vectors:
         return int(self.rows.shape[1])
 
 
-class NothingKnown(SourceError):
+class NoKnownClicks(SourceError):
     """No click is of a known user on a known item."""
 
 
@@ -80,14 +84,15 @@ class ClickMatrix:
     is_ordered: bool = False
     left_out: Mapping[str, int] = field(default_factory=dict)
     times: NDArray[np.int64] | None = None
-    columns: tuple[str, str, str] = COLUMNS
+    columns: tuple[str, str, str] = CLICK_COLUMNS
 
     @classmethod
-    def of(cls, clicks: Any, users: Any, items: Any) -> Self:
+    def of(cls, clicks: Any, user_ids: Any, item_ids: Any) -> Self:
         """Check a scipy matrix [users, items] (or its .npz file), or read a table (a path; `Sources` names columns).
 
-        `users` are the users' ids in the order of the rows (None: the matrix' row numbers, or all users of the table),
-        `items` Arrow strings in the order of the columns; a table's clicks on other items are left out. Raises
+        `user_ids` are the users' ids in the order of the rows (None: the matrix' row numbers, or all users of the
+        table),
+        `item_ids` Arrow strings in the order of the columns; a table's clicks on other items are left out. Raises
         SourceError, which names both sides.
         """
         if isinstance(clicks, cls):
@@ -95,10 +100,12 @@ class ClickMatrix:
         if isinstance(clicks, str | Path) and Path(clicks).suffix != ".npz":
             clicks = Sources(interactions=(str(clicks),))
         if isinstance(clicks, Sources):
-            where = ", ".join(clicks.interactions)
-            click_matrix = cls.read(read_interactions(clicks, Path.cwd()), where, users, items)
-            names = clicks.user_column, clicks.item_column, clicks.timestamp_column
-            return replace(click_matrix, columns=names)
+            files_text = ", ".join(clicks.interactions)
+            click_matrix = cls.read(
+                read_interactions(clicks, Path.cwd()), files_text, user_ids, item_ids
+            )
+            column_names = clicks.user_column, clicks.item_column, clicks.timestamp_column
+            return replace(click_matrix, columns=column_names)
         if isinstance(clicks, str | Path):
             try:
                 clicks = sp.load_npz(clicks)
@@ -111,83 +118,107 @@ class ClickMatrix:
                 f"clicks are a scipy sparse matrix, users by items, not a {type(clicks).__name__}"
             )
         matrix = sp.csr_matrix(clicks, dtype=np.float32, copy=True)
-        texts = ids_of(range(matrix.shape[0]), "user") if users is None else users
-        if matrix.shape != (len(texts), len(items)):
-            is_turned = matrix.shape == (len(items), len(texts))
+        user_texts = checked_ids(range(matrix.shape[0]), "user") if user_ids is None else user_ids
+        if matrix.shape != (len(user_texts), len(item_ids)):
+            is_transposed = matrix.shape == (len(item_ids), len(user_texts))
             remedy = "give a row for each user, a column for each item, in the order of their ids"
             raise SourceError(
-                f"the clicks are {matrix.shape[0]:,} by {matrix.shape[1]:,}, there are {len(texts):,} users and "
-                f"{len(items):,} items: {'it is items by users, give its transpose' if is_turned else remedy}"
+                f"the clicks are {matrix.shape[0]:,} by {matrix.shape[1]:,}, there are {len(user_texts):,} users and "
+                f"{len(item_ids):,} items: {'it is items by users, give its transpose' if is_transposed else remedy}"
             )
         if not np.isfinite(matrix.data).all():
             raise SourceError("the clicks have weights that are no finite numbers: leave those out")
         matrix.sum_duplicates()
         matrix.data[matrix.data < 0] = 0  # a dislike, which no history can say
-        left_out = {_NO_CLICK: int(matrix.nnz - matrix.count_nonzero())}
+        left_out = {_NO_CLICK_REASON: int(matrix.nnz - matrix.count_nonzero())}
         matrix.eliminate_zeros()
-        return cls(matrix, texts, left_out=left_out)
+        return cls(matrix, user_texts, left_out=left_out)
 
     @classmethod
-    def read(cls, batches: Iterable[Interactions], where: str, users: Any, items: Any) -> Self:
-        """Read clicks like a night; leave out unknown items, and users that are not in `users` (None: keep all users).
+    def read(
+        cls, batches: Iterable[Interactions], files_text: str, user_ids: Any, items: Any
+    ) -> Self:
+        """Read clicks like a night; leave out unknown items, and users not in `user_ids` (None: keep all users).
 
-        Raises NothingKnown if no click is left, naming their source `where`.
+        Raises NoKnownClicks if no click is left, naming their source `files_text`.
         """
-        columns, numbered = Vocabulary.of(pa.chunked_array([items])), NumberedIds()
-        rows: list[NDArray[np.int64]] = []
-        times: list[NDArray[np.int64]] = []
-        item_ids: list[Any] = []
-        assert columns is not None  # noqa: S101 - ids were checked
+        item_vocabulary, numbered_users = Vocabulary.of(pa.chunked_array([items])), NumberedIds()
+        user_row_parts: list[NDArray[np.int64]] = []
+        time_parts: list[NDArray[np.int64]] = []
+        example_item_ids: list[Any] = []
+        assert item_vocabulary is not None  # noqa: S101 - ids were checked
         for batch in batches:
-            numbered.add(batch.users)
-            rows.append(columns.find_positions(batch.items.names)[batch.items.codes])
-            times.append(batch.times)
-            if len(item_ids) < _BATCHES_SHOWN:
-                item_ids.append(pc.unique(batch.items.names))
-        row, column, time = numbered.codes(), np.concatenate(rows), np.concatenate(times)
-        names = numbered.names.cast(pa.string())
-        if users is not None:
-            user_vocabulary = Vocabulary.of(pa.chunked_array([users]))
-            assert user_vocabulary is not None  # noqa: S101
-            row, names = user_vocabulary.find_positions(names)[row], users
-        is_known = (row >= 0) & (column >= 0)
-        if not is_known.any():
-            item_names = pa.concat_arrays([batch_ids.cast(pa.string()) for batch_ids in item_ids])
-            remedy = (
-                _zeros_remedy("item", items, item_names)
-                or _zeros_remedy("user", users, numbered.names.cast(pa.string()))
-                or _ids_remedy(users, items)
+            numbered_users.add(batch.users)
+            user_row_parts.append(
+                item_vocabulary.find_positions(batch.items.names)[batch.items.codes]
             )
-            raise NothingKnown(
-                f"{where}: not one click is of a known user on a known item; {remedy}"
+            time_parts.append(batch.times)
+            if len(example_item_ids) < _EXAMPLE_BATCHES_MAX:
+                example_item_ids.append(pc.unique(batch.items.names))
+        user_rows, item_columns, click_times = (
+            numbered_users.codes(),
+            np.concatenate(user_row_parts),
+            np.concatenate(time_parts),
+        )
+        user_names = numbered_users.names.cast(pa.string())
+        if user_ids is not None:
+            user_vocabulary = Vocabulary.of(pa.chunked_array([user_ids]))
+            assert user_vocabulary is not None  # noqa: S101
+            user_rows, user_names = user_vocabulary.find_positions(user_names)[user_rows], user_ids
+        is_known = (user_rows >= 0) & (item_columns >= 0)
+        if not is_known.any():
+            clicked_item_ids = pa.concat_arrays(
+                [batch_ids.cast(pa.string()) for batch_ids in example_item_ids]
+            )
+            remedy = (
+                _leading_zeros_remedy("item", items, clicked_item_ids)
+                or _leading_zeros_remedy("user", user_ids, numbered_users.names.cast(pa.string()))
+                or _ids_remedy(user_ids, items)
+            )
+            raise NoKnownClicks(
+                f"{files_text}: not one click is of a known user on a known item; {remedy}"
             )
         click_matrix = cls.in_order(
-            row[is_known], column[is_known], time[is_known], names, len(items), keeps_times=True
+            user_rows[is_known],
+            item_columns[is_known],
+            click_times[is_known],
+            user_names,
+            len(items),
+            keeps_times=True,
         )
-        left_out = {**click_matrix.left_out, _UNKNOWN: int((~is_known).sum())}
+        left_out = {**click_matrix.left_out, _UNKNOWN_REASON: int((~is_known).sum())}
         return replace(click_matrix, left_out=left_out)
 
     @classmethod
     def in_order(
-        cls, row: NDArray[np.int64], column: NDArray[np.int64], time: NDArray[Any], users: Any, items: int,
+        cls, user_rows: NDArray[np.int64], item_columns: NDArray[np.int64], click_times: NDArray[Any], user_ids: Any,
+        item_count: int,
         *, keeps_times: bool = False,
     ) -> Self:  # fmt: skip
-        """Order clicks by time, and keep the latest of each pair; `users` are Arrow strings.
+        """Order clicks by time, and keep the latest of each pair; `user_ids` are Arrow strings.
 
         Times are kept only if they are microseconds since 1970.
         """
-        order = np.lexsort((time, row))[::-1]
-        pairs = row[order] * items + column[order]
-        latest = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
-        indptr = np.searchsorted(row[latest], np.arange(len(users) + 1))
-        ones = np.ones(len(latest), np.float32)
-        matrix = sp.csr_matrix((ones, column[latest], indptr), (len(users), items))
-        has_times = bool(time.any())
-        times = time[latest] if has_times and keeps_times else None
-        return cls(matrix, users, has_times, {_REPEAT: len(row) - len(latest)}, times)
+        newest_first = np.lexsort((click_times, user_rows))[::-1]
+        pair_codes = user_rows[newest_first] * item_count + item_columns[newest_first]
+        latest_clicks = newest_first[np.sort(np.unique(pair_codes, return_index=True)[1])][::-1]
+        indptr = np.searchsorted(user_rows[latest_clicks], np.arange(len(user_ids) + 1))
+        ones = np.ones(len(latest_clicks), np.float32)
+        matrix = sp.csr_matrix(
+            (ones, item_columns[latest_clicks], indptr), (len(user_ids), item_count)
+        )
+        has_times = bool(click_times.any())
+        latest_times = click_times[latest_clicks] if has_times and keeps_times else None
+        return cls(
+            matrix,
+            user_ids,
+            has_times,
+            {_REPEAT_REASON: len(user_rows) - len(latest_clicks)},
+            latest_times,
+        )
 
     @property
-    def usual_weight(self) -> float:
+    def median_weight(self) -> float:
         """Median weight of a click; 1 without clicks."""
         return float(np.median(self.matrix.data)) if self.matrix.nnz else 1.0
 
@@ -198,60 +229,77 @@ class ClickMatrix:
 
     def sample(
         self,
-        max_users: int,
-        min_items: int,
+        users_max: int,
+        items_min: int,
         rng: np.random.Generator,
-        are_usable: NDArray[np.bool_] | None = None,
+        is_usable_user: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """Return the rows of at most `max_users` usable users with at least `min_items` items, ascending."""
-        has_enough = np.diff(self.matrix.indptr) >= min_items
-        enough = np.flatnonzero(has_enough if are_usable is None else has_enough & are_usable)
-        return np.sort(rng.choice(enough, min(max_users, len(enough)), replace=False))
+        """Return the rows of at most `users_max` usable users with at least `items_min` items, ascending."""
+        has_enough = np.diff(self.matrix.indptr) >= items_min
+        eligible_users = np.flatnonzero(
+            has_enough if is_usable_user is None else has_enough & is_usable_user
+        )
+        return np.sort(
+            rng.choice(eligible_users, min(users_max, len(eligible_users)), replace=False)
+        )
 
-    def histories(self, rows: NDArray[np.int64], longest: int) -> Histories:
-        """Return the histories of some users, the last `longest` items of each."""
+    def histories(self, user_rows: NDArray[np.int64], history_items_max: int) -> Histories:
+        """Return the histories of some users, the last `history_items_max` items of each."""
         all_histories = Histories(
             self.matrix.indptr.astype(np.int64), self.matrix.indices.astype(np.int64)
         )
-        parts = [
-            all_histories.indices[all_histories.indptr[row] : all_histories.indptr[row + 1]][
-                -longest:
-            ]
-            for row in rows
+        user_histories = [
+            all_histories.indices[
+                all_histories.indptr[user_row] : all_histories.indptr[user_row + 1]
+            ][-history_items_max:]
+            for user_row in user_rows
         ]
-        return Histories.of(parts)
+        return Histories.of(user_histories)
 
-    def write(self, path: Path, items: Any, columns: tuple[str, str, str] = COLUMNS) -> None:
+    def write(
+        self, path: Path, item_ids: Any, columns: tuple[str, str, str] = CLICK_COLUMNS
+    ) -> None:
         """Write a Parquet file with a row for each click: `columns` of users, items and, if there are any, times."""
         user_column, item_column, timestamp_column = columns
-        fields = [(user_column, pa.string()), (item_column, pa.string())]
+        schema_fields = [(user_column, pa.string()), (item_column, pa.string())]
         has_times = self.times is not None and bool(timestamp_column)
-        schema = pa.schema([*fields, (timestamp_column, _TIME)] if has_times else fields)
+        schema = pa.schema(
+            [*schema_fields, (timestamp_column, _TIMESTAMP_TYPE)] if has_times else schema_fields
+        )
         with pq.ParquetWriter(path, schema) as file:
-            step = 100_000
-            for start in range(0, self.matrix.shape[0], step):
-                part = self.matrix[start : start + step].tocoo()
-                order = np.argsort(part.row, kind="stable")
-                users = self.users.take(pa.array(part.row[order] + start))
-                values = [users, items.take(pa.array(part.col[order]))]
+            rows_at_once = 100_000
+            for first_row in range(0, self.matrix.shape[0], rows_at_once):
+                matrix_part = self.matrix[first_row : first_row + rows_at_once].tocoo()
+                row_order = np.argsort(matrix_part.row, kind="stable")
+                user_column_values = self.users.take(
+                    pa.array(matrix_part.row[row_order] + first_row)
+                )
+                column_values = [
+                    user_column_values,
+                    item_ids.take(pa.array(matrix_part.col[row_order])),
+                ]
                 if self.times is not None and has_times:
-                    first = int(self.matrix.indptr[start])
-                    times = self.times[first : first + part.nnz]
-                    values.append(pa.array(times, pa.int64(), mask=times == 0).cast(_TIME))
-                file.write_table(pa.table(values, schema=schema))
+                    first_click = int(self.matrix.indptr[first_row])
+                    part_times = self.times[first_click : first_click + matrix_part.nnz]
+                    column_values.append(
+                        pa.array(part_times, pa.int64(), mask=part_times == 0).cast(_TIMESTAMP_TYPE)
+                    )
+                file.write_table(pa.table(column_values, schema=schema))
 
 
-def _zeros_remedy(entity_kind: str, ids: Any, clicked_ids: Any) -> str:
+def _leading_zeros_remedy(entity_kind: str, known_ids: Any, clicked_ids: Any) -> str:
     """Return the remedy for ids that differ by leading zeros alone, with an example of both forms; else nothing."""
-    if ids is None or not len(clicked_ids):
+    if known_ids is None or not len(clicked_ids):
         return ""
-    bare_ids, bare_clicked = (pc.utf8_ltrim(texts, "0") for texts in (ids, clicked_ids))
-    places = pc.index_in(bare_clicked, value_set=bare_ids)
-    if places.null_count == len(places):
+    known_without_zeros, clicked_without_zeros = (
+        pc.utf8_ltrim(texts, "0") for texts in (known_ids, clicked_ids)
+    )
+    known_positions = pc.index_in(clicked_without_zeros, value_set=known_without_zeros)
+    if known_positions.null_count == len(known_positions):
         return ""
-    clicked_row = int(np.flatnonzero(np.asarray(places.is_valid()))[0])
+    clicked_row = int(np.flatnonzero(np.asarray(known_positions.is_valid()))[0])
     id_text, clicked_text = (
-        ids[places[clicked_row].as_py()].as_py(),
+        known_ids[known_positions[clicked_row].as_py()].as_py(),
         clicked_ids[clicked_row].as_py(),
     )
     if id_text == clicked_text:
@@ -262,59 +310,65 @@ def _zeros_remedy(entity_kind: str, ids: Any, clicked_ids: Any) -> str:
     )
 
 
-def _ids_remedy(users: Any, items: Any) -> str:
+def _ids_remedy(user_ids: Any, item_ids: Any) -> str:
     """Return the remedy for clicks without a known id: most often the model's rows were given no ids."""
-    unnamed = [
+    missing_arguments = [
         f"{entity_kind}_ids (--{entity_kind}-ids)"
-        for entity_kind, ids in (("user", users), ("item", items))
+        for entity_kind, ids in (("user", user_ids), ("item", item_ids))
         if ids is not None and len(ids) and ids[len(ids) - 1].as_py() == str(len(ids) - 1)
     ]
-    if not unnamed:
+    if not missing_arguments:
         return "are the ids the same?"
-    return f"the model's rows are called by their numbers: give {' and '.join(unnamed)}, one id a line in their order"
+    return (
+        f"the model's rows are called by their numbers: give {' and '.join(missing_arguments)}, one id a line in their "
+        "order"
+    )
 
 
-def ids_of(ids: Any, entity_kind: str) -> Any:
+def checked_ids(ids: Any, entity_kind: str) -> Any:
     """Convert ids (texts or integers, or the path of a file with one a line) to Arrow strings; raise SourceError."""
     if isinstance(ids, str | Path):
         path = Path(ids)
         try:
             # Only a line break ends a line: `splitlines` knows eight more signs, which ids may hold.
-            lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-            ids = [line.strip(BLANKS) for line in lines]
+            id_lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+            ids = [line.strip(BLANK_CHARACTERS) for line in id_lines]
         except (OSError, UnicodeDecodeError) as error:
             raise SourceError(
                 f"{entity_kind} ids {path}: {error}; it holds one id a line, in UTF-8"
             ) from None
-    values = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    id_values = ids.tolist() if isinstance(ids, np.ndarray) else ids
     try:
-        column = (
-            values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(list(values))
+        id_array = (
+            id_values
+            if isinstance(id_values, pa.Array | pa.ChunkedArray)
+            else pa.array(list(id_values))
         )
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
         raise SourceError(
             f"{entity_kind} ids: {error}; ids are texts or integers, all of one kind"
         ) from None
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    if not len(column):
+    if isinstance(id_array, pa.ChunkedArray):
+        id_array = id_array.combine_chunks()
+    if not len(id_array):
         raise SourceError(f"there is no {entity_kind}: give at least one")
-    id_column, invalid_mask_by_reason = read_ids(column, Path("the ids given"), entity_kind)
+    id_column, invalid_mask_by_reason = read_ids(id_array, Path("the ids given"), entity_kind)
     if invalid_mask_by_reason:
-        reason, rows = next(iter(invalid_mask_by_reason.items()))
+        reason, invalid_mask = next(iter(invalid_mask_by_reason.items()))
         raise SourceError(
-            f"{entity_kind} ids: {reason}, first in row {int(rows.argmax())}{unusable.remedy(reason)}"
+            f"{entity_kind} ids: {reason}, first in row {int(invalid_mask.argmax())}{unusable.remedy(reason)}"
         )
-    texts = id_column.texts()
-    repeated = repeats_in(texts)
-    if len(repeated):
-        at = int(repeated[0])
+    id_texts = id_column.texts()
+    repeated_rows = repeated_text_rows(id_texts)
+    if len(repeated_rows):
+        repeated_row = int(repeated_rows[0])
         raise SourceError(
-            f"{entity_kind} id {texts[at].as_py()!r} is there twice, the second time in row {at}: keep one row for "
+            f"{entity_kind} id {id_texts[repeated_row].as_py()!r} is there twice, the second time in row "
+            f"{repeated_row}: keep one row for "
             "each",
-            row=at,
+            row=repeated_row,
         )
-    return texts
+    return id_texts
 
 
 def _read_vectors_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
@@ -339,42 +393,46 @@ def _read_vectors_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
                 "objects"
             ) from None
         raise SourceError(f"{entity_kind} vectors {path}: {error}") from None
-    names = [arrow_field.name for arrow_field in table.schema if _is_list(arrow_field.type)]
-    id_columns = [name for name in table.column_names if name not in names]
-    if len(names) != 1 or len(id_columns) > 1:
+    vector_columns = [
+        arrow_field.name for arrow_field in table.schema if _is_list(arrow_field.type)
+    ]
+    id_columns = [name for name in table.column_names if name not in vector_columns]
+    if len(vector_columns) != 1 or len(id_columns) > 1:
         raise SourceError(
             f"{entity_kind} vectors {path} has {', '.join(table.column_names)}: it wants one of ids and one of "
             "lists of numbers"
         )
     ids = table.column(id_columns[0]) if id_columns else None
-    return ids, table.column(names[0])
+    return ids, table.column(vector_columns[0])
 
 
-def _vector_matrix(rows: Any, entity_kind: str) -> NDArray[np.float32]:
-    if isinstance(rows, pa.Array | pa.ChunkedArray):
-        if isinstance(rows, pa.ChunkedArray):
-            rows = rows.combine_chunks()
-        if not _is_list(rows.type):
-            raise SourceError(f"{entity_kind} vectors are {rows.type}: lists of numbers are needed")
-        widths = pc.list_value_length(rows).unique().to_pylist()
-        if len(widths) > 1 or None in widths:
+def _vector_matrix(vector_rows: Any, entity_kind: str) -> NDArray[np.float32]:
+    if isinstance(vector_rows, pa.Array | pa.ChunkedArray):
+        if isinstance(vector_rows, pa.ChunkedArray):
+            vector_rows = vector_rows.combine_chunks()
+        if not _is_list(vector_rows.type):
             raise SourceError(
-                f"{entity_kind} vectors have {widths} numbers: all rows need as many, and none may be missing"
+                f"{entity_kind} vectors are {vector_rows.type}: lists of numbers are needed"
             )
-        values = pc.list_flatten(rows)
-        if values.null_count:
-            row = int(np.flatnonzero(np.asarray(values.is_null()))[0]) // widths[0]
+        row_widths = pc.list_value_length(vector_rows).unique().to_pylist()
+        if len(row_widths) > 1 or None in row_widths:
+            raise SourceError(
+                f"{entity_kind} vectors have {row_widths} numbers: all rows need as many, and none may be missing"
+            )
+        flat_values = pc.list_flatten(vector_rows)
+        if flat_values.null_count:
+            row = int(np.flatnonzero(np.asarray(flat_values.is_null()))[0]) // row_widths[0]
             raise SourceError(
                 f"a number is missing in {entity_kind} vectors, first in row {row:,}: all numbers of a vector are "
                 "needed",
                 row=row,
             )
-        flat = values.to_numpy(zero_copy_only=False)
-        rows = flat.reshape(len(rows), -1)
-    if hasattr(rows, "detach"):  # a tensor of torch
-        rows = rows.detach().cpu().numpy()
+        flat_numbers = flat_values.to_numpy(zero_copy_only=False)
+        vector_rows = flat_numbers.reshape(len(vector_rows), -1)
+    if hasattr(vector_rows, "detach"):  # a tensor of torch
+        vector_rows = vector_rows.detach().cpu().numpy()
     try:
-        matrix = np.asarray(rows)
+        matrix = np.asarray(vector_rows)
     except ValueError as error:
         raise SourceError(
             f"{entity_kind} vectors: {error}; all rows need as many numbers"
@@ -395,9 +453,9 @@ def _vector_matrix(rows: Any, entity_kind: str) -> NDArray[np.float32]:
         over="ignore"
     ):  # what float32 cannot hold becomes infinite, and is refused as that
         matrix = np.ascontiguousarray(matrix, np.float32)
-    finite = np.isfinite(matrix).all(axis=1)
-    if not finite.all():
-        nonfinite_rows = np.flatnonzero(~finite)
+    is_finite_row = np.isfinite(matrix).all(axis=1)
+    if not is_finite_row.all():
+        nonfinite_rows = np.flatnonzero(~is_finite_row)
         raise SourceError(
             f"{len(nonfinite_rows):,} {entity_kind} vectors are not finite (NaN or infinite), the first in row "
             f"{nonfinite_rows[0]:,}: fit the model "
@@ -407,14 +465,14 @@ def _vector_matrix(rows: Any, entity_kind: str) -> NDArray[np.float32]:
     return matrix
 
 
-def _is_list(kind: Any) -> bool:
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_list_type(kind) for is_list_type in lists)
+def _is_list(arrow_type: Any) -> bool:
+    list_type_predicates = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_list_type(arrow_type) for is_list_type in list_type_predicates)
 
 
-def name_row(subject: str, ids: Any, rows: NDArray[np.int64], row: int) -> str:
-    """Return the name of a row of a batch, whose `rows` are places of ids (Arrow strings)."""
-    return f"{subject} {ids[int(rows[row])].as_py()!r}"
+def name_row(subject: str, ids: Any, batch_rows: NDArray[np.int64], row_index: int) -> str:
+    """Return the name of a row of a batch, whose `batch_rows` are places of ids (Arrow strings)."""
+    return f"{subject} {ids[int(batch_rows[row_index])].as_py()!r}"
 
 
 def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str, Any]:
@@ -433,16 +491,17 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
     if ids is None:
         pass  # of entities that nobody names, the values are examples
     elif entity_kind in table.column_names:
-        table = _rows_of_ids(table, ids, entity_kind)
+        table = _select_rows_of_ids(table, ids, entity_kind)
     elif table.num_rows != len(ids):
         raise SourceError(
             f"{entity_kind}_features has {table.num_rows:,} rows for {len(ids):,} {entity_kind} ids, and no column "
             f"{entity_kind!r} that "
             "tells whose they are: add it, or give a row for each id, in their order"
         )
-    elif name := _misnamed_ids(table, ids):
+    elif column_name := _find_misnamed_id_column(table, ids):
         raise SourceError(
-            f"{entity_kind}_features has no column {entity_kind!r}, but {name!r} holds {entity_kind} ids: rename it to "
+            f"{entity_kind}_features has no column {entity_kind!r}, but {column_name!r} holds {entity_kind} ids: "
+            "rename it to "
             f"{entity_kind!r}; "
             f"or, if these are no {entity_kind} ids, give arrays by name, with a row for each id, in their order"
         )
@@ -464,9 +523,11 @@ def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
             if not path.exists():
                 raise SourceError(f"{setting}: there is no file {path}")
             is_csv = path.suffix.lower() == ".csv"
-            as_texts = pa.csv.ConvertOptions(column_types={id_column: pa.string()})
+            id_as_text_options = pa.csv.ConvertOptions(column_types={id_column: pa.string()})
             return (
-                pa.csv.read_csv(path, convert_options=as_texts) if is_csv else pq.read_table(path)
+                pa.csv.read_csv(path, convert_options=id_as_text_options)
+                if is_csv
+                else pq.read_table(path)
             )
         if isinstance(table_source, pa.Table):
             return table_source
@@ -485,50 +546,62 @@ def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
     )
 
 
-def _rows_of_ids(table: Any, ids: Any, entity_kind: str) -> Any:
+def _select_rows_of_ids(feature_table: Any, ids: Any, entity_kind: str) -> Any:
     """Return the rows of the ids, in their order."""
-    texts = ids_of(table[entity_kind], entity_kind)
-    row_indices = pc.index_in(ids, value_set=texts)
+    table_ids = checked_ids(feature_table[entity_kind], entity_kind)
+    row_indices = pc.index_in(ids, value_set=table_ids)
     if row_indices.null_count:
-        missing = ids.filter(pc.is_null(row_indices))[0].as_py()
+        missing_id = ids.filter(pc.is_null(row_indices))[0].as_py()
         remedy = (
-            _zeros_remedy(entity_kind, ids, texts) if row_indices.null_count == len(ids) else ""
+            _leading_zeros_remedy(entity_kind, ids, table_ids)
+            if row_indices.null_count == len(ids)
+            else ""
         )
         raise SourceError(
-            f"{entity_kind}_features has no row of {row_indices.null_count:,} {entity_kind} ids, {missing!r} among "
+            f"{entity_kind}_features has no row of {row_indices.null_count:,} {entity_kind} ids, {missing_id!r} among "
             f"them: {remedy or 'give one for each'}"
         )
-    return table.take(row_indices)
+    return feature_table.take(row_indices)
 
 
-def _misnamed_ids(table: Any, ids: Any) -> str | None:
+def _find_misnamed_id_column(feature_table: Any, ids: Any) -> str | None:
     """Return the name of a column that holds at least half of the ids, in another order."""
-    for name in table.column_names:
-        column = table[name]
+    for column_name in feature_table.column_names:
+        column = feature_table[column_name]
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        kind = column.type
+        arrow_type = column.type
         if not (
-            pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+            pa.types.is_integer(arrow_type)
+            or pa.types.is_string(arrow_type)
+            or pa.types.is_large_string(arrow_type)
         ):
             continue
-        texts = column.cast(pa.string()).combine_chunks()
-        if texts.equals(ids.cast(pa.string())):
+        column_texts = column.cast(pa.string()).combine_chunks()
+        if column_texts.equals(ids.cast(pa.string())):
             continue
-        if 2 * pc.index_in(ids, value_set=texts.drop_null().unique()).null_count <= len(ids):
-            return str(name)
+        if 2 * pc.index_in(ids, value_set=column_texts.drop_null().unique()).null_count <= len(ids):
+            return str(column_name)
     return None
 
 
 def _column_values(column: Any) -> Any:
     """Convert numbers to numpy, a list column to a matrix; leave texts and other types in Arrow."""
-    kind = column.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        if pa.types.is_string(kind.value_type):
+    arrow_type = column.type
+    if (
+        pa.types.is_list(arrow_type)
+        or pa.types.is_large_list(arrow_type)
+        or pa.types.is_fixed_size_list(arrow_type)
+    ):
+        if pa.types.is_string(arrow_type.value_type):
             return column
-        lists = column.to_pylist()
-        is_even = None not in lists and len({len(row) for row in lists}) <= 1
-        return np.asarray(lists) if is_even else column
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        row_lists = column.to_pylist()
+        has_equal_lengths = None not in row_lists and len({len(row) for row in row_lists}) <= 1
+        return np.asarray(row_lists) if has_equal_lengths else column
+    if (
+        pa.types.is_integer(arrow_type)
+        or pa.types.is_floating(arrow_type)
+        or pa.types.is_boolean(arrow_type)
+    ):
         return column if column.null_count else column.to_numpy(zero_copy_only=False)
     return column

@@ -10,17 +10,17 @@ from scipy.sparse.linalg import svds
 
 from cache.errors import SourceError
 from cache.model.agreement import recalls
-from precompute.adapters.fold_in import HISTORY_MAX, Fold
+from precompute.adapters.fold_in import HISTORY_ITEMS_MAX, HistoryFold
 from precompute.adapters.folder import ImportReport
-from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
+from precompute.adapters.inputs import ClickMatrix, EntityVectors, checked_ids
 from precompute.adapters.vectors import import_vectors
-from precompute.bundles.held_out import TOP
+from precompute.bundles.held_out import RECALL_TOP_ITEMS
 
-EXACT_MAX = 4096
+EXACT_ITEMS_MAX = 4096
 """Items up to which the weights are kept unchanged, with as many dimensions as items."""
-DIMS = 512
+DEFAULT_DIMS = 512
 """Default number of dimensions for more items."""
-COMPARED = 256
+COMPARED_USERS_MAX = 256
 """Users whose lists are compared with the exact ones."""
 
 
@@ -36,40 +36,49 @@ def from_item_weights(
 ) -> ImportReport:
     """Make a folder of weights B [items, items] (dense or scipy): item j scores the sum of B[i, j] over a history's i.
 
-    Exact up to EXACT_MAX items: a user is the sum of unit vectors, an item its column of B. Beyond, or with `dims`, B
+    Exact up to EXACT_ITEMS_MAX items: a user is the sum of unit vectors, an item its column of B. Beyond, or with
+    `dims`, B
     is cut to that many singular values, and the report says how much that keeps. Everybody is scored from a history,
     the users of `clicks` (a scipy matrix [users, items] or a table, as in `from_vectors`), too; a click counts 1.
     Raises SourceError for weights that are not finite, not square, or not of these items.
     """
-    checked_weights = _checked(weights)
-    names = ids_of(range(checked_weights.shape[0]) if item_ids is None else item_ids, "item")
-    if len(names) != checked_weights.shape[0]:
+    checked_weights = _checked_weights(weights)
+    item_texts = checked_ids(
+        range(checked_weights.shape[0]) if item_ids is None else item_ids, "item"
+    )
+    if len(item_texts) != checked_weights.shape[0]:
         raise SourceError(
-            f"{len(names):,} item ids, but weights of {checked_weights.shape[0]:,} items: give one id for each row, in "
+            f"{len(item_texts):,} item ids, but weights of {checked_weights.shape[0]:,} items: give one id for each "
+            "row, in "
             "its order"
         )
-    of_clicks = ClickMatrix.of(
-        clicks, None if user_ids is None else ids_of(user_ids, "user"), names
+    click_matrix = ClickMatrix.of(
+        clicks, None if user_ids is None else checked_ids(user_ids, "user"), item_texts
     )
-    limits = ["take in an item that it was not fitted on: it has no weights"]
-    if of_clicks.is_weighted:
-        limits.append("weigh the clicks of a history: each counts 1")
-    if np.diff(of_clicks.matrix.indptr).max() > HISTORY_MAX:
-        limits.append(f"use more than {HISTORY_MAX} items of a history")
-    if dims is None and checked_weights.shape[0] <= EXACT_MAX:
-        rows = np.eye(checked_weights.shape[0], dtype=np.float32)
-        items = np.ascontiguousarray(
+    limit_texts = ["take in an item that it was not fitted on: it has no weights"]
+    if click_matrix.is_weighted:
+        limit_texts.append("weigh the clicks of a history: each counts 1")
+    if np.diff(click_matrix.matrix.indptr).max() > HISTORY_ITEMS_MAX:
+        limit_texts.append(f"use more than {HISTORY_ITEMS_MAX} items of a history")
+    if dims is None and checked_weights.shape[0] <= EXACT_ITEMS_MAX:
+        history_rows = np.eye(checked_weights.shape[0], dtype=np.float32)
+        item_vectors = np.ascontiguousarray(
             (checked_weights.toarray() if sp.issparse(checked_weights) else checked_weights).T
         )
     else:
-        rows, items, energy_share = _cut(checked_weights, DIMS if dims is None else dims, seed)
-        limits.append(
-            f"rank quite as the weights do: {items.shape[1]} dimensions keep {energy_share:.1%} of their energy"
-            + _overlap(checked_weights, rows, items, of_clicks, seed)
+        history_rows, item_vectors, energy_share = _truncate_weights(
+            checked_weights, DEFAULT_DIMS if dims is None else dims, seed
         )
-    fold = Fold("the sum of its items' rows", rows, 0.0, None, np.zeros_like(rows[0]))
+        limit_texts.append(
+            f"rank quite as the weights do: {item_vectors.shape[1]} dimensions keep {energy_share:.1%} of their energy"
+            + _overlap_in_words(checked_weights, history_rows, item_vectors, click_matrix, seed)
+        )
+    fold = HistoryFold(
+        "the sum of its items' rows", history_rows, 0.0, None, np.zeros_like(history_rows[0])
+    )
     return import_vectors(
-        Path(to), Vectors(names, items), None, of_clicks, folds=[fold], model="item weights", cannot=limits, seed=seed
+        Path(to), EntityVectors(item_texts, item_vectors), None, click_matrix, folds=[fold], model="item weights",
+        cannot=limit_texts, seed=seed
     )  # fmt: skip
 
 
@@ -80,13 +89,13 @@ def ease(clicks: Any, regularization: float = 500.0) -> NDArray[np.float32]:
     """
     gram = (clicks.T @ clicks).toarray().astype(np.float64)
     gram[np.diag_indices_from(gram)] += regularization
-    inverse = np.linalg.inv(gram)
-    weights: NDArray[np.float32] = (inverse / -np.diag(inverse)).astype(np.float32)
+    inverse_gram = np.linalg.inv(gram)
+    weights: NDArray[np.float32] = (inverse_gram / -np.diag(inverse_gram)).astype(np.float32)
     np.fill_diagonal(weights, 0)
     return weights
 
 
-def _checked(weights: Any) -> Any:
+def _checked_weights(weights: Any) -> Any:
     """Check weights and return them as float32, dense or CSR."""
     checked_weights = (
         sp.csr_matrix(weights, dtype=np.float32)
@@ -108,7 +117,7 @@ def _checked(weights: Any) -> Any:
     return checked_weights
 
 
-def _cut(
+def _truncate_weights(
     weights: Any, dims: int, seed: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
     """Return (rows [items, dims] that a history sums, vectors [items, dims], share of the squared weights kept)."""
@@ -116,37 +125,42 @@ def _cut(
         raise SourceError(
             f"dims is 1 to {weights.shape[0] - 1:,}, fewer than there are items, not {dims}"
         )
-    start = np.random.default_rng(seed).standard_normal(weights.shape[0])
-    left_vectors, values, right = svds(weights.astype(np.float64), k=dims, v0=start)
-    root = np.sqrt(values)
-    energy = float(np.square(weights.data if sp.issparse(weights) else weights, dtype="f8").sum())
-    energy_share = float(np.square(values).sum()) / (energy or 1.0)
+    start_vector = np.random.default_rng(seed).standard_normal(weights.shape[0])
+    left_vectors, singular_values, right_vectors = svds(
+        weights.astype(np.float64), k=dims, v0=start_vector
+    )
+    root_values = np.sqrt(singular_values)
+    total_energy = float(
+        np.square(weights.data if sp.issparse(weights) else weights, dtype="f8").sum()
+    )
+    energy_share = float(np.square(singular_values).sum()) / (total_energy or 1.0)
     return (
-        (left_vectors * root).astype(np.float32),
-        (right.T * root).astype(np.float32),
+        (left_vectors * root_values).astype(np.float32),
+        (right_vectors.T * root_values).astype(np.float32),
         energy_share,
     )
 
 
-def _overlap(
+def _overlap_in_words(
     weights: Any,
-    rows: NDArray[np.float32],
-    items: NDArray[np.float32],
+    history_rows: NDArray[np.float32],
+    item_vectors: NDArray[np.float32],
     clicks: ClickMatrix,
     seed: int,
 ) -> str:
     """Describe for the report how far lists by the cut weights agree with the exact ones; empty without clicks."""
-    sampled_users = clicks.sample(COMPARED, 1, np.random.default_rng(seed))
+    sampled_users = clicks.sample(COMPARED_USERS_MAX, 1, np.random.default_rng(seed))
     if not len(sampled_users):
         return ""
-    history = (clicks.matrix[sampled_users] > 0).astype(np.float32)
-    exact = history @ weights
-    lists = []
-    for scores in (exact.toarray() if sp.issparse(exact) else exact, history @ rows @ items.T):
-        scores[history.nonzero()] = -np.inf
-        top_start = max(0, scores.shape[1] - TOP)
-        lists.append(np.argpartition(scores, top_start, axis=1)[:, top_start:])
-    mean_recall = float(recalls(lists[0], lists[1]).mean())
-    return (
-        f", and lists of {len(sampled_users)} users share {mean_recall:.3f} of the exact top {TOP}"
-    )
+    history_matrix = (clicks.matrix[sampled_users] > 0).astype(np.float32)
+    exact_scores = history_matrix @ weights
+    top_lists = []
+    for scores in (
+        exact_scores.toarray() if sp.issparse(exact_scores) else exact_scores,
+        history_matrix @ history_rows @ item_vectors.T,
+    ):
+        scores[history_matrix.nonzero()] = -np.inf
+        top_start = max(0, scores.shape[1] - RECALL_TOP_ITEMS)
+        top_lists.append(np.argpartition(scores, top_start, axis=1)[:, top_start:])
+    mean_recall = float(recalls(top_lists[0], top_lists[1]).mean())
+    return f", and lists of {len(sampled_users)} users share {mean_recall:.3f} of the exact top {RECALL_TOP_ITEMS}"

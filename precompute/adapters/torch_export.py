@@ -25,7 +25,7 @@ from precompute.bundles.onnx_model import (
     refuse_negative_codes,
 )
 
-OPSET = 18
+EXPORT_OPSET = 18
 """Opset that torch writes without converting."""
 
 PARITY_ROWS = (1, 2, 17)
@@ -35,13 +35,13 @@ PARITY_TOLERANCE = 1e-5
 
 ROWS_AT_ONCE = 4096
 
-_SHORT = 16
+_SHORT_HISTORY_ITEMS = 16
 
-_INDICES = {"history": "history", "item": "item_index", "user": "user_index"}
+_BINDING_BY_INPUT = {"history": "history", "item": "item_index", "user": "user_index"}
 
-Feed = Mapping[str, NDArray[Any]]
+ArraysByInput = Mapping[str, NDArray[Any]]
 
-Feeds = Callable[[int, int, int], Feed]
+MakeArrays = Callable[[int, int, int], ArraysByInput]
 """Inputs by name of so many rows, whose histories have so many items and are padded to such a length."""
 
 
@@ -69,38 +69,38 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
     def __init__(
         self,
         module: Any,
-        inputs: Mapping[str, Tensor],
+        example_by_input: Mapping[str, Tensor],
         example: Example,
-        items: int,
+        item_count: int,
         tower_name: str,
     ) -> None:
         super().__init__()
         demand_exportable(module, tower_name)
-        if not inputs:
+        if not example_by_input:
             raise SourceError(
                 f"the example has no input of {tower_name}: name each argument of forward"
             )
-        pad, first = example.pad, example.first_item
-        if "history" in inputs and (pad < 0 or first <= pad < first + items):
+        pad, first_item = example.pad, example.first_item
+        if "history" in example_by_input and (pad < 0 or first_item <= pad < first_item + item_count):
             raise SourceError(
                 f"pad is {pad}, which is "
                 + (
-                    f"one of the items {first} to {first + items - 1}"
+                    f"one of the items {first_item} to {first_item + item_count - 1}"
                     if pad >= 0
                     else "no row of a table"
                 )
                 + ": name the index that the tower pads with; where 0 is padding, say first_item=1 in Example; wrap a "
                 "tower that pads with another number: forward(torch.where(history == PAD, that, history))"
             )
-        for name, value in inputs.items():
-            is_wide = value.ndim == 2 and value.shape[1] > 1 and not value.is_floating_point()
-            if tower_name == "the user tower" and is_wide and "history" not in inputs:
+        for name, example_tensor in example_by_input.items():
+            is_wide = example_tensor.ndim == 2 and example_tensor.shape[1] > 1 and not example_tensor.is_floating_point()
+            if tower_name == "the user tower" and is_wide and "history" not in example_by_input:
                 raise SourceError(
                     f"the example's {name!r} holds rows of whole numbers: if these are items, call it history (forward "
                     "may call it as it likes); if not, make them float32"
                 )
-        self.module, self.names, self.example = module, tuple(inputs), example
-        self.items, self.tower_name, self.inputs = items, tower_name, dict(inputs)
+        self.module, self.names, self.example = module, tuple(example_by_input), example
+        self.items, self.tower_name, self.inputs = item_count, tower_name, dict(example_by_input)
         self.eval()
 
     @property
@@ -110,82 +110,82 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Vectors [n, dims]."""
-        return self.module(*map(self._shifted, self.names, inputs))
+        return self.module(*map(self._to_model_index, self.names, inputs))
 
-    def _shifted(self, name: str, value: Tensor) -> Tensor:
-        first = self.example.first_user if name == "user" else self.example.first_item
-        if name not in _INDICES or not first:
-            return value
-        if name == "history":
-            return torch.where(value == self.items, self.example.pad, value + first)
-        return value + first
+    def _to_model_index(self, input_name: str, input_tensor: Tensor) -> Tensor:
+        first_index = self.example.first_user if input_name == "user" else self.example.first_item
+        if input_name not in _BINDING_BY_INPUT or not first_index:
+            return input_tensor
+        if input_name == "history":
+            return torch.where(input_tensor == self.items, self.example.pad, input_tensor + first_index)
+        return input_tensor + first_index
 
-    def feed(self, rows: int, items: int, length: int) -> Feed:
+    def feed(self, row_count: int, item_count: int, padded_length: int) -> ArraysByInput:
         """Inputs of so many rows: indices in turn, and the example's own values of features."""
         array_by_name = {}
-        for name, value in self.inputs.items():
-            dtype = _numpy_of(value, f"{self.tower_name}: input {name!r}")
-            row_numbers = np.arange(rows)
+        for name, example_tensor in self.inputs.items():
+            dtype = _numpy_dtype_of(example_tensor, f"{self.tower_name}: input {name!r}")
+            row_numbers = np.arange(row_count)
             if name == "history":
-                array_by_name[name] = np.full((rows, length), self.pad, dtype)
-                array_by_name[name][:, :items] = (
-                    row_numbers[:, None] * 7 + np.arange(items)
+                array_by_name[name] = np.full((row_count, padded_length), self.pad, dtype)
+                array_by_name[name][:, :item_count] = (
+                    row_numbers[:, None] * 7 + np.arange(item_count)
                 ) % self.items
-            elif name in _INDICES:
+            elif name in _BINDING_BY_INPUT:
                 array_by_name[name] = (
-                    row_numbers % (self.items if name == "item" else len(value))
+                    row_numbers % (self.items if name == "item" else len(example_tensor))
                 ).astype(dtype)
             else:
-                array_by_name[name] = np.ascontiguousarray(value.numpy()[row_numbers % len(value)])
+                array_by_name[name] = np.ascontiguousarray(example_tensor.numpy()[row_numbers % len(example_tensor)])
         return array_by_name
 
     def run(
-        self, ids: Any, features: Mapping[str, Any], histories: Histories | None = None
+        self, entity_ids: Any, features: Mapping[str, Any], histories: Histories | None = None
     ) -> NDArray[np.float32]:
         """Vectors of all ids (Arrow strings), by torch; `features` have a row for each.
 
         Raises SourceError, which names the first id on which the tower fails.
         """
         vector_batches = []
-        for start in range(0, len(ids), ROWS_AT_ONCE):
-            batch_rows = np.arange(start, min(start + ROWS_AT_ONCE, len(ids)))
-            feed = {}
-            for name, value in self.inputs.items():
+        for first_row in range(0, len(entity_ids), ROWS_AT_ONCE):
+            batch_rows = np.arange(first_row, min(first_row + ROWS_AT_ONCE, len(entity_ids)))
+            array_by_input = {}
+            for name, example_tensor in self.inputs.items():
                 if name == "history":
                     assert histories is not None  # noqa: S101
-                    dtype = str(_numpy_of(value, name))
-                    feed[name] = histories.pad_rows(
+                    dtype = str(_numpy_dtype_of(example_tensor, name))
+                    array_by_input[name] = histories.pad_rows(
                         batch_rows, self.example.max_length, self.pad, dtype
                     )
-                elif name in _INDICES:
-                    feed[name] = batch_rows.astype(_numpy_of(value, name))
+                elif name in _BINDING_BY_INPUT:
+                    array_by_input[name] = batch_rows.astype(_numpy_dtype_of(example_tensor, name))
                 else:
-                    feed[name] = np.ascontiguousarray(features[name][batch_rows])
+                    array_by_input[name] = np.ascontiguousarray(features[name][batch_rows])
             try:
-                vector_batches.append(vectors_of(self, feed, self.tower_name))
+                vector_batches.append(run_module(self, array_by_input, self.tower_name))
             except SourceError:
-                row = self._failing_row(feed, len(batch_rows))
+                row = self._failing_row(array_by_input, len(batch_rows))
                 if row is None:
                     raise
-                values = ", ".join(
-                    f"{name} {feed[name][row]}" for name in self.inputs if name not in _INDICES
+                values_text = ", ".join(
+                    f"{name} {array_by_input[name][row]}" for name in self.inputs if name not in _BINDING_BY_INPUT
                 )
-                entity = self.tower_name.split()[1]
-                subject = f"{entity} {ids[start + row].as_py()!r} with {values or 'its index'}"
-                vectors_of(self, _one_row(feed, row), self.tower_name, subject)
+                entity_kind = self.tower_name.split()[1]
+                subject = f"{entity_kind} {entity_ids[first_row + row].as_py()!r} with {values_text or 'its index'}"
+                run_module(self, _select_one_row(array_by_input, row), self.tower_name, subject)
                 raise
         return np.concatenate(vector_batches)
 
-    def _failing_row(self, feed: Feed, rows: int) -> int | None:
+    def _failing_row(self, array_by_input: ArraysByInput, row_count: int) -> int | None:
         """The first row on which the tower fails alone; None if it fails on every row, or on none alone."""
-        fails = [self._fails(_one_row(feed, row)) for row in (0, rows - 1)]
-        if all(fails):
+        edge_rows_fail = [self._fails_on(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)]
+        if all(edge_rows_fail):
             return None
-        return next((row for row in range(rows) if self._fails(_one_row(feed, row))), None)
+        return next((row for row in range(row_count) if self._fails_on(_select_one_row(array_by_input, row))), None)
 
-    def _fails(self, feed: Feed) -> bool:
+    def _fails_on(self, array_by_input: ArraysByInput) -> bool:
         try:
-            vectors_of(self, feed, self.tower_name)
+            run_module(self, array_by_input, self.tower_name)
         except SourceError:
             return True
         return False
@@ -193,42 +193,42 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
     def spec(self, dims: int) -> TowerSpec:
         """Specification of the inputs and the output."""
         return TowerSpec(
-            tuple(self._input(*named_input) for named_input in self.inputs.items()), "vector", dims
+            tuple(self._input_spec(*named_input) for named_input in self.inputs.items()), "vector", dims
         )
 
-    def _input(self, name: str, value: Tensor) -> InputSpec:
-        dtype: Any = str(_numpy_of(value, f"{self.tower_name}: input {name!r}"))
-        if name == "history":
+    def _input_spec(self, input_name: str, example_tensor: Tensor) -> InputSpec:
+        dtype: Any = str(_numpy_dtype_of(example_tensor, f"{self.tower_name}: input {input_name!r}"))
+        if input_name == "history":
             return InputSpec(
-                name, "history", dtype, max_length=self.example.max_length, pad=self.pad
+                input_name, "history", dtype, max_length=self.example.max_length, pad=self.pad
             )
-        if name == "item":
-            return InputSpec(name, "item_index", dtype)
+        if input_name == "item":
+            return InputSpec(input_name, "item_index", dtype)
         return InputSpec(
-            name, "feature", dtype, column=name, width=value.shape[1] if value.ndim > 1 else None
+            input_name, "feature", dtype, column=input_name, width=example_tensor.shape[1] if example_tensor.ndim > 1 else None
         )
 
 
-def export(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
+def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     """(model, its specification, largest difference from torch); SourceError or BundleError names a trap."""
-    longest = tower.example.max_length
-    short = longest if tower.example.is_fixed else min(_SHORT, longest)
-    lengths = tuple(dict.fromkeys((short, longest)))
-    length = longest if tower.example.is_fixed else max(2, short - 1)
-    traced = 3, length  # not one row: torch takes an axis of one for one that is always so
-    feed = tower.feed(traced[0], length, length)
-    dims = vectors_of(tower, feed, tower.tower_name).shape[1]
+    history_items_max = tower.example.max_length
+    short_length = history_items_max if tower.example.is_fixed else min(_SHORT_HISTORY_ITEMS, history_items_max)
+    padded_lengths = tuple(dict.fromkeys((short_length, history_items_max)))
+    traced_length = history_items_max if tower.example.is_fixed else max(2, short_length - 1)
+    traced_shape = 3, traced_length  # not one row: torch takes an axis of one for one that is always so
+    array_by_input = tower.feed(traced_shape[0], traced_length, traced_length)
+    dims = run_module(tower, array_by_input, tower.tower_name).shape[1]
     spec = tower.spec(dims)
-    if spec.history is not None and len(lengths) > 1:
-        demand_free_padding(tower, tower.feed, (short, longest), tower.tower_name)
-    free: Any = torch.export.Dim.AUTO
-    axes = {"history": 1 if tower.example.is_fixed else 2}
-    shapes = tuple(dict.fromkeys(range(axes.get(name, 1)), free) for name in feed)
+    if spec.history is not None and len(padded_lengths) > 1:
+        demand_free_padding(tower, tower.feed, (short_length, history_items_max), tower.tower_name)
+    free_dimension: Any = torch.export.Dim.AUTO
+    free_axis_count = {"history": 1 if tower.example.is_fixed else 2}
+    dynamic_shapes = tuple(dict.fromkeys(range(free_axis_count.get(name, 1)), free_dimension) for name in array_by_input)
     try:
-        with _for_export():
+        with _quiet_export():
             program = torch.onnx.export(
-                tower, tuple(map(torch.from_numpy, feed.values())), dynamo=True, dynamic_shapes=(shapes,),
-                input_names=list(feed), output_names=[spec.output], opset_version=OPSET, external_data=False,
+                tower, tuple(map(torch.from_numpy, array_by_input.values())), dynamo=True, dynamic_shapes=(dynamic_shapes,),
+                input_names=list(array_by_input), output_names=[spec.output], opset_version=EXPORT_OPSET, external_data=False,
                 verbose=False,
                 optimize=False,
             )  # fmt: skip
@@ -240,11 +240,11 @@ def export(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     return (
         model,
         spec,
-        demand_parity(model, tower, spec, tower.feed, traced, lengths, tower.tower_name),
+        demand_parity(model, tower, spec, tower.feed, traced_shape, padded_lengths, tower.tower_name),
     )
 
 
-def _exported_model(program: Any, features: Sequence[str]) -> OnnxModel:
+def _exported_model(program: Any, feature_names: Sequence[str]) -> OnnxModel:
     """The model of an export, without its stack traces, which name folders of the machine."""
     initializers = program.model.graph.initializers
     constants = {name: initializers.pop(name).const_value.numpy() for name in list(initializers)}
@@ -252,18 +252,18 @@ def _exported_model(program: Any, features: Sequence[str]) -> OnnxModel:
     for node in model.graph.node:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
-    refuse_negative_codes(model.graph, constants, features)
+    refuse_negative_codes(model.graph, constants, feature_names)
     return OnnxModel.of(model, constants)
 
 
-def _numpy_of(value: Tensor, subject: str) -> np.dtype[Any]:
+def _numpy_dtype_of(tensor: Tensor, subject: str) -> np.dtype[Any]:
     """Return the tensor's dtype for numpy; raise SourceError for a dtype that no input of a bundle has."""
-    names = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
-    if value.dtype not in names:
+    numpy_type_by_dtype = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
+    if tensor.dtype not in numpy_type_by_dtype:
         raise SourceError(
-            f"{subject} is {value.dtype}: inputs are int32, int64 or float32; texts and flags become numbers first"
+            f"{subject} is {tensor.dtype}: inputs are int32, int64 or float32; texts and flags become numbers first"
         )
-    return np.dtype(names[value.dtype])
+    return np.dtype(numpy_type_by_dtype[tensor.dtype])
 
 
 def _describe_export_failure(error: Exception) -> str:
@@ -273,21 +273,21 @@ def _describe_export_failure(error: Exception) -> str:
     while cause is not None and cause not in causes:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    text = "\n".join(map(str, causes))
+    messages_text = "\n".join(map(str, causes))
     if operator_match := re.search(
-        r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)", text
+        r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)", messages_text
     ):
         return (
             f"uses {operator_match[1]}, for which ONNX has no operator: write forward with others"
         )
-    return f"cannot be exported: {first_line(causes[-1])}; forward must not decide by values of its inputs"
+    return f"cannot be exported: {first_message_line(causes[-1])}; forward must not decide by values of its inputs"
 
 
 @contextmanager
-def _for_export() -> Iterator[None]:
+def _quiet_export() -> Iterator[None]:
     """torch's log and warnings held back, and attention by plain operators: the fused one has no ONNX form."""
-    log, fast = logging.getLogger("torch.onnx"), torch.backends.mha.get_fastpath_enabled()
-    level = log.level
+    log, was_fastpath_enabled = logging.getLogger("torch.onnx"), torch.backends.mha.get_fastpath_enabled()
+    log_level = log.level
     log.setLevel(logging.ERROR)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -295,8 +295,8 @@ def _for_export() -> Iterator[None]:
             warnings.simplefilter("ignore")  # of torch's own parts, about each other
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        log.setLevel(level)
+        torch.backends.mha.set_fastpath_enabled(was_fastpath_enabled)
+        log.setLevel(log_level)
 
 
 def demand_exportable(module: Any, tower_name: str) -> None:
@@ -310,14 +310,14 @@ def demand_exportable(module: Any, tower_name: str) -> None:
         raise SourceError(
             f"{tower_name} is a {type(module).__name__}: give an nn.Module whose forward returns vectors [n, dims]"
         )
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    if size > WEIGHTS_BYTES_MAX:
+    tensor_by_name = dict(module.named_parameters()) | dict(module.named_buffers())
+    weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensor_by_name.values())
+    if weights_bytes > WEIGHTS_BYTES_MAX:
         raise BundleError(
-            f"{tower_name} has {size:,} bytes of weights, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions",
-            bytes=size,
+            f"{tower_name} has {weights_bytes:,} bytes of weights, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions",
+            bytes=weights_bytes,
         )
-    for name, tensor in tensors.items():
+    for name, tensor in tensor_by_name.items():
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
             raise SourceError(
                 f"{tower_name}: {name} is {tensor.dtype}: call .float() on it before the import"
@@ -332,34 +332,33 @@ def demand_exportable(module: Any, tower_name: str) -> None:
         )
 
 
-def _one_row(feed: Feed, row: int) -> Feed:
-    return {name: array[row : row + 1] for name, array in feed.items()}
+def _select_one_row(array_by_input: ArraysByInput, row: int) -> ArraysByInput:
+    return {name: array[row : row + 1] for name, array in array_by_input.items()}
 
 
-def vectors_of(
-    module: nn.Module, feed: Feed, tower_name: str, subject: str = ""
+def run_module(
+    module: nn.Module, array_by_input: ArraysByInput, tower_name: str, subject: str = ""
 ) -> NDArray[np.float32]:
     """Output float32 [n, dims] of the module; raises SourceError for anything else.
 
     `subject` names the entity of a feed of one row.
     """
-    row_count = len(next(iter(feed.values())))
+    row_count = len(next(iter(array_by_input.values())))
     try:
         with torch.no_grad():
-            output = module(*(torch.from_numpy(array) for array in feed.values()))
+            output = module(*(torch.from_numpy(array) for array in array_by_input.values()))
     except Exception as error:  # whatever the caller's own code raises
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in array_by_input.items())
         remedy = "pad, max_length and the number of items must be those that it was trained with"
-        if subject and feed.keys() - _INDICES.keys():
+        if subject and array_by_input.keys() - _BINDING_BY_INPUT.keys():
             remedy = "give the codes and numbers that it was trained with, whose codes begin at 0"
         raise SourceError(
-            f"{tower_name} fails on {subject or shapes}: {first_line(error)}; {remedy}"
+            f"{tower_name} fails on {subject or shapes}: {first_message_line(error)}; {remedy}"
         ) from None
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != row_count:
-        shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        shape_text = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise SourceError(
-            f"{tower_name} returns {shape} for {row_count} rows, not [{row_count}, dims]: wrap it in a module whose "
-            "forward returns one vector a row"
+            f"{tower_name} returns {shape_text} for {row_count} rows, not [{row_count}, dims]: wrap it in a module " "whose " "forward returns one vector a row"
         )
     vectors: NDArray[np.float32] = output.numpy()
     is_nonfinite = ~np.isfinite(vectors).all(axis=1)
@@ -374,19 +373,17 @@ def vectors_of(
 
 
 def demand_free_padding(
-    module: nn.Module, feeds: Feeds, lengths: tuple[int, int], tower_name: str
+    module: nn.Module, make_arrays: MakeArrays, padded_lengths: tuple[int, int], tower_name: str
 ) -> None:
     """Raises SourceError where the vector of a history depends on how much padding follows it."""
-    short, long = lengths
-    items = max(1, short // 2)
+    short_length, long_length = padded_lengths
+    item_count = max(1, short_length // 2)
     short_vectors, long_vectors = (
-        vectors_of(module, feeds(17, items, length), tower_name) for length in lengths
+        run_module(module, make_arrays(17, item_count, padded_length), tower_name) for padded_length in padded_lengths
     )
-    if (error := _relative_error(long_vectors, short_vectors)) > PARITY_TOLERANCE:
+    if (relative_error := _relative_error(long_vectors, short_vectors)) > PARITY_TOLERANCE:
         raise SourceError(
-            f"{tower_name}: the vector of a history of {items} changes by {error:.1g} if it is padded behind to {long} "
-            f"instead of {short}: mask the padding in forward, or say is_fixed=True in Example, which always pads to "
-            "max_length"
+            f"{tower_name}: the vector of a history of {item_count} changes by {relative_error:.1g} if it is padded " f"behind to {long_length} " f"instead of {short_length}: mask the padding in forward, or say is_fixed=True in Example, which always " "pads to " "max_length"
         )
 
 
@@ -394,15 +391,15 @@ def demand_parity(
     model: OnnxModel,
     module: nn.Module,
     spec: TowerSpec,
-    feeds: Feeds,
-    traced: tuple[int, int],
-    lengths: tuple[int, ...],
+    make_arrays: MakeArrays,
+    traced_shape: tuple[int, int],
+    padded_lengths: tuple[int, ...],
     tower_name: str,
 ) -> float:
     """Largest difference between ONNX Runtime and torch; BundleError for a frozen dimension or one above the tolerance.
 
     Run at 1, 2 and 17 rows, with histories of 1 (with features beside it: 0), half and all of each padded length.
-    `traced` are the rows and the length that the export saw.
+    `traced_shape` are the rows and the length that the export saw.
     """
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -413,15 +410,14 @@ def demand_parity(
             )
     except Exception as error:  # ONNX Runtime's errors share no base class of their own
         raise BundleError(
-            f"{tower_name}: ONNX Runtime does not open its model: {first_line(error)}; write forward with other "
-            "operators"
+            f"{tower_name}: ONNX Runtime does not open its model: {first_message_line(error)}; write forward with " "other " "operators"
         ) from None
 
-    def off(rows: int, items: int, length: int) -> float:
-        feed = feeds(rows, items, length)
-        torch_vectors = vectors_of(module, feed, tower_name)
+    def measure_difference(row_count: int, item_count: int, padded_length: int) -> float:
+        array_by_input = make_arrays(row_count, item_count, padded_length)
+        torch_vectors = run_module(module, array_by_input, tower_name)
         try:
-            onnx_vectors = session.run([spec.output], dict(feed))[0]
+            onnx_vectors = session.run([spec.output], dict(array_by_input))[0]
         except Exception:  # as above; of a shape that the model does not take
             return float("inf")
         return (
@@ -430,48 +426,46 @@ def demand_parity(
             else float("inf")
         )
 
-    worst, min_items = 0.0, 0 if spec.features else 1
-    for length in lengths:
-        for rows in PARITY_ROWS:
-            for items in sorted({min_items, (length + 1) // 2, length}):
-                difference = off(rows, items, length)
+    worst_difference, items_min = 0.0, 0 if spec.features else 1
+    for padded_length in padded_lengths:
+        for row_count in PARITY_ROWS:
+            for item_count in sorted({items_min, (padded_length + 1) // 2, padded_length}):
+                difference = measure_difference(row_count, item_count, padded_length)
                 if not difference <= PARITY_TOLERANCE:
                     raise BundleError(
                         _parity_message(
-                            off, spec, traced, (rows, items, length), difference, tower_name
+                            measure_difference, spec, traced_shape, (row_count, item_count, padded_length), difference, tower_name
                         )
                     )
-                worst = max(worst, difference)
-    return worst
+                worst_difference = max(worst_difference, difference)
+    return worst_difference
 
 
 def _parity_message(
-    off: Callable[[int, int, int], float],
+    measure_difference: Callable[[int, int, int], float],
     spec: TowerSpec,
-    traced: tuple[int, int],
-    at: tuple[int, int, int],
+    traced_shape: tuple[int, int],
+    failing_shape: tuple[int, int, int],
     difference: float,
     tower_name: str,
 ) -> str:
     """Message about the axis whose change alone makes a difference, or about the difference itself."""
-    rows, length = traced
-    if off(rows, length, length) <= PARITY_TOLERANCE:
+    traced_rows, traced_length = traced_shape
+    if measure_difference(traced_rows, traced_length, traced_length) <= PARITY_TOLERANCE:
         remedy = "take sizes from tensors in forward (x.shape), not from Python numbers"
-        if not off(PARITY_ROWS[-1], length, length) <= PARITY_TOLERANCE:
-            return f"{tower_name}: input {spec.inputs[0].name!r} has axis 0 (rows) frozen at {rows}: {remedy}"
-        if spec.history is not None and not off(rows, at[2], at[2]) <= PARITY_TOLERANCE:
+        if not measure_difference(PARITY_ROWS[-1], traced_length, traced_length) <= PARITY_TOLERANCE:
+            return f"{tower_name}: input {spec.inputs[0].name!r} has axis 0 (rows) frozen at {traced_rows}: {remedy}"
+        if spec.history is not None and not measure_difference(traced_rows, failing_shape[2], failing_shape[2]) <= PARITY_TOLERANCE:
             return (
-                f"{tower_name}: input {spec.history.name!r} has axis 1 (length) frozen at {length}: {remedy}, or say "
-                "is_fixed=True in Example"
+                f"{tower_name}: input {spec.history.name!r} has axis 1 (length) frozen at {traced_length}: {remedy}, " "or say " "is_fixed=True in Example"
             )
-    on = f"{at[0]} rows" + (f" with {at[1]} of {at[2]} items" if spec.history else "")
+    shape_text = f"{failing_shape[0]} rows" + (f" with {failing_shape[1]} of {failing_shape[2]} items" if spec.history else "")
     return (
-        f"{tower_name} differs from its ONNX model by {difference:.2g} on {on} ({PARITY_TOLERANCE:g} is allowed): "
-        "forward must not decide by Python numbers made of its inputs"
+        f"{tower_name} differs from its ONNX model by {difference:.2g} on {shape_text} ({PARITY_TOLERANCE:g} is " "allowed): " "forward must not decide by Python numbers made of its inputs"
     )
 
 
-def first_line(error: BaseException) -> str:
+def first_message_line(error: BaseException) -> str:
     """Return the first line of an error's message, at most 200 characters long."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200].rstrip(".: ")
@@ -480,8 +474,8 @@ def first_line(error: BaseException) -> str:
 def _relative_error(
     actual_vectors: NDArray[np.float32], expected_vectors: NDArray[np.float32]
 ) -> float:
-    scale = np.maximum(np.abs(expected_vectors).max(axis=1, keepdims=True), 1.0)
-    return float((np.abs(actual_vectors - expected_vectors) / scale).max())
+    row_scale = np.maximum(np.abs(expected_vectors).max(axis=1, keepdims=True), 1.0)
+    return float((np.abs(actual_vectors - expected_vectors) / row_scale).max())
 
 
 def _quiet_session_options() -> Any:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from cache.errors import SourceError
 from cache.model.ranking import Metric
 from precompute.adapters.folder import ImportReport
-from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of
-from precompute.adapters.torch_export import PARITY_TOLERANCE, Example, first_line
+from precompute.adapters.inputs import ClickMatrix, EntityVectors, checked_ids, feature_columns
+from precompute.adapters.torch_export import PARITY_TOLERANCE, Example, first_message_line
 from precompute.adapters.torch_towers import from_torch
-from precompute.adapters.vectors import NO_NEW_ITEM, import_vectors
+from precompute.adapters.vectors import NO_NEW_ITEM_LIMIT, import_vectors
 
-_COMPARED = 3
-_EXAMPLES = 64
+_COMPARED_USERS_MAX = 3
+_EXAMPLE_ROWS_MAX = 64
 
 
 def from_recbole(
@@ -31,52 +31,61 @@ def from_recbole(
     sequential one (SASRec, GRU4Rec) becomes the user tower. `clicks` (default: the dataset's) are those of
     `from_vectors`. Raises SourceError for a model that scores otherwise.
     """
-    users, items = (
+    user_tokens, item_tokens = (
         dataset.field2id_token[field][1:].tolist()
         for field in (dataset.uid_field, dataset.iid_field)
     )
     if clicks is None:
         interactions = dataset.inter_feat
-        row, column = (
+        user_rows, item_columns = (
             np.asarray(interactions[id_field]) - 1
             for id_field in (dataset.uid_field, dataset.iid_field)
         )
         has_times = dataset.time_field in interactions.columns
-        time = np.asarray(interactions[dataset.time_field]) if has_times else np.zeros(len(row))
+        click_times = (
+            np.asarray(interactions[dataset.time_field]) if has_times else np.zeros(len(user_rows))
+        )
         history_field = getattr(dataset, f"{dataset.iid_field}_list_field", None)
         if history_field in interactions.columns:
             # Of a sequential dataset that is prepared, a user's first item is only in the history of the second.
-            second = np.asarray(interactions[dataset.item_list_length_field]) == 1
-            column = np.concatenate(
-                [np.asarray(interactions[history_field])[second, 0] - 1, column]
+            is_second_click = np.asarray(interactions[dataset.item_list_length_field]) == 1
+            item_columns = np.concatenate(
+                [np.asarray(interactions[history_field])[is_second_click, 0] - 1, item_columns]
             )
-            row, time = (
-                np.concatenate([column_values[second], column_values])
-                for column_values in (row, time)
+            user_rows, click_times = (
+                np.concatenate([column_values[is_second_click], column_values])
+                for column_values in (user_rows, click_times)
             )
-        clicks = ClickMatrix.in_order(row, column, time, ids_of(users, "user"), len(items))
+        clicks = ClickMatrix.in_order(
+            user_rows, item_columns, click_times, checked_ids(user_tokens, "user"), len(item_tokens)
+        )
     model = model.cpu().eval()
-    name = f"RecBole {type(model).__name__}"
+    model_title = f"RecBole {type(model).__name__}"
     if hasattr(model, "max_seq_length"):
-        table = model.item_embedding.weight.detach()
-        longest = int(model.max_seq_length)
+        item_table = model.item_embedding.weight.detach()
+        history_items_max = int(model.max_seq_length)
         example = Example(
-            {"history": torch.ones(2, longest, dtype=torch.int64)}, {"item": torch.tensor([0, 1])},
-            pad=0, max_length=longest, first_item=1,
+            {"history": torch.ones(2, history_items_max, dtype=torch.int64)}, {"item": torch.tensor([0, 1])},
+            pad=0, max_length=history_items_max, first_item=1,
         )  # fmt: skip
-        user_tower, item_tower = _Sequential(model), nn.Embedding.from_pretrained(table)
+        user_tower, item_tower = (
+            _RecBoleHistoryTower(model),
+            nn.Embedding.from_pretrained(item_table),
+        )
         return from_torch(
-            user_tower.eval(), item_tower.eval(), example, to=to, item_ids=items, user_ids=users, clicks=clicks,
-            name=name, seed=seed,
+            user_tower.eval(), item_tower.eval(), example, to=to, item_ids=item_tokens, user_ids=user_tokens,
+            clicks=clicks,
+            name=model_title, seed=seed,
         )  # fmt: skip
-    of_users, of_items = _factors(model)
-    kept_users, kept_items = (
-        Vectors.of(users, of_users[1:], "user"),
-        Vectors.of(items, of_items[1:], "item"),
+    user_factors, item_factors = _user_and_item_factors(model)
+    user_vectors, item_vectors = (
+        EntityVectors.of(user_tokens, user_factors[1:], "user"),
+        EntityVectors.of(item_tokens, item_factors[1:], "item"),
     )
     return import_vectors(
-        Path(to), kept_items, kept_users, ClickMatrix.of(clicks, kept_users.ids, kept_items.ids), model=name,
-        cannot=[NO_NEW_ITEM], seed=seed,
+        Path(to), item_vectors, user_vectors, ClickMatrix.of(clicks, user_vectors.ids, item_vectors.ids),
+        model=model_title,
+        cannot=[NO_NEW_ITEM_LIMIT], seed=seed,
     )  # fmt: skip
 
 
@@ -102,34 +111,45 @@ def from_rechub(
     indices start at `first`, and 0 is padding. All other features need a row for each id. Scores are products of the
     towers' vectors.
     """
-    names = {"item": item, "history": history, "user": user}
-    item_features = feature_columns(item_features, ids_of(item_ids, "item"), "item")
-    users = None if user_ids is None else ids_of(user_ids, "user")
-    user_features = feature_columns(user_features, users, "user")
+    feature_by_role = {"item": item, "history": history, "user": user}
+    item_features = feature_columns(item_features, checked_ids(item_ids, "item"), "item")
+    checked_user_ids = None if user_ids is None else checked_ids(user_ids, "user")
+    user_features = feature_columns(user_features, checked_user_ids, "user")
     features_by_mode = {"user": user_features, "item": item_features}
-    towers, inputs = {}, {}
+    tower_by_mode, examples_by_mode = {}, {}
     for mode in ("user", "item"):
-        features = [*getattr(model, f"{mode}_features", [])]
-        features += getattr(model, "history_features", []) if mode == "user" else []
-        input_names = list(dict.fromkeys(feature.name for feature in features))
-        bound = {
-            next((key for key, name in names.items() if name == input_name), input_name): input_name
+        mode_features = [*getattr(model, f"{mode}_features", [])]
+        mode_features += getattr(model, "history_features", []) if mode == "user" else []
+        input_names = list(dict.fromkeys(feature.name for feature in mode_features))
+        feature_by_input = {
+            next(
+                (
+                    key
+                    for key, feature_name in feature_by_role.items()
+                    if feature_name == input_name
+                ),
+                input_name,
+            ): input_name
             for input_name in input_names
         }
-        inputs[mode] = {
-            key: _example(key, name, features_by_mode[mode], mode) for key, name in bound.items()
+        examples_by_mode[mode] = {
+            key: _example_tensor(key, feature_name, features_by_mode[mode], mode)
+            for key, feature_name in feature_by_input.items()
         }
-        towers[mode] = _Mode(model, mode, list(bound.values())).cpu().eval()
+        tower_by_mode[mode] = (
+            _RechubTower(model, mode, list(feature_by_input.values())).cpu().eval()
+        )
     example = Example(
-        inputs["user"],
-        inputs["item"],
+        examples_by_mode["user"],
+        examples_by_mode["item"],
         pad=0,
         max_length=max_length,
         first_item=first,
         first_user=first,
     )
     return from_torch(
-        towers["user"], towers["item"], example, to=to, item_ids=item_ids, user_ids=user_ids, clicks=clicks,
+        tower_by_mode["user"], tower_by_mode["item"], example, to=to, item_ids=item_ids, user_ids=user_ids,
+        clicks=clicks,
         item_features=item_features, user_features=user_features, name=f"torch-rechub {type(model).__name__}",
         seed=seed,
     )  # fmt: skip
@@ -146,21 +166,21 @@ def from_sentence_transformer(
     seed: int = 0,
 ) -> ImportReport:
     """Make a folder of items' texts, encoded to vectors of length 1; a history is folded as by `from_vectors`."""
-    items = ids_of(item_ids, "item")
-    if len(texts) != len(items):
+    checked_item_ids = checked_ids(item_ids, "item")
+    if len(texts) != len(checked_item_ids):
         raise SourceError(
-            f"{len(texts):,} texts, but {len(items):,} item ids: give one text for each id, in their order"
+            f"{len(texts):,} texts, but {len(checked_item_ids):,} item ids: give one text for each id, in their order"
         )
-    rows = model.encode(list(texts), normalize_embeddings=True, convert_to_numpy=True)
+    text_vectors = model.encode(list(texts), normalize_embeddings=True, convert_to_numpy=True)
     return import_vectors(
-        Path(to), Vectors.of(items, rows, "item"), None,
-        None if clicks is None else ClickMatrix.of(clicks, None, items), metric=metric,
+        Path(to), EntityVectors.of(checked_item_ids, text_vectors, "item"), None,
+        None if clicks is None else ClickMatrix.of(clicks, None, checked_item_ids), metric=metric,
         model=f"sentence-transformers {type(model).__name__}",
         cannot=["encode the text of an item that comes later: import again"], seed=seed,
     )  # fmt: skip
 
 
-class _Sequential(nn.Module):  # type: ignore[misc]  # torch's own types are not looked at
+class _RecBoleHistoryTower(nn.Module):  # type: ignore[misc]  # torch's own types are not looked at
     """Sequential recommender of RecBole, as a tower of histories alone."""
 
     def __init__(self, model: Any) -> None:
@@ -171,55 +191,64 @@ class _Sequential(nn.Module):  # type: ignore[misc]  # torch's own types are not
         return self.model(history, (history != 0).sum(1).clamp(min=1))
 
 
-class _Mode(nn.Module):  # type: ignore[misc]
+class _RechubTower(nn.Module):  # type: ignore[misc]
     """Tower of a model of torch-rechub, its inputs by place instead of by name."""
 
-    def __init__(self, model: Any, mode: str, names: Sequence[str]) -> None:
+    def __init__(self, model: Any, mode: str, input_names: Sequence[str]) -> None:
         super().__init__()
         self.model = copy.copy(model)  # the weights are shared, the mode is not
         self.model.mode = mode
-        self.names = list(names)
+        self.names = list(input_names)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.model(dict(zip(self.names, inputs, strict=True)))
 
 
-def _example(key: str, name: str, feature_arrays: Mapping[str, Any], entity_kind: str) -> Tensor:
-    if key == "history":
+def _example_tensor(
+    input_name: str, feature_name: str, feature_arrays: Mapping[str, Any], entity_kind: str
+) -> Tensor:
+    if input_name == "history":
         return torch.ones(2, 2, dtype=torch.int64)
-    if key in ("item", "user"):
+    if input_name in ("item", "user"):
         return torch.tensor([0, 1])
-    if name not in feature_arrays:
+    if feature_name not in feature_arrays:
         raise SourceError(
-            f"the {entity_kind} tower takes {name!r}: name it as item, history or user, or give it in "
+            f"the {entity_kind} tower takes {feature_name!r}: name it as item, history or user, or give it in "
             f"{entity_kind}_features"
         )
-    tensor = torch.as_tensor(np.asarray(feature_arrays[name])[:_EXAMPLES])
+    tensor = torch.as_tensor(np.asarray(feature_arrays[feature_name])[:_EXAMPLE_ROWS_MAX])
     return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
-def _factors(model: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _user_and_item_factors(model: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(users, items) of a general recommender, padding included; SourceError unless it scores by their products."""
-    name = type(model).__name__
+    model_name = type(model).__name__
     try:
         with torch.no_grad():
             if hasattr(model, "norm_adj_matrix"):  # of a graph, which gives all at once
-                users, items = model.forward()[:2]
+                user_factors, item_factors = model.forward()[:2]
             else:
-                users, items = model.user_embedding.weight, model.item_embedding.weight
-            user_indices = torch.arange(1, min(len(users), 1 + _COMPARED))
+                user_factors, item_factors = (
+                    model.user_embedding.weight,
+                    model.item_embedding.weight,
+                )
+            user_indices = torch.arange(1, min(len(user_factors), 1 + _COMPARED_USERS_MAX))
             scores = model.full_sort_predict({model.USER_ID: user_indices}).view(
                 len(user_indices), -1
             )
-            off = float((users[user_indices] @ items.T - scores).abs().max() / scores.abs().max())
+            relative_error = float(
+                (user_factors[user_indices] @ item_factors.T - scores).abs().max()
+                / scores.abs().max()
+            )
     except Exception as error:  # whatever the model's own code raises
         raise SourceError(
-            f"RecBole's {name} gives no vectors of users and items ({first_line(error)}): import a model "
+            f"RecBole's {model_name} gives no vectors of users and items ({first_message_line(error)}): import a model "
             "like BPR, LightGCN or SASRec"
         ) from None
-    if not off <= PARITY_TOLERANCE:
+    if not relative_error <= PARITY_TOLERANCE:
         raise SourceError(
-            f"RecBole's {name} scores by something else than products of its embeddings (off by {off:.1g}): only "
+            f"RecBole's {model_name} scores by something else than products of its embeddings (off by "
+            f"{relative_error:.1g}): only "
             "such models become vectors, like BPR and LightGCN"
         )
-    return users.numpy(force=True), items.numpy(force=True)
+    return user_factors.numpy(force=True), item_factors.numpy(force=True)

@@ -17,21 +17,27 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from precompute.adapters.fold_in import (
-    TasteCheck,
-    check_taste,
-    complete_rows,
-    unjudged_ids,
+    UserTowerCheck,
+    check_user_tower,
+    complete_row_mask,
+    unjudged_ids_limit,
     user_inputs,
 )
-from precompute.adapters.folder import OWN_TOWER, Imported, ImportReport, write_folder
-from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of, name_row
-from precompute.adapters.torch_export import BoundTower, Example, export, first_line
+from precompute.adapters.folder import OWN_TOWER_FOLD_IN, ImportedModel, ImportReport, write_folder
+from precompute.adapters.inputs import (
+    ClickMatrix,
+    EntityVectors,
+    checked_ids,
+    feature_columns,
+    name_row,
+)
+from precompute.adapters.torch_export import BoundTower, Example, export_tower, first_message_line
 from precompute.adapters.vectors import import_vectors
 from precompute.bundles.bundle import ModelFile
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.scoring.towers import run_named
 
-_INDICES = ("history", "item", "user")
+_INDEX_INPUTS = ("history", "item", "user")
 _USERS_AT_ONCE = 1 << 16
 
 
@@ -61,87 +67,106 @@ def from_torch(
     remedy; nothing is written then.
     """
     started_at, rng = time.perf_counter(), np.random.default_rng(seed)
-    to, items = Path(to), ids_of(item_ids, "item")
-    users = None if user_ids is None else ids_of(user_ids, "user")
-    click_matrix = None if clicks is None else ClickMatrix.of(clicks, users, items)
+    to, item_texts = Path(to), checked_ids(item_ids, "item")
+    user_texts = None if user_ids is None else checked_ids(user_ids, "user")
+    click_matrix = None if clicks is None else ClickMatrix.of(clicks, user_texts, item_texts)
     has_user_features = user_features is not None
-    item_features = feature_columns(item_features, items, "item")
-    user_features = feature_columns(user_features, users, "user")
-    of_users = BoundTower(
-        _loaded(user_tower, trust), example.user, example, len(items), "the user tower"
+    item_features = feature_columns(item_features, item_texts, "item")
+    user_features = feature_columns(user_features, user_texts, "user")
+    bound_user_tower = BoundTower(
+        _load_module(user_tower, trust), example.user, example, len(item_texts), "the user tower"
     )
-    of_items = BoundTower(
-        _loaded(item_tower, trust), example.item, example, len(items), "the item tower"
+    bound_item_tower = BoundTower(
+        _load_module(item_tower, trust), example.item, example, len(item_texts), "the item tower"
     )
-    if unknown := {"user", "history"} & example.item.keys() or {"item"} & example.user.keys():
+    if (
+        misplaced_inputs := {"user", "history"} & example.item.keys()
+        or {"item"} & example.user.keys()
+    ):
         raise SourceError(
-            f"{', '.join(sorted(unknown))}: a user tower takes user and history, an item tower takes item; features "
+            f"{', '.join(sorted(misplaced_inputs))}: a user tower takes user and history, an item tower takes item; "
+            "features "
             "have other names"
         )
-    of_item = _features(example.item, item_features, items, "item")
-    of_user = {}
-    if users is not None and has_user_features and "user" not in example.user:
-        of_user = _features(example.user, user_features, users, "user")
-    further = _further(example.item, item_features, len(items))
-    model, spec, _ = export(of_items)
-    rows = Vectors(items, of_items.run(items, of_item))
-    tables = {
-        f"{entity_kind}_features": _table(entity_kind, ids, columns)
-        for entity_kind, ids, columns in (
-            ("item", items, of_item | further),
-            ("user", users, of_user),
+    item_inputs = _feature_arrays(example.item, item_features, item_texts, "item")
+    user_feature_inputs = {}
+    if user_texts is not None and has_user_features and "user" not in example.user:
+        user_feature_inputs = _feature_arrays(example.user, user_features, user_texts, "user")
+    further_columns = _further_item_columns(example.item, item_features, len(item_texts))
+    item_onnx, item_spec, _ = export_tower(bound_item_tower)
+    item_vectors = EntityVectors(item_texts, bound_item_tower.run(item_texts, item_inputs))
+    table_by_setting = {
+        f"{entity_kind}_features": _feature_table(entity_kind, entity_ids, columns)
+        for entity_kind, entity_ids, columns in (
+            ("item", item_texts, item_inputs | further_columns),
+            ("user", user_texts, user_feature_inputs),
         )
         if columns
     }
-    unused = tuple(sorted(user_features.keys() - example.user.keys()))
-    limits = [*cannot]
+    unused_columns = tuple(sorted(user_features.keys() - example.user.keys()))
+    limit_texts = [*cannot]
     if "item" in example.item:
-        limits.append("take in an item that it was not fitted on: the item tower has no row for it")
-    item_model = ModelFile(model, spec, entity="item")
-    model_name = name or type(of_users.module).__name__
+        limit_texts.append(
+            "take in an item that it was not fitted on: the item tower has no row for it"
+        )
+    item_model = ModelFile(item_onnx, item_spec, entity="item")
+    model_name = name or type(bound_user_tower.module).__name__
     if "user" in example.user:
-        vectors = Vectors(users, _embed_known_users(of_users, users, click_matrix, user_features))
+        user_vectors = EntityVectors(
+            user_texts,
+            _embed_known_users(bound_user_tower, user_texts, click_matrix, user_features),
+        )
         if len(example.user) > 1:
-            limits.append(
+            limit_texts.append(
                 "use a stranger's features or a newer history: the user tower wants a user's index"
             )
         return import_vectors(
-            to, rows, vectors, click_matrix, metric=metric, model=model_name, cannot=limits, seed=seed,
-            item_tower=item_model, features=tables, further_columns=tuple(further), unused_columns=unused,
+            to, item_vectors, user_vectors, click_matrix, metric=metric, model=model_name, cannot=limit_texts,
+            seed=seed,
+            item_tower=item_model, features=table_by_setting, further_columns=tuple(further_columns),
+            unused_columns=unused_columns,
         )  # fmt: skip
-    tower, user_spec, _ = export(of_users)
-    nonfinite = 0
-    _demand_same(user_spec.output_dims, rows.dims)
-    if user_spec.features and not of_user:
-        limits.append("have a night yet: name a table of these features in [sources] user_features")
-        taste = TasteCheck(
+    user_onnx, user_spec, _ = export_tower(bound_user_tower)
+    nonfinite_count = 0
+    _demand_same_dims(user_spec.output_dims, item_vectors.dims)
+    if user_spec.features and not user_feature_inputs:
+        limit_texts.append(
+            "have a night yet: name a table of these features in [sources] user_features"
+        )
+        tower_check = UserTowerCheck(
             None, "the user tower takes features, and user_ids with user_features were not given"
         )
     else:
-        if of_user:
-            nonfinite = _count_nonfinite(tower, user_spec, users, click_matrix, of_user)
-        taste = check_taste(tower, user_spec, rows.rows, click_matrix, metric, rng, of_user)
-    if taste.unjudged:
-        limits.append(unjudged_ids(taste.unjudged))
-    for gain in taste.gains:
-        limits += gain.limits()
+        if user_feature_inputs:
+            nonfinite_count = _count_nonfinite(
+                user_onnx, user_spec, user_texts, click_matrix, user_feature_inputs
+            )
+        tower_check = check_user_tower(
+            user_onnx, user_spec, item_vectors.rows, click_matrix, metric, rng, user_feature_inputs
+        )
+    if tower_check.unjudged_reason:
+        limit_texts.append(unjudged_ids_limit(tower_check.unjudged_reason))
+    for gain in tower_check.gains:
+        limit_texts += gain.limits()
     if user_spec.history is not None and example.is_fixed:
-        limits.append(
+        limit_texts.append(
             f"tell whether histories are padded as in training: each is filled up with {example.pad} to "
             f"{example.max_length} items (is_fixed), and a short one is wrong where the model never saw that"
         )
     if user_spec.history is not None:
-        limits += _limits(example, click_matrix)
-    recalls = {} if taste.recall is None else {"the user tower": taste.recall}
-    imported = Imported(
-        model_name, rows, tower, user_spec, metric, OWN_TOWER, recalls, None, click_matrix, tuple(limits),
-        item_model, tables, further_columns=tuple(further), unused_columns=unused, user_inputs=of_user,
-        nonfinite_outputs=nonfinite, share_above_random=taste.share,
+        limit_texts += _history_limits(example, click_matrix)
+    recalls = {} if tower_check.recall is None else {"the user tower": tower_check.recall}
+    imported = ImportedModel(
+        model_name, item_vectors, user_onnx, user_spec, metric, OWN_TOWER_FOLD_IN, recalls, None, click_matrix,
+        tuple(limit_texts),
+        item_model, table_by_setting, further_columns=tuple(further_columns), unused_columns=unused_columns,
+        user_inputs=user_feature_inputs,
+        nonfinite_outputs=nonfinite_count, share_above_random=tower_check.share,
     )  # fmt: skip
     return write_folder(to, imported, started_at)
 
 
-def _loaded(module_or_path: Any, trust: bool) -> Any:
+def _load_module(module_or_path: Any, trust: bool) -> Any:
     """Return the module, loaded from a file only with `trust`: loading runs any pickled code."""
     if not isinstance(module_or_path, str | Path):
         return module_or_path
@@ -155,7 +180,7 @@ def _loaded(module_or_path: Any, trust: bool) -> Any:
         module = torch.load(Path(module_or_path), map_location="cpu", weights_only=False)
     except Exception as error:  # whatever unpickling runs into
         raise SourceError(
-            f"{module_or_path}: {first_line(error)}; write it with torch.save(module, path)"
+            f"{module_or_path}: {first_message_line(error)}; write it with torch.save(module, path)"
         ) from None
     if isinstance(module, Mapping):
         raise SourceError(
@@ -167,7 +192,7 @@ def _loaded(module_or_path: Any, trust: bool) -> Any:
 def _count_nonfinite(
     tower: OnnxModel,
     spec: TowerSpec,
-    users: Any,
+    user_ids: Any,
     clicks: ClickMatrix | None,
     features: Mapping[str, NDArray[Any]],
 ) -> int:
@@ -175,40 +200,42 @@ def _count_nonfinite(
 
     Raises SourceError, naming a user, if the model cannot be run on all of these, or if none has a vector.
     """
-    rows = np.flatnonzero(complete_rows(features, len(users)))
-    longest = 0 if spec.history is None else int(spec.history.max_length or 1)
-    count = 0
+    complete_rows = np.flatnonzero(complete_row_mask(features, len(user_ids)))
+    history_items_max = 0 if spec.history is None else int(spec.history.max_length or 1)
+    nonfinite_count = 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "user_tower.onnx"
         tower.write(path)
         opened_tower = Tower.open(path, spec)
-        for start in range(0, len(rows), _USERS_AT_ONCE):
-            batch_rows = rows[start : start + _USERS_AT_ONCE]
+        for batch_start in range(0, len(complete_rows), _USERS_AT_ONCE):
+            batch_rows = complete_rows[batch_start : batch_start + _USERS_AT_ONCE]
             histories = (
                 Histories.of([()] * len(batch_rows))
                 if clicks is None
-                else clicks.histories(batch_rows, longest)
+                else clicks.histories(batch_rows, history_items_max)
             )
-            batch_features = {name: values[batch_rows] for name, values in features.items()}
+            batch_features = {
+                name: feature_values[batch_rows] for name, feature_values in features.items()
+            }
             vectors = run_named(
                 opened_tower,
                 user_inputs(spec, histories, batch_features),
-                partial(name_row, "user", users, batch_rows),
+                partial(name_row, "user", user_ids, batch_rows),
             )
-            count += int((~np.isfinite(vectors).all(axis=1)).sum())
-    if count == len(rows):
+            nonfinite_count += int((~np.isfinite(vectors).all(axis=1)).sum())
+    if nonfinite_count == len(complete_rows):
         raise SourceError(
-            f"no user of {len(users):,} has a finite vector by the user tower: are user_features there, and was the "
+            f"no user of {len(user_ids):,} has a finite vector by the user tower: are user_features there, and was the "
             "model trained to its end?"
         )
-    return count
+    return nonfinite_count
 
 
 def _embed_known_users(
-    tower: BoundTower, users: Any, clicks: ClickMatrix | None, features: Mapping[str, Any] | None
+    tower: BoundTower, user_ids: Any, clicks: ClickMatrix | None, features: Mapping[str, Any] | None
 ) -> NDArray[np.float32]:
     """Return the vectors of all users that the tower has an index for."""
-    if users is None:
+    if user_ids is None:
         raise SourceError(
             "the user tower takes a user's index: give user_ids, in the order of the indices"
         )
@@ -216,110 +243,123 @@ def _embed_known_users(
     if "history" in tower.names:
         if clicks is None:
             raise SourceError("the user tower takes a history beside the user's index: give clicks")
-        histories = clicks.histories(np.arange(len(users)), tower.example.max_length)
-    return tower.run(users, _features(tower.inputs, features, users, "user"), histories)
+        histories = clicks.histories(np.arange(len(user_ids)), tower.example.max_length)
+    return tower.run(user_ids, _feature_arrays(tower.inputs, features, user_ids, "user"), histories)
 
 
-def _features(
-    inputs: Mapping[str, Any], feature_arrays: Mapping[str, Any] | None, ids: Any, entity_kind: str
+def _feature_arrays(
+    example_by_input: Mapping[str, Any],
+    feature_arrays: Mapping[str, Any] | None,
+    entity_ids: Any,
+    entity_kind: str,
 ) -> dict[str, NDArray[Any]]:
     """Return arrays by name of the feature inputs, with a row for each id; only users may have NaN."""
-    input_arrays, rows = {}, len(ids)
-    for name, value in inputs.items():
-        if name in _INDICES:
+    input_arrays, row_count = {}, len(entity_ids)
+    for input_name, example_tensor in example_by_input.items():
+        if input_name in _INDEX_INPUTS:
             continue
-        if feature_arrays is None or name not in feature_arrays:
+        if feature_arrays is None or input_name not in feature_arrays:
             raise SourceError(
-                f"{entity_kind}_features has no {name!r}: give an array with a row for each {entity_kind} id, in their "
+                f"{entity_kind}_features has no {input_name!r}: give an array with a row for each {entity_kind} id, "
+                "in their "
                 "order",
-                input=name,
+                input=input_name,
             )
-        column = feature_arrays[name]
+        column = feature_arrays[input_name]
         column = (
             column.detach().cpu().numpy()
             if isinstance(column, torch.Tensor)
             else np.asarray(column)
         )
-        shape = (rows, *value.shape[1:])
-        if column.shape != shape:
+        expected_shape = (row_count, *example_tensor.shape[1:])
+        if column.shape != expected_shape:
             raise SourceError(
-                f"{entity_kind}_features: {name!r} is {list(column.shape)}, {list(shape)} is wanted: a row for each "
+                f"{entity_kind}_features: {input_name!r} is {list(column.shape)}, {list(expected_shape)} is wanted: a "
+                "row for each "
                 f"{entity_kind} "
                 "id, as wide as in the example",
-                input=name,
+                input=input_name,
             )
-        input_arrays[name] = _as_input(
-            column, value.numpy().dtype, f"{entity_kind}_features: {name!r}", ids, entity_kind
+        input_arrays[input_name] = _to_input_dtype(
+            column,
+            example_tensor.numpy().dtype,
+            f"{entity_kind}_features: {input_name!r}",
+            entity_ids,
+            entity_kind,
         )
     return input_arrays
 
 
-def _as_input(
-    column: NDArray[Any], dtype: np.dtype[Any], where: str, ids: Any, entity_kind: str
+def _to_input_dtype(
+    column: NDArray[Any], dtype: np.dtype[Any], column_text: str, entity_ids: Any, entity_kind: str
 ) -> NDArray[Any]:
     """Convert the column to the tower's dtype; raise SourceError, with the first id, for a value that does not fit."""
     if column.dtype.kind in "US" or any(isinstance(value, str) for value in column.flat):
         raise SourceError(
-            f"{where} holds texts, and the {entity_kind} tower takes {dtype}: give the codes that the model was "
+            f"{column_text} holds texts, and the {entity_kind} tower takes {dtype}: give the codes that the model was "
             "trained with "
             "(docs/how-to/import/torch.md, Texts in the place of codes)"
         )
     numbers = column.astype(np.float64) if column.dtype.kind == "O" else column
     if numbers.dtype.kind != "f" or (entity_kind == "user" and dtype.kind == "f"):
         return numbers.astype(dtype)
-    is_bad = ~np.isfinite(numbers) if dtype.kind == "f" else numbers != np.trunc(numbers)
-    is_bad = is_bad.reshape(len(ids), -1).any(axis=1)
-    if is_bad.any():
-        row = int(is_bad.argmax())
-        value = numbers.reshape(len(ids), -1)[row]
-        lack = "is not finite" if dtype.kind == "f" else "is no whole number"
-        lack = "is missing or NaN" if np.isnan(value).any() else lack
+    is_bad_row = ~np.isfinite(numbers) if dtype.kind == "f" else numbers != np.trunc(numbers)
+    is_bad_row = is_bad_row.reshape(len(entity_ids), -1).any(axis=1)
+    if is_bad_row.any():
+        row = int(is_bad_row.argmax())
+        row_numbers = numbers.reshape(len(entity_ids), -1)[row]
+        lack_text = "is not finite" if dtype.kind == "f" else "is no whole number"
+        lack_text = "is missing or NaN" if np.isnan(row_numbers).any() else lack_text
         raise SourceError(
-            f"{where} {lack} for {ids[row].as_py()!r}, the first of {int(is_bad.sum()):,}: give a value that the model "
+            f"{column_text} {lack_text} for {entity_ids[row].as_py()!r}, the first of {int(is_bad_row.sum()):,}: give "
+            "a value that the model "
             f"was trained with for an unknown one, or leave these {entity_kind}s out"
         )
     return numbers.astype(dtype)
 
 
-def _further(
-    inputs: Mapping[str, Any], feature_arrays: Mapping[str, Any], rows: int
+def _further_item_columns(
+    example_by_input: Mapping[str, Any], feature_arrays: Mapping[str, Any], row_count: int
 ) -> dict[str, Any]:
     """Return the item columns that the model does not take; filters use them."""
     further_columns = {}
-    for name, column in feature_arrays.items():
-        if name in inputs:
+    for column_name, column in feature_arrays.items():
+        if column_name in example_by_input:
             continue
         if isinstance(column, torch.Tensor):
             column = column.detach().cpu().numpy()
-        values = column if isinstance(column, pa.Array) else np.asarray(column)
-        if len(values) != rows:
+        column_values = column if isinstance(column, pa.Array) else np.asarray(column)
+        if len(column_values) != row_count:
             raise SourceError(
-                f"item_features: {name!r} has {len(values):,} rows for {rows:,} item ids: give one for each, or leave "
+                f"item_features: {column_name!r} has {len(column_values):,} rows for {row_count:,} item ids: give one "
+                "for each, or leave "
                 "it out",
-                input=name,
+                input=column_name,
             )
-        further_columns[name] = values
+        further_columns[column_name] = column_values
     return further_columns
 
 
-def _table(entity_kind: str, ids: Any, features: Mapping[str, Any]) -> Any:
+def _feature_table(entity_kind: str, entity_ids: Any, features: Mapping[str, Any]) -> Any:
     columns = {
-        name: pa.array(values)
-        if isinstance(values, pa.Array) or values.ndim == 1
-        else pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
-        for name, values in features.items()
+        name: pa.array(feature_values)
+        if isinstance(feature_values, pa.Array) or feature_values.ndim == 1
+        else pa.FixedSizeListArray.from_arrays(
+            pa.array(feature_values.ravel()), feature_values.shape[1]
+        )
+        for name, feature_values in features.items()
     }
-    return pa.table({entity_kind: ids, **columns})
+    return pa.table({entity_kind: entity_ids, **columns})
 
 
-def _demand_same(users: int, items: int) -> None:
-    if users != items:
+def _demand_same_dims(user_dims: int, item_dims: int) -> None:
+    if user_dims != item_dims:
         raise SourceError(
-            f"the user tower gives {users} numbers, the item tower {items}: give both of one fitted model"
+            f"the user tower gives {user_dims} numbers, the item tower {item_dims}: give both of one fitted model"
         )
 
 
-def _limits(example: Example, clicks: ClickMatrix | None) -> list[str]:
+def _history_limits(example: Example, clicks: ClickMatrix | None) -> list[str]:
     limits = [
         f"see more of a history than its last {example.max_length:,} items (max_length of Example), or an item twice"
     ]

@@ -18,24 +18,24 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from cache.events.new_items import NEW_VECTOR_ABS_MAX
 from cache.model.tower_spec import InputSpec
-from precompute.adapters.folder import bundle_of
-from precompute.adapters.inputs import ClickMatrix, NothingKnown, Vectors
-from precompute.adapters.vectors import model_of
+from precompute.adapters.folder import write_model_bundle
+from precompute.adapters.inputs import ClickMatrix, EntityVectors, NoKnownClicks
+from precompute.adapters.vectors import fold_vectors_model
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import bundle_made_of
 from precompute.config.settings import NightConfig
 from precompute.events.files import brought_vectors, counted_behind
-from precompute.sources.columns import Ids, as_rows
+from precompute.sources.columns import Ids, as_numpy_mask
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities, all_erasures
-from precompute.sources.features import read_values
-from precompute.sources.files import InputFiles, SourceFile, pin, source_file
+from precompute.sources.features import read_feature_values
+from precompute.sources.files import InputFiles, SourceFile, digest_files, source_file
 from precompute.sources.readers import read_features, read_interactions
 from precompute.sources.unusable import UnusableRows
-from precompute.sources.vocabulary import Distinct, repeats_in
+from precompute.sources.vocabulary import DistinctCounter, repeated_text_rows
 
-USERS_MAX = 20_000
+FOLD_USERS_MAX = 20_000
 """Users, those with the lowest hashes, by whose vectors and clicks the fold is chosen: enough, and few to hold."""
-SEED = 0x5DEECE66D
+USER_HASH_SEED = 0x5DEECE66D
 _NO_HASH_LIMIT = np.uint64(2**64 - 1)
 """Limit of hashes that leaves no user out."""
 
@@ -56,61 +56,81 @@ def vector_bundle(
     """
     sources, store = config.sources, config.store()
     erased = ErasedEntities.of(all_erasures(store))
-    hasher = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
+    digest_hasher = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
     cut_text = (
         interactions_before.isoformat() if interactions_before and sources.interactions else ""
     )
-    hasher.update(f"|{erased.digest(inputs)}|{cut_text}".encode())
-    behind = counted_behind(config.events.keep_values_days, int(cut.timestamp()))
-    vectors = brought_vectors(files.events, behind)
-    if event_vectors := {raw: vector for raw, vector in vectors.items() if raw not in erased.items}:
-        hasher.update(
+    digest_hasher.update(f"|{erased.digest(inputs)}|{cut_text}".encode())
+    counted_position = counted_behind(config.events.keep_values_days, int(cut.timestamp()))
+    brought_vector_by_id = brought_vectors(files.events, counted_position)
+    if event_vectors := {
+        raw: vector for raw, vector in brought_vector_by_id.items() if raw not in erased.items
+    }:
+        digest_hasher.update(
             orjson.dumps([(raw.decode(), vector) for raw, vector in event_vectors.items()])
         )
-    make = partial(
-        make_bundle,
+    make_bundle = partial(
+        make_vector_bundle,
         config,
         interactions_before=interactions_before,
         erased=erased,
         event_vectors=event_vectors,
-        files=files.interactions,
+        interaction_files=files.interactions,
     )
-    with bundle_made_of(store, hasher.hexdigest(), make) as bundle:
+    with bundle_made_of(store, digest_hasher.hexdigest(), make_bundle) as bundle:
         yield bundle
 
 
-def make_bundle(
+def make_vector_bundle(
     config: NightConfig,
-    folder: Path,
+    bundle_folder: Path,
     *,
     interactions_before: datetime | None,
     erased: ErasedEntities = NO_ERASURES,
     event_vectors: Mapping[bytes, Sequence[float]] = MappingProxyType({}),
-    files: Sequence[SourceFile] | None = None,
+    interaction_files: Sequence[SourceFile] | None = None,
 ) -> Bundle:
     """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
 
     Items that are not in the table get the vectors in `event_vectors`, if these have as many numbers and none is far
-    beyond the table's. Interactions are those that the sources name, unless their `files` are listed here. The bundle
+    beyond the table's. Interactions are those that the sources name, unless their `interaction_files` are listed here.
+    The bundle
     names the table of its items; without interactions, other vectors of users make no other bundle.
     """
     sources = config.sources
-    items, limit = (
-        _with_brought(_items(config, erased), event_vectors),
-        _limit(config, interactions_before, files),
+    item_vectors, hash_limit = (
+        _with_event_vectors(_read_item_vectors(config, erased), event_vectors),
+        _user_hash_limit(config, interactions_before, interaction_files),
     )
-    users = _users(config, items, limit, erased) if sources.user_vectors else None
-    clicks, odd = None, list[str]()
+    user_vectors = (
+        _sample_user_vectors(config, item_vectors, hash_limit, erased)
+        if sources.user_vectors
+        else None
+    )
+    clicks, odd_remarks = None, list[str]()
     if sources.interactions:
-        clicks, odd = _clicks(config, items, users, limit, interactions_before, erased, files)
-    imported = model_of(items, users, clicks, metric=sources.vector_metric)
+        clicks, odd_remarks = _read_clicks(
+            config,
+            item_vectors,
+            user_vectors,
+            hash_limit,
+            interactions_before,
+            erased,
+            interaction_files,
+        )
+    imported = fold_vectors_model(item_vectors, user_vectors, clicks, metric=sources.vector_metric)
     if imported.share_by_chance is not None:
-        odd.append(_chance_in_words(imported.share_by_chance))
-    _, (table,) = pin([source_file(str(sources.item_vectors), config.path("."))])
-    return bundle_of(imported, folder, item_vectors=table, **({"remarks": odd} if odd else {}))
+        odd_remarks.append(_chance_remark(imported.share_by_chance))
+    _, (table_entry,) = digest_files([source_file(str(sources.item_vectors), config.path("."))])
+    return write_model_bundle(
+        imported,
+        bundle_folder,
+        item_vectors=table_entry,
+        **({"remarks": odd_remarks} if odd_remarks else {}),
+    )
 
 
-def _chance_in_words(auc: float) -> str:
+def _chance_remark(auc: float) -> str:
     return (
         f"what users clicked scores above a random item in {auc:.0%} of pairs, as by chance: if the vectors were "
         "fitted on such clicks, their ids and rows do not belong together; if the clicks are only to be left out of "
@@ -118,132 +138,167 @@ def _chance_in_words(auc: float) -> str:
     )
 
 
-def _items(config: NightConfig, erased: ErasedEntities) -> Vectors:
+def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVectors:
     """Read every row of the table; a hole in a catalogue could not be noticed later."""
     sources, unusable = config.sources, UnusableRows()
     path = source_file(str(sources.item_vectors), config.path("."))
-    ids, rows = [], []
-    for names, values in read_features(
+    id_chunks, vector_chunks = [], []
+    for batch_ids, column_by_name in read_features(
         path,
         sources.item_column,
         (sources.vector_column,),
-        source="item_vectors",
-        unusable=unusable,
+        source_name="item_vectors",
+        unusable_rows=unusable,
     ):
-        ids.append(names.texts())
-        rows.append(values[sources.vector_column])
-    if not ids:
+        id_chunks.append(batch_ids.texts())
+        vector_chunks.append(column_by_name[sources.vector_column])
+    if not id_chunks:
         raise SourceError(f"{path} has no rows: it names no item")
     if left_out := unusable.left_out("item_vectors"):
         raise SourceError(f"{path}: {left_out:,} rows have no id that can be used")
     try:
-        item_vectors = Vectors.of(pa.chunked_array(ids), pa.chunked_array(rows), "item")
+        item_vectors = EntityVectors.of(
+            pa.chunked_array(id_chunks), pa.chunked_array(vector_chunks), "item"
+        )
     except SourceError as error:
         raise SourceError(f"{path}: {error.message}", **error.details) from None
     erased_ids = pa.array([raw.decode() for raw in erased.items], pa.string())
-    is_kept = as_rows(pc.invert(pc.is_in(item_vectors.ids, value_set=erased_ids)))
-    return Vectors(item_vectors.ids.filter(pa.array(is_kept)), item_vectors.rows[is_kept])
+    is_kept = as_numpy_mask(pc.invert(pc.is_in(item_vectors.ids, value_set=erased_ids)))
+    return EntityVectors(item_vectors.ids.filter(pa.array(is_kept)), item_vectors.rows[is_kept])
 
 
-def _with_brought(items: Vectors, event_vectors: Mapping[bytes, Sequence[float]]) -> Vectors:
+def _with_event_vectors(
+    item_vectors: EntityVectors, event_vectors: Mapping[bytes, Sequence[float]]
+) -> EntityVectors:
     """Append to the table's rows those items that only events brought.
 
     Any caller can send events: a number beyond NEW_VECTOR_ABS_MAX, and beyond all of the table's, would spoil the fold
     and the lists.
     """
-    max_magnitude = max(NEW_VECTOR_ABS_MAX, float(np.abs(items.rows).max(initial=0)))
-    fitting = {
+    magnitude_max = max(NEW_VECTOR_ABS_MAX, float(np.abs(item_vectors.rows).max(initial=0)))
+    fitting_vectors = {
         raw.decode(): vector
         for raw, vector in event_vectors.items()
-        if len(vector) == items.dims and max(map(abs, vector)) <= max_magnitude
+        if len(vector) == item_vectors.dims and max(map(abs, vector)) <= magnitude_max
     }
     ids_in_table = set(
-        pc.filter(items.ids, pc.is_in(items.ids, pa.array(list(fitting), pa.string()))).to_pylist()
+        pc.filter(
+            item_vectors.ids,
+            pc.is_in(item_vectors.ids, pa.array(list(fitting_vectors), pa.string())),
+        ).to_pylist()
     )
-    if not (new := {id_: vector for id_, vector in fitting.items() if id_ not in ids_in_table}):
-        return items
-    ids = pa.concat_arrays([items.ids, pa.array(list(new), items.ids.type)])
-    return Vectors(ids, np.concatenate([items.rows, np.array(list(new.values()), np.float32)]))
+    if not (
+        new_vectors := {
+            id_: vector for id_, vector in fitting_vectors.items() if id_ not in ids_in_table
+        }
+    ):
+        return item_vectors
+    all_item_ids = pa.concat_arrays(
+        [item_vectors.ids, pa.array(list(new_vectors), item_vectors.ids.type)]
+    )
+    return EntityVectors(
+        all_item_ids,
+        np.concatenate([item_vectors.rows, np.array(list(new_vectors.values()), np.float32)]),
+    )
 
 
-def _limit(
-    config: NightConfig, interactions_before: datetime | None, files: Sequence[SourceFile] | None
+def _user_hash_limit(
+    config: NightConfig,
+    interactions_before: datetime | None,
+    interaction_files: Sequence[SourceFile] | None,
 ) -> np.uint64:
-    """Return the highest of the USERS_MAX lowest hashes of users with vectors, else of users with interactions.
+    """Return the highest of the FOLD_USERS_MAX lowest hashes of users with vectors, else of users with interactions.
 
     _NO_HASH_LIMIT if there are fewer.
     """
-    distinct_hashes = Distinct(USERS_MAX)
+    distinct_hashes = DistinctCounter(FOLD_USERS_MAX)
     if config.sources.user_vectors:
-        for ids, _ in _user_vectors(config):
-            distinct_hashes.add(ids.hashes(SEED))
+        for ids, _ in _read_user_vectors(config):
+            distinct_hashes.add(ids.hashes(USER_HASH_SEED))
     else:
         for batch in read_interactions(
-            config.sources, Path(config.base), cutoff_at=interactions_before, files=files
+            config.sources,
+            Path(config.base),
+            cutoff_at=interactions_before,
+            interaction_files=interaction_files,
         ):
-            distinct_hashes.add(batch.users.hashes(SEED))
+            distinct_hashes.add(batch.users.hashes(USER_HASH_SEED))
     return (
-        np.uint64(distinct_hashes.smallest[-1])
-        if len(distinct_hashes.smallest) == USERS_MAX
+        np.uint64(distinct_hashes.smallest_hashes[-1])
+        if len(distinct_hashes.smallest_hashes) == FOLD_USERS_MAX
         else _NO_HASH_LIMIT
     )
 
 
-def _user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Any]]:
+def _read_user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Any]]:
     sources = config.sources
     path, column = source_file(str(sources.user_vectors), config.path(".")), sources.vector_column
-    for ids, values in read_features(
-        path, sources.user_column, (column,), source="user_vectors", unusable=UnusableRows()
+    for ids, column_by_name in read_features(
+        path,
+        sources.user_column,
+        (column,),
+        source_name="user_vectors",
+        unusable_rows=UnusableRows(),
     ):
-        yield ids, values[column]
+        yield ids, column_by_name[column]
 
 
-def _users(
-    config: NightConfig, items: Vectors, limit: np.uint64, erased: ErasedEntities
-) -> Vectors:
+def _sample_user_vectors(
+    config: NightConfig, item_vectors: EntityVectors, hash_limit: np.uint64, erased: ErasedEntities
+) -> EntityVectors:
     """Return vectors of some users; a user without a usable vector is left out, as in the night itself."""
-    sources, dims = config.sources, items.dims
+    sources, dims = config.sources, item_vectors.dims
     spec = InputSpec("vector", "feature", "float32", column=sources.vector_column, width=dims)
-    texts, rows = [pa.array([], pa.string())], [np.empty((0, dims), np.float32)]
-    for ids, values in _user_vectors(config):
-        feature_values = read_values(values, spec)
-        is_kept = feature_values.usable & _below(ids, limit) & erased.keeps_users(ids)
-        texts.append(ids.texts().filter(pa.array(is_kept)))
-        rows.append(feature_values.numbers[is_kept])
-    names, numbers = pa.concat_arrays(texts), np.concatenate(rows)
-    if not len(names):
+    id_parts, vector_parts = [pa.array([], pa.string())], [np.empty((0, dims), np.float32)]
+    for ids, vector_column in _read_user_vectors(config):
+        feature_values = read_feature_values(vector_column, spec)
+        is_kept = (
+            feature_values.usable & _below_limit_mask(ids, hash_limit) & erased.kept_users_mask(ids)
+        )
+        id_parts.append(ids.texts().filter(pa.array(is_kept)))
+        vector_parts.append(feature_values.numbers[is_kept])
+    user_names, numbers = pa.concat_arrays(id_parts), np.concatenate(vector_parts)
+    if not len(user_names):
         raise SourceError(
             f"{sources.user_vectors}: no user has a vector of {dims} finite numbers, as many as those of "
             f"{sources.item_vectors} have"
         )
-    first = np.ones(len(names), np.bool_)
-    first[repeats_in(names)] = False
-    return Vectors(names.filter(pa.array(first)), numbers[first])
+    is_first_row = np.ones(len(user_names), np.bool_)
+    is_first_row[repeated_text_rows(user_names)] = False
+    return EntityVectors(user_names.filter(pa.array(is_first_row)), numbers[is_first_row])
 
 
-def _clicks(
+def _read_clicks(
     config: NightConfig,
-    items: Vectors,
-    users: Vectors | None,
-    limit: np.uint64,
+    item_vectors: EntityVectors,
+    user_vectors: EntityVectors | None,
+    hash_limit: np.uint64,
     interactions_before: datetime | None,
     erased: ErasedEntities,
-    files: Sequence[SourceFile] | None,
+    interaction_files: Sequence[SourceFile] | None,
 ) -> tuple[ClickMatrix | None, list[str]]:
     """Return (clicks of some users before the cut, None without any to choose a fold by; remarks)."""
     sources = config.sources
-    read = read_interactions(sources, Path(config.base), cutoff_at=interactions_before, files=files)
-    batches = [batch.only(_below(batch.users, limit)) for batch in map(erased.leave_out, read)]
+    all_batches = read_interactions(
+        sources,
+        Path(config.base),
+        cutoff_at=interactions_before,
+        interaction_files=interaction_files,
+    )
+    batches = [
+        batch.only(_below_limit_mask(batch.users, hash_limit))
+        for batch in map(erased.leave_out, all_batches)
+    ]
     if not sum(len(batch.times) for batch in batches):
         return None, []
-    where = ", ".join(sources.interactions)
+    files_text = ", ".join(sources.interactions)
     try:
-        known_user_ids = None if users is None else users.ids
-        return ClickMatrix.read(batches, where, known_user_ids, items.ids), []
-    except NothingKnown as error:
+        known_user_ids = None if user_vectors is None else user_vectors.ids
+        return ClickMatrix.read(batches, files_text, known_user_ids, item_vectors.ids), []
+    except NoKnownClicks as error:
         # Of a sample of users none may have clicked; of everybody it is worth a word.
-        return None, [error.message] if limit == _NO_HASH_LIMIT else []
+        return None, [error.message] if hash_limit == _NO_HASH_LIMIT else []
 
 
-def _below(ids: Ids, limit: np.uint64) -> NDArray[np.bool_]:
-    return np.asarray((ids.hashes(SEED) <= limit)[ids.codes], np.bool_)
+def _below_limit_mask(ids: Ids, hash_limit: np.uint64) -> NDArray[np.bool_]:
+    return np.asarray((ids.hashes(USER_HASH_SEED) <= hash_limit)[ids.codes], np.bool_)

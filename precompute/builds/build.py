@@ -31,29 +31,21 @@ from cache.store.artefacts import (
     write_atomically,
 )
 from cache.store.releases import all_releases
-from precompute.builds.reports import (
-    BEGIN,
-    AttributeFiles,
-    BuildId,
-    ModelEntry,
-    ReportName,
-    ReportT,
-    file_entry,
-)
+from precompute.builds.reports import (AttributeFiles, BEGIN_REPORT, BuildId, ModelEntry, ReportName, ReportT, file_entry)
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
-from precompute.partitions.shard_files import kinds_of
+from precompute.partitions.shard_files import (partition_file_kinds)
 from precompute.releases.release_log import Releases
 from precompute.sources.erasures import ErasedEntities, all_erasures
 
-P = ParamSpec("P")
-R = TypeVar("R")
+StepParameters = ParamSpec("StepParameters")
+StepResult = TypeVar("StepResult")
 
 CUT_FORMAT: Final = "%Y%m%dT%H%M%SZ"
 """Format of the cut, in UTC, at the start of a generation id, so that older data sorts first."""
 
-CLOCKS_DIFFER_S: Final = 300.0
+CLOCK_AHEAD_S_MAX: Final = 300.0
 """Seconds by which a chosen cut may be ahead of Redis' clock, as clocks of hosts differ."""
 
 
@@ -75,59 +67,59 @@ class Build:
         """Local folder of the generation."""
         return self.store.local(generation_path(self.generation))
 
-    def path(self, name: str) -> Path:
+    def path(self, file_name: str) -> Path:
         """Return the local path of a file to be written; its folder exists."""
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        local_path = self.root / file_name
+        local_path.parent.mkdir(parents=True, exist_ok=True)
+        return local_path
 
-    def finish(self, *names: str) -> None:
+    def finish(self, *file_names: str) -> None:
         """Publish finished local files to the store."""
-        for name in names:
-            self.store.put(generation_path(self.generation, name))
+        for file_name in file_names:
+            self.store.put(generation_path(self.generation, file_name))
 
-    def fetch(self, name: str) -> Path:
+    def fetch(self, file_name: str) -> Path:
         """Fetch a file that an earlier step, perhaps on another host, has finished."""
-        return self.store.fetch(generation_path(self.generation, name))
+        return self.store.fetch(generation_path(self.generation, file_name))
 
-    def describe(self, name: str) -> Artefact:
+    def describe(self, file_name: str) -> Artefact:
         """Return the manifest entry of a finished file."""
-        return describe_file(self.root, name)
+        return describe_file(self.root, file_name)
 
-    def report(self, name: ReportName[ReportT], value: ReportT) -> None:
+    def report(self, report_name: ReportName[ReportT], report: ReportT) -> None:
         """Finish a step: its report is written last, so it proves that the files before it are complete."""
-        write_json(self.path(f"work/{name}.json"), {**value, **version_stamp(STAGES)})
-        self.finish(f"work/{name}.json")
+        write_json(self.path(f"work/{report_name}.json"), {**report, **version_stamp(STAGES)})
+        self.finish(f"work/{report_name}.json")
 
-    def read_report(self, name: ReportName[ReportT]) -> ReportT | None:
+    def read_report(self, report_name: ReportName[ReportT]) -> ReportT | None:
         """Return a step's report, None for an unfinished step; raise StoreError if the store does not answer."""
-        raw = self.store.read(generation_path(self.generation, f"work/{name}.json"))
-        if raw is None:
+        report_bytes = self.store.read(generation_path(self.generation, f"work/{report_name}.json"))
+        if report_bytes is None:
             return None
-        report = orjson.loads(raw)
+        report = orjson.loads(report_bytes)
         demand_readable(
-            STAGES, report.pop(FORMAT_FIELD, 1), f"work/{name}.json of {self.generation}"
+            STAGES, report.pop(FORMAT_FIELD, 1), f"work/{report_name}.json of {self.generation}"
         )
         return cast(ReportT, report)
 
-    def need(self, name: ReportName[ReportT]) -> ReportT:
+    def need_report(self, report_name: ReportName[ReportT]) -> ReportT:
         """Return a report that must exist."""
-        report = self.read_report(name)
+        report = self.read_report(report_name)
         if report is None:
             if self.generation not in self.store.names("generations"):
                 raise UnknownGeneration(
                     f"{self.generation} is unknown in {self.store.url}: `status` lists what there is",
                     generation=self.generation,
                 )
-            raise StoreError(f"{self.generation}: step {name!r} has not finished; run it first")
+            raise StoreError(f"{self.generation}: step {report_name!r} has not finished; run it first")
         return report
 
 
 def open_bundle(build: Build) -> Bundle:
     """Open the bundle that `begin` copied into the generation."""
-    begin_report = build.need(BEGIN)
-    for name in begin_report["bundle_files"]:
-        build.fetch(f"bundle/{name}")
+    begin_report = build.need_report(BEGIN_REPORT)
+    for file_name in begin_report["bundle_files"]:
+        build.fetch(f"bundle/{file_name}")
     bundle = Bundle.read(build.root / "bundle")
     if bundle.digest != begin_report["bundle_digest"]:
         raise BundleError(
@@ -139,60 +131,60 @@ def open_bundle(build: Build) -> Bundle:
 
 def fetch_model(build: Build, model: BundleModel) -> Path:
     """Fetch a model's ONNX and weights files; raise BundleError unless they are those that `begin` tried."""
-    paths = [build.fetch(name) for _, name, _ in model.files]
-    for path, (_, _, sha256) in zip(paths, model.files, strict=True):
-        demand_sha256(path, sha256)
-    return paths[0]
+    local_paths = [build.fetch(name) for _, name, _ in model.files]
+    for local_path, (_, _, sha256) in zip(local_paths, model.files, strict=True):
+        demand_sha256(local_path, sha256)
+    return local_paths[0]
 
 
 def model_entry(
-    build: Build, bundle: Bundle, name: str, int8: bool, agreement: Mapping[str, Any]
+    build: Build, bundle: Bundle, model_name: str, has_int8: bool, agreement: Mapping[str, Any]
 ) -> ModelEntry:
     """Return the entry of a bundle's model, for a report and the manifest."""
-    source = next(bundle_model for bundle_model in bundle.models if bundle_model.name == name)
-    fp32, *weights = [file_entry(build.describe(file_name)) for _, file_name, _ in source.files]
+    source_model = next(bundle_model for bundle_model in bundle.models if bundle_model.name == model_name)
+    fp32_entry, *weights_entries = [file_entry(build.describe(file_name)) for _, file_name, _ in source_model.files]
     return {
-        "name": name,
-        "fp32": fp32,
-        "int8": file_entry(build.describe(f"models/{name}.int8.onnx")) if int8 else None,
-        "digest": source.digest,
-        "spec": source.spec.to_json(),
+        "name": model_name,
+        "fp32": fp32_entry,
+        "int8": file_entry(build.describe(f"models/{model_name}.int8.onnx")) if has_int8 else None,
+        "digest": source_model.digest,
+        "spec": source_model.spec.to_json(),
         "agreement": agreement,
-        "weights": weights[0] if weights else None,
+        "weights": weights_entries[0] if weights_entries else None,
     }
 
 
-def fetch_items(build: Build) -> None:
+def fetch_catalogue(build: Build) -> None:
     """Fetch the catalogue's files, all but the vectors."""
-    names = [catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX]
-    names += [catalogue.directory_file("item", shard) for shard in range(build.config.shards)]
-    for name in names:
-        build.fetch(name)
+    file_names = [catalogue.ITEM_IDS_FILE, catalogue.ITEM_OFFSETS_FILE, catalogue.MODEL_INDEX_FILE]
+    file_names += [catalogue.directory_file_path("item", shard) for shard in range(build.config.shards)]
+    for file_name in file_names:
+        build.fetch(file_name)
 
 
 def fetch_partition(build: Build, shard: int) -> None:
     """Fetch a shard's partition of the sources."""
-    for kind in kinds_of(build.need(BEGIN).get("user_vectors", False)):
-        build.fetch(f"work/partition/{shard:04d}.{kind}")
+    for file_kind in partition_file_kinds(build.need_report(BEGIN_REPORT).get("user_vectors", False)):
+        build.fetch(f"work/partition/{shard:04d}.{file_kind}")
 
 
-def erased_from(build: Build) -> ErasedEntities:
+def read_erased_entities(build: Build) -> ErasedEntities:
     """Return the erased entities that `begin` left out of this build."""
-    numbers = set(build.need(BEGIN).get("erased", ()))
+    erasure_numbers = set(build.need_report(BEGIN_REPORT).get("erased", ()))
     return ErasedEntities.of(
-        erasure for erasure in all_erasures(build.store) if erasure.number in numbers
+        erasure for erasure in all_erasures(build.store) if erasure.number in erasure_numbers
     )
 
 
 def generation_id(
-    cut: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str
+    data_until: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str
 ) -> str:
     """Return `data_until` in UTC with a digest of everything that decides the result: a retry finds its own work."""
-    hasher = hashlib.sha256(config.semantic())
-    hasher.update(f"|{bundle_digest}|{inputs_digest}".encode())
-    if (stages := FORMATS[STAGES].written) > 1:  # a release with other stages begins anew
-        hasher.update(f"|stages {stages}".encode())
-    return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{hasher.hexdigest()[:12]}"
+    digest_hasher = hashlib.sha256(config.semantic())
+    digest_hasher.update(f"|{bundle_digest}|{inputs_digest}".encode())
+    if (stages_version := FORMATS[STAGES].written) > 1:  # a release with other stages begins anew
+        digest_hasher.update(f"|stages {stages_version}".encode())
+    return f"{data_until.astimezone(UTC):{CUT_FORMAT}}-{digest_hasher.hexdigest()[:12]}"
 
 
 def settings_digest(config: NightConfig) -> str:
@@ -200,71 +192,69 @@ def settings_digest(config: NightConfig) -> str:
     return hashlib.sha256(config.semantic()).hexdigest()
 
 
-def cut_of(generation: str) -> int:
+def data_until_of(generation: str) -> int:
     """Return the `data_until` of a generation id, Unix seconds."""
     return int(
         datetime.strptime(generation[:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC).timestamp()
     )
 
 
-def newer_live(releases: Releases, cut: datetime, *, is_chosen: bool) -> str | None:
+def find_newer_live(releases: Releases, data_until: datetime, *, is_chosen: bool) -> str | None:
     """Return the live generation if it is newer than a cut that nobody chose; None for a cut that can be published.
 
     Raises ConfigError for a chosen cut that no publish would accept, or that would block the publish of later nights.
     A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
     """
-    ahead_s = cut.timestamp() - releases.clock()
-    if is_chosen and ahead_s > CLOCKS_DIFFER_S:
+    ahead_s = data_until.timestamp() - releases.clock()
+    if is_chosen and ahead_s > CLOCK_AHEAD_S_MAX:
         raise ConfigError(
-            f"data_until {cut.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night could be "
-            "published after this one; give a time that has passed",
+            f"data_until {data_until.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night " "could be " "published after this one; give a time that has passed",
             field="data_until",
         )
-    live = releases.ledger().live_generation
-    if live is None or f"{cut:{CUT_FORMAT}}" >= live[:CUT_CHARS]:
+    live_generation = releases.ledger().live_generation
+    if live_generation is None or f"{data_until:{CUT_FORMAT}}" >= live_generation[:CUT_CHARS]:
         return None
     if is_chosen:
         raise ConfigError(
-            f"data_until {cut.isoformat()} is older than {live}, which is live, so it could not be published: give a "
-            "newer one, or go back with `larder roll-back`",
+            f"data_until {data_until.isoformat()} is older than {live_generation}, which is live, so it could not be " "published: give a " "newer one, or go back with `larder roll-back`",
             field="data_until",
-            live=live,
+            live=live_generation,
         )
-    return live
+    return live_generation
 
 
-def attribute_paths(attributes: Mapping[str, AttributeFiles]) -> Iterator[str]:
+def attribute_paths(files_by_attribute: Mapping[str, AttributeFiles]) -> Iterator[str]:
     """Yield the paths of all files of these attributes."""
-    for _, files in attributes.values():
-        yield from files.values()
+    for _, path_by_field in files_by_attribute.values():
+        yield from path_by_field.values()
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a small report atomically; numpy numbers allowed."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2
-    write_atomically(path, orjson.dumps(value, option=options))
+    write_atomically(path, orjson.dumps(document, option=options))
 
 
 @contextmanager
-def timed(build: Build, step: str) -> Iterator[None]:
+def record_step_time(build: Build, step_name: str) -> Iterator[None]:
     """Record the block's start (Unix seconds) and duration if it succeeds; for a step of `STEPS_TIMED_APART`.
 
     A repeat that found the work done is shorter, and does not replace the first duration.
     """
-    began_at, started = time.time(), time.perf_counter()
+    began_at_s, started_at = time.time(), time.perf_counter()
     yield
-    seconds = time.perf_counter() - started
-    path = generation_path(build.generation, f"times/{step}.json")
+    duration_s = time.perf_counter() - started_at
+    times_path = generation_path(build.generation, f"times/{step_name}.json")
     with suppress(LarderError, OSError, ValueError, TypeError, KeyError):  # it is for show
-        earlier_times = build.store.read(path)
-        if earlier_times is None or float(orjson.loads(earlier_times)["seconds"]) < seconds:
-            times = {"began_at": round(began_at, 3), "seconds": round(seconds, 3)}
-            build.store.write(path, orjson.dumps(times))
+        earlier_times = build.store.read(times_path)
+        if earlier_times is None or float(orjson.loads(earlier_times)["seconds"]) < duration_s:
+            times_record = {"began_at": round(began_at_s, 3), "seconds": round(duration_s, 3)}
+            build.store.write(times_path, orjson.dumps(times_record))
 
 
-def on_this_host(
-    step: Callable[Concatenate[NightConfig, BuildId, P], R],
-) -> Callable[Concatenate[NightConfig, BuildId, P], R]:
+def with_host_copies(
+    step: Callable[Concatenate[NightConfig, BuildId, StepParameters], StepResult],
+) -> Callable[Concatenate[NightConfig, BuildId, StepParameters], StepResult]:
     """Wrap a step to first sweep this host's old copies, and record that it will hold files of its generation.
 
     If the generation is retired meanwhile, by a night of newer data, the step raises Refused, not an error about a
@@ -272,9 +262,9 @@ def on_this_host(
     """
 
     @functools.wraps(step)
-    def run(config: NightConfig, build: BuildId, /, *arguments: P.args, **options: P.kwargs) -> R:
+    def run_step(config: NightConfig, build: BuildId, /, *arguments: StepParameters.args, **options: StepParameters.kwargs) -> StepResult:
         store, generation = config.store(), build["generation"]
-        sweep_copies(store, in_use=[generation])
+        sweep_copies(store, generations_in_use=[generation])
         record_copies(store, generation)
         try:
             return step(config, build, *arguments, **options)
@@ -282,20 +272,20 @@ def on_this_host(
             demand_not_retired(store, generation, error)
             raise
 
-    return run
+    return run_step
 
 
 def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) -> None:
     """Raise Refused from `error` if the generation was retired while a step worked on it: its files are gone then."""
     try:
-        records = [release for release in all_releases(store) if release.generation == generation]
+        generation_releases = [release for release in all_releases(store) if release.generation == generation]
     except (LarderError, OSError):
         return  # the store does not answer: the error itself is what can be told
-    is_retired = bool(records) and records[-1].action == "retire"
+    is_retired = bool(generation_releases) and generation_releases[-1].action == "retire"
     if is_retired and GENERATION_PATTERN.fullmatch(
-        records[-1].attempt
+        generation_releases[-1].attempt
     ):  # by a night: any other retirement is a person's
-        newer_generation = records[-1].attempt
+        newer_generation = generation_releases[-1].attempt
         raise Refused(
             f"{generation} was retired while it was being made, by {newer_generation}, which is of newer data: nothing "
             "is left to "
@@ -304,10 +294,10 @@ def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) 
         ) from error  # fmt: skip
 
 
-def sweep_copies(store: ArtefactStore, *, in_use: Collection[str] = ()) -> None:
+def sweep_copies(store: ArtefactStore, *, generations_in_use: Collection[str] = ()) -> None:
     """Remove copies of generations that the store no longer has; ignore a store that does not answer."""
     with contextlib.suppress(StoreError, OSError):
-        store.sweep_host_copies(in_use, cutoff_at=time.time() - COPY_IDLE_S)
+        store.sweep_host_copies(generations_in_use, cutoff_at=time.time() - COPY_IDLE_S)
 
 
 def record_copies(store: ArtefactStore, generation: str) -> None:

@@ -25,43 +25,43 @@ _log = logging.getLogger("larder.night")
 
 
 @contextmanager
-def noting_failure(config: NightConfig, step: str, generation: str | None) -> Iterator[None]:
+def note_failure_of_step(config: NightConfig, step_name: str, generation: str | None) -> Iterator[None]:
     """Note an error of the block, which is a step of the night, and forget that of an earlier try of the same step."""
     try:
         yield
     except Exception as error:
         message = error.message if isinstance(error, LarderError) else str(error)
-        code = error.code if isinstance(error, LarderError) else type(error).__name__
-        is_refused = step == "verify" and code == "refused"
-        failure = NightFailure(step, generation, time.time(), f"{code}: {message}", is_refused)
-        _write(config, orjson.dumps(asdict(failure)))
+        error_code = error.code if isinstance(error, LarderError) else type(error).__name__
+        is_refused = step_name == "verify" and error_code == "refused"
+        failure = NightFailure(step_name, generation, time.time(), f"{error_code}: {message}", is_refused)
+        _write_failure_file(config, orjson.dumps(asdict(failure)))
         raise
-    forget_failure(config, step)
+    forget_failure(config, step_name)
 
 
-def forget_failure(config: NightConfig, step: str | None = None) -> None:
+def forget_failure(config: NightConfig, step_name: str | None = None) -> None:
     """Forget the failure of a step, or of any, since it is done: of any, also where a night was killed."""
-    if step is None:
+    if step_name is None:
         with suppress(OSError):
-            _running_file(config).unlink(missing_ok=True)
+            _running_file_path(config).unlink(missing_ok=True)
     failure = last_failure(config.store())
-    if failure is not None and step in (None, failure.step):
-        _write(config, b"")
+    if failure is not None and step_name in (None, failure.step):
+        _write_failure_file(config, b"")
 
 
 @contextmanager
-def noting_run(config: NightConfig) -> Iterator[Callable[[str, str | None], None]]:
+def hold_running_file(config: NightConfig) -> Iterator[Callable[[str, str | None], None]]:
     """Hold the file that tells of a running night; yield a function that notes the step, and its generation."""
-    path = _running_file(config)
+    running_path = _running_file_path(config)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b")
+        running_path.parent.mkdir(parents=True, exist_ok=True)
+        file = running_path.open("a+b")
     except OSError as error:
-        _log.warning("%s: %s; `larder status` does not tell if this night is killed", path, error)
+        _log.warning("%s: %s; `larder status` does not tell if this night is killed", running_path, error)
         yield lambda _step, _generation: None
         return
 
-    def note(step: str, generation: str | None) -> None:
+    def note_step(step: str, generation: str | None) -> None:
         file.truncate(0)
         file.write(orjson.dumps({"step": step, "generation": generation}))
         file.flush()
@@ -69,30 +69,30 @@ def noting_run(config: NightConfig) -> Iterator[Callable[[str, str | None], None
     with file:
         fcntl.flock(file, fcntl.LOCK_SH)
         try:
-            yield note
+            yield note_step
         finally:
-            path.unlink(missing_ok=True)
+            running_path.unlink(missing_ok=True)
 
 
-def killed_in(config: NightConfig) -> str | None:
+def find_killed_step(config: NightConfig) -> str | None:
     """Return the step, with its generation, in which a night of this host was killed; None if none was, or one runs."""
     try:
-        with _running_file(config).open("rb") as file:
+        with _running_file_path(config).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            noted = orjson.loads(file.read())
-        generation = noted["generation"]
-        return f"{noted['step']} ({generation})" if generation else str(noted["step"])
+            running_note = orjson.loads(file.read())
+        generation = running_note["generation"]
+        return f"{running_note['step']} ({generation})" if generation else str(running_note["step"])
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
         return None
 
 
-def _running_file(config: NightConfig) -> Path:
+def _running_file_path(config: NightConfig) -> Path:
     return config.path(config.state) / f"{config.namespace}{RUNNING_SUFFIX}"
 
 
-def _write(config: NightConfig, content: bytes) -> None:
+def _write_failure_file(config: NightConfig, file_content: bytes) -> None:
     try:
-        config.store().write(NIGHT_FAILURE_PATH, content)
+        config.store().write(NIGHT_FAILURE_PATH, file_content)
     except (LarderError, OSError) as error:  # often the very reason why the step failed
         _log.warning(
             "%s could not be written, so `larder status` does not tell: %s",

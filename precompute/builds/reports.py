@@ -88,7 +88,7 @@ class BaseEntry(PriorEntry):
     read_because: str
 
 
-NO_BASE: Final = BaseEntry(
+NO_BASE_ENTRY: Final = BaseEntry(
     generation=None, has_lists=False, why="", took_over=False, read_because=""
 )
 """Base of a night that the first release began: it made no copies, and its report has no base."""
@@ -277,15 +277,15 @@ class ReportName(str, Generic[ReportT]):
     """Name of a report in the store, `work/<name>.json` of its generation, which knows the report's class."""
 
 
-BEGIN: Final = ReportName[BeginReport]("begin")
-EMBED_ITEMS: Final = ReportName[EmbedItemsReport]("embed_items")
-ASSEMBLE: Final = ReportName[AssembleReport]("assemble")
-INDEX: Final = ReportName[IndexReport]("index")
-QUANTIZE: Final = ReportName[QuantizeReport]("quantize")
-LOAD: Final = ReportName[LoadReport]("load")
-VERIFIED: Final = ReportName[VerifyReport]("verified")
+BEGIN_REPORT: Final = ReportName[BeginReport]("begin")
+EMBED_ITEMS_REPORT: Final = ReportName[EmbedItemsReport]("embed_items")
+ASSEMBLE_REPORT: Final = ReportName[AssembleReport]("assemble")
+INDEX_REPORT: Final = ReportName[IndexReport]("index")
+QUANTIZE_REPORT: Final = ReportName[QuantizeReport]("quantize")
+LOAD_REPORT: Final = ReportName[LoadReport]("load")
+VERIFY_REPORT: Final = ReportName[VerifyReport]("verified")
 
 
-def shard_report(shard: int) -> ReportName[ShardReport]:
+def shard_report_name(shard: int) -> ReportName[ShardReport]:
     """Return the name of a scored shard's report."""
     return ReportName(f"shard-{shard:04d}")

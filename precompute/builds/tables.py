@@ -14,67 +14,71 @@ STRING_OVERHEAD_BYTES = 64
 of exactly 256 KiB with its header would take 320."""
 
 
-ENTITIES: Mapping[str, EntityKind] = {
+ENTITY_BY_TABLE_KIND: Mapping[str, EntityKind] = {
     "user_topk": "user", "user_vector": "user", "item_vector": "item", "item_similar": "item",
 }  # fmt: skip
 """Entity set of each kind of table; that of a value is its model's."""
 
 
-def entity_of(bundle: Bundle, name: str, table: TableConfig) -> EntityKind:
+def entity_of(bundle: Bundle, table_name: str, table_config: TableConfig) -> EntityKind:
     """Entity set that a table belongs to; raises ConfigError for a model output that the bundle lacks."""
-    if table.kind != "value":
-        return ENTITIES[table.kind]
-    if table.value not in bundle.values:
+    if table_config.kind != "value":
+        return ENTITY_BY_TABLE_KIND[table_config.kind]
+    if table_config.value not in bundle.values:
         raise ConfigError(
-            f"[tables.{name}] is of the value {table.value!r}, which the bundle does not have (it has "
+            f"[tables.{table_name}] is of the value {table_config.value!r}, which the bundle does not have (it has "
             f"{', '.join(bundle.values) or 'none'}): name one of these as its value, or import or hand over the bundle "
-            f"with {table.value!r}"
+            f"with {table_config.value!r}"
         )
-    return bundle.values[str(table.value)].entity
+    return bundle.values[str(table_config.value)].entity
 
 
-def layout_of(bundle: Bundle, table: TableConfig) -> Layout:
+def layout_of(bundle: Bundle, table_config: TableConfig) -> Layout:
     """The record layout of a table."""
-    match table.kind:
+    match table_config.kind:
         case "user_topk" | "item_similar":
-            return Layout("topk", table.k, table.precision)
+            return Layout("topk", table_config.k, table_config.precision)
         case "user_vector" | "item_vector":
-            return Layout("vector", bundle.dims, table.precision)
+            return Layout("vector", bundle.dims, table_config.precision)
         case "value":
             return Layout(
-                "value", bundle.values[str(table.value)].spec.output_dims, table.precision
+                "value",
+                bundle.values[str(table_config.value)].spec.output_dims,
+                table_config.precision,
             )
 
 
-def demand_values(config: NightConfig, bundle: Bundle) -> None:
+def demand_table_values(config: NightConfig, bundle: Bundle) -> None:
     """Raise ConfigError for the first table of a value that the bundle does not have."""
-    for name, table in configured_tables(config, bundle).items():
-        entity_of(bundle, name, table)
+    for table_name, table_config in configured_tables(config, bundle).items():
+        entity_of(bundle, table_name, table_config)
 
 
-def facet_layout(k: int) -> Layout:
+def facet_layout(list_length: int) -> Layout:
     """Layout of a facet's lists: float32, as shares of all interactions may be of any size."""
-    return Layout("topk", k, "f4")
+    return Layout("topk", list_length, "f4")
 
 
-def metric_of(bundle: Bundle, table: TableConfig) -> Metric:
+def metric_of(bundle: Bundle, table_config: TableConfig) -> Metric:
     """Metric by which a top-K table compares vectors: its own, else cosine for similar items, else the bundle's."""
-    return table.metric or ("cosine" if table.kind == "item_similar" else bundle.metric)
+    return table_config.metric or (
+        "cosine" if table_config.kind == "item_similar" else bundle.metric
+    )
 
 
-def producer_of(bundle: Bundle, table: TableConfig) -> Producer:
+def producer_of(bundle: Bundle, table_config: TableConfig) -> Producer:
     """Producer that answers for a table when there is no record."""
-    match table.kind:
+    match table_config.kind:
         case "user_topk":
-            return Producer("topk", "user_tower", metric_of(bundle, table))
+            return Producer("topk", "user_tower", metric_of(bundle, table_config))
         case "item_similar":
-            return Producer("similar", "item_tower", metric_of(bundle, table))
+            return Producer("similar", "item_tower", metric_of(bundle, table_config))
         case "user_vector":
             return Producer("tower", "user_tower")
         case "item_vector":
             return Producer("tower", "item_tower")
         case "value":
-            return Producer("value", table.value)
+            return Producer("value", table_config.value)
 
 
 def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableConfig]:
@@ -82,9 +86,9 @@ def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableCon
     if config.tables != NightConfig().tables:
         return dict(config.tables)
     return {
-        name: table
-        for name, table in config.tables.items()
-        if table.kind != "value" or table.value in bundle.values
+        name: table_config
+        for name, table_config in config.tables.items()
+        if table_config.kind != "value" or table_config.value in bundle.values
     }
 
 
@@ -95,11 +99,14 @@ def scored_tables(
 
     One under a filter is in all but the items of its lists like the table that is asked.
     """
-    tables = configured_tables(config, bundle)
-    tables |= {name: tables[table] for name, (table, _) in config.filtered.items()}
+    config_by_table = configured_tables(config, bundle)
+    config_by_table |= {
+        name: config_by_table[unfiltered_table]
+        for name, (unfiltered_table, _) in config.filtered.items()
+    }
     return {
         name: table_config
-        for name, table_config in tables.items()
+        for name, table_config in config_by_table.items()
         if entity is None or entity_of(bundle, name, table_config) == entity
     }
 

@@ -25,25 +25,25 @@ from cache.model.tower import Tower
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import sha256_of, write_atomically
 from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, OnnxModel, demand_weights
-from precompute.sources.columns import raws_of, strings_of
-from precompute.sources.vocabulary import Vocabulary, as_strings
+from precompute.sources.columns import (to_arrow_strings, to_raw_ids)
+from precompute.sources.vocabulary import (Vocabulary, to_string_chunks)
 
 BUNDLE_FILE = "bundle.json"
 ITEMS_FILE = "items.parquet"
 
-COLUMNS_OF_INPUTS = "columns"
+COLUMNS_OF_INPUTS_KEY = "columns"
 """Entry of a bundle's `training`: by feature column, the columns of the table that it was made of, in their order."""
 
 FileStamp = tuple[int, int, int, int, int]
-"""Device, inode, size and times of a file: see `sha256_unchanged`."""
+"""Device, inode, size and times of a file: see `sha256_of_unchanged`."""
 
-SETTLED_NS = 2_000_000_000
+SETTLED_AFTER_NS = 2_000_000_000
 """Nanoseconds after a change from which on a further change surely gets another time stamp (clock ticks)."""
 
-DIGESTS_KEPT = 256
+REMEMBERED_DIGESTS_MAX = 256
 """Number of files whose digests a process remembers."""
 
-_digest_by_stamp: LRUCache[FileStamp, str] = LRUCache(DIGESTS_KEPT)
+_digest_by_stamp: LRUCache[FileStamp, str] = LRUCache(REMEMBERED_DIGESTS_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,47 +134,47 @@ class Bundle:
     def read(cls, path: Path) -> Self:
         """Read the bundle's description (`bundle.json`), but neither its items nor the models' files."""
         try:
-            raw = (path / BUNDLE_FILE).read_bytes()
-            data = orjson.loads(raw)
+            description_bytes = (path / BUNDLE_FILE).read_bytes()
+            description = orjson.loads(description_bytes)
         except (OSError, orjson.JSONDecodeError) as error:
             raise BundleError(f"{path} holds no readable {BUNDLE_FILE}: {error}") from error
-        if (reason := unreadable_reason(BUNDLE, data.get("format"), BUNDLE_FILE)) is not None:
+        if (reason := unreadable_reason(BUNDLE, description.get("format"), BUNDLE_FILE)) is not None:
             raise BundleError(reason)
         try:
-            dims, metric = int(data["dims"]), data["metric"]
+            dims, metric = int(description["dims"]), description["metric"]
             model_entries = [
-                ("user_tower", "user", data["user_tower"]),
-                ("item_tower", "item", data["item_tower"]),
+                ("user_tower", "user", description["user_tower"]),
+                ("item_tower", "item", description["item_tower"]),
                 *(
                     (name, value_entry["entity"], value_entry)
-                    for name, value_entry in sorted(data.get("values", {}).items())
+                    for name, value_entry in sorted(description.get("values", {}).items())
                 ),
             ]
-            user, item, *value_models = models = [
-                _model(path, *model_entry) for model_entry in model_entries
+            user_tower, item_tower, *value_models = models = [
+                _parse_model(path, *model_entry) for model_entry in model_entries
             ]
-            _demand_own_names(models)
-            listed_items = data["items"]
+            _demand_distinct_names(models)
+            listed_items = description["items"]
             items = ItemsFile(
-                _file(path, listed_items), str(listed_items["sha256"]), int(listed_items["count"])
+                _listed_file(path, listed_items), str(listed_items["sha256"]), int(listed_items["count"])
             )
-            name, version = str(data["name"]), str(data["version"])
+            name, version = str(description["name"]), str(description["version"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BundleError(f"{BUNDLE_FILE} lacks or misuses {error}") from error
         if metric not in ("inner_product", "cosine"):
             raise BundleError(
                 f"{BUNDLE_FILE} says metric {metric!r}; it is inner_product or cosine"
             )
-        for tower in (user, item):
+        for tower in (user_tower, item_tower):
             if tower.spec.output_dims != dims:
                 raise BundleError(
                     f"{tower.name} gives {tower.spec.output_dims} dimensions, {BUNDLE_FILE} says {dims}",
                     dims=dims,
                 )
-        digest = hashlib.sha256(raw).hexdigest()
+        digest = hashlib.sha256(description_bytes).hexdigest()
         return cls(
             path, name, version, digest, dims, metric, items,
-            user, item, {model.name: model for model in value_models}, data.get("training", {}),
+            user_tower, item_tower, {model.name: model for model in value_models}, description.get("training", {}),
         )  # fmt: skip
 
     def verify(self) -> None:
@@ -183,14 +183,14 @@ class Bundle:
         with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
             list(pool.map(_verify_model, self.models))
 
-    def try_models(self, path_of: Callable[[BundleModel], Path] = lambda model: model.path) -> None:
+    def try_models(self, model_path_of: Callable[[BundleModel], Path] = lambda model: model.path) -> None:
         """Open each model's file, or a copy, once; raise BundleError if it differs from the bundle's description."""
 
-        def check(model: BundleModel) -> None:
-            _check_model(model, path_of(model), self.items.count)
+        def check_model(model: BundleModel) -> None:
+            _check_model(model, model_path_of(model), self.items.count)
 
         with ThreadPoolExecutor() as pool:
-            list(pool.map(check, self.models))
+            list(pool.map(check_model, self.models))
 
     @property
     def models(self) -> tuple[BundleModel, ...]:
@@ -205,138 +205,138 @@ class Bundle:
     @property
     def columns_of_lists(self) -> Mapping[str, Sequence[str]]:
         """Columns by the feature column that is made of them; a table may have them in its place."""
-        columns: Mapping[str, Sequence[str]] = self.training.get(COLUMNS_OF_INPUTS, {})
-        return columns
+        list_columns: Mapping[str, Sequence[str]] = self.training.get(COLUMNS_OF_INPUTS_KEY, {})
+        return list_columns
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """Item ids in the model's own order, read at first use."""
-        return _read_items(self.items)
+        return _read_vocabulary(self.items)
 
     @cached_property
     def item_ids(self) -> tuple[bytes, ...]:
         """Vocabulary as Python objects, for small catalogues."""
-        return tuple(raws_of(self.vocabulary.texts))
+        return tuple(to_raw_ids(self.vocabulary.texts))
 
     @property
     def vocabulary_digest(self) -> str:
         """SHA-256 over the item ids in the model's own order, each with its length."""
-        hasher = hashlib.sha256()
-        for chunk in self.vocabulary.texts.chunks:
-            raws = raws_of(chunk)
-            hasher.update(b"".join([len(raw).to_bytes(2, "little") + raw for raw in raws]))
-        return hasher.hexdigest()
+        digest_hasher = hashlib.sha256()
+        for id_chunk in self.vocabulary.texts.chunks:
+            raw_ids = to_raw_ids(id_chunk)
+            digest_hasher.update(b"".join([len(raw_id).to_bytes(2, "little") + raw_id for raw_id in raw_ids]))
+        return digest_hasher.hexdigest()
 
 
-def _model(
-    path: Path, name: str, entity: Literal["user", "item"], model_entry: Mapping[str, Any]
+def _parse_model(
+    bundle_folder: Path, model_name: str, entity: Literal["user", "item"], model_entry: Mapping[str, Any]
 ) -> BundleModel:
     if entity not in ("user", "item"):
-        raise BundleError(f"{name} is for the entity {entity!r}; it is user or item", model=name)
+        raise BundleError(f"{model_name} is for the entity {entity!r}; it is user or item", model=model_name)
     spec = TowerSpec.from_json(model_entry)
     labels = tuple(str(label) for label in model_entry.get("labels", ()))
     if labels and len(labels) != spec.output_dims:
         raise BundleError(
-            f"{name} gives {spec.output_dims} numbers, {BUNDLE_FILE} has {len(labels)} labels for them",
-            model=name,
+            f"{model_name} gives {spec.output_dims} numbers, {BUNDLE_FILE} has {len(labels)} labels for them",
+            model=model_name,
         )
-    program, weights = model_entry.get("program"), model_entry.get("weights")
-    file = _file(path, model_entry)
+    program_entry, weights_entry = model_entry.get("program"), model_entry.get("weights")
+    model_path = _listed_file(bundle_folder, model_entry)
     return BundleModel(
-        name, file, str(model_entry["sha256"]), entity, spec, labels,
-        _file(path, program) if program else None,
-        str(program["sha256"]) if program else "",
-        _weights(path, name, file, weights) if weights else None,
-        str(weights["sha256"]) if weights else "",
+        model_name, model_path, str(model_entry["sha256"]), entity, spec, labels,
+        _listed_file(bundle_folder, program_entry) if program_entry else None,
+        str(program_entry["sha256"]) if program_entry else "",
+        _weights_path(bundle_folder, model_name, model_path, weights_entry) if weights_entry else None,
+        str(weights_entry["sha256"]) if weights_entry else "",
     )  # fmt: skip
 
 
-def _weights(path: Path, name: str, file: Path, data: Mapping[str, Any]) -> Path:
+def _weights_path(bundle_folder: Path, model_name: str, model_path: Path, weights_entry: Mapping[str, Any]) -> Path:
     """Return a model's weights file, which ONNX Runtime needs in the folder of the model; raise BundleError."""
-    weights = _file(path, data)
-    if weights.parent != file.parent:
+    weights_path = _listed_file(bundle_folder, weights_entry)
+    if weights_path.parent != model_path.parent:
         raise BundleError(
-            f"{name} has its weights in {data['path']}: they belong beside {file.name}"
+            f"{model_name} has its weights in {weights_entry['path']}: they belong beside {model_path.name}"
         )
-    if (size_bytes := weights.stat().st_size) > WEIGHTS_BYTES_MAX:
+    if (size_bytes := weights_path.stat().st_size) > WEIGHTS_BYTES_MAX:
         raise BundleError(
-            f"{weights.name} has {size_bytes:,} bytes, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions"
+            f"{weights_path.name} has {size_bytes:,} bytes, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions"
         )
-    return weights
+    return weights_path
 
 
-def _file(path: Path, data: Mapping[str, Any]) -> Path:
-    folder = path.resolve()
-    file = (folder / str(data["path"])).resolve()
-    if not file.is_relative_to(folder):
-        raise BundleError(f"{BUNDLE_FILE} names {data['path']}, which lies outside the bundle")
-    if not file.is_file():
+def _listed_file(bundle_folder: Path, file_entry: Mapping[str, Any]) -> Path:
+    real_folder = bundle_folder.resolve()
+    real_path = (real_folder / str(file_entry["path"])).resolve()
+    if not real_path.is_relative_to(real_folder):
+        raise BundleError(f"{BUNDLE_FILE} names {file_entry['path']}, which lies outside the bundle")
+    if not real_path.is_file():
         raise BundleError(
-            f"{BUNDLE_FILE} names {data['path']}, which is missing", path=str(data["path"])
+            f"{BUNDLE_FILE} names {file_entry['path']}, which is missing", path=str(file_entry["path"])
         )
-    return file
+    return real_path
 
 
-def _demand_own_names(models: Sequence[BundleModel]) -> None:
+def _demand_distinct_names(models: Sequence[BundleModel]) -> None:
     """Raise BundleError for two files with the same name in a generation, which has all models in one folder."""
     sha256_by_name: dict[str, str] = {}
-    for _, name, sha256 in (file for model in models for file in model.files):
-        if sha256_by_name.setdefault(name, sha256) != sha256:
-            raise BundleError(f"two files would be {name} of a generation: rename the weights")
+    for _, file_name, sha256 in (file_entry for model in models for file_entry in model.files):
+        if sha256_by_name.setdefault(file_name, sha256) != sha256:
+            raise BundleError(f"two files would be {file_name} of a generation: rename the weights")
 
 
-def _read_items(items: ItemsFile) -> Vocabulary:
-    demand_sha256(items.path, items.sha256)
-    table, name = pq.read_table(items.path), items.path.name
-    if table.column_names != ["id"] or not (
-        pa.types.is_string(table.schema.field("id").type)
-        or pa.types.is_large_string(table.schema.field("id").type)
+def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
+    demand_sha256(items_file.path, items_file.sha256)
+    id_table, file_name = pq.read_table(items_file.path), items_file.path.name
+    if id_table.column_names != ["id"] or not (
+        pa.types.is_string(id_table.schema.field("id").type)
+        or pa.types.is_large_string(id_table.schema.field("id").type)
     ):
-        raise BundleError(f"{name} holds {table.schema}, not one string column `id`")
-    column = table.column("id")
+        raise BundleError(f"{file_name} holds {id_table.schema}, not one string column `id`")
+    id_column = id_table.column("id")
     try:
-        column.validate(full=True)  # of UTF-8, too
+        id_column.validate(full=True)  # of UTF-8, too
     except pa.ArrowInvalid as error:
-        raise BundleError(f"{name}: {error}; ids are UTF-8") from error
-    sizes = pc.min_max(pc.binary_length(column)).as_py()
-    fits = not len(column) or ((sizes["min"] or 0) >= 1 and sizes["max"] <= ID_BYTES_MAX)
-    if column.null_count or not fits:
+        raise BundleError(f"{file_name}: {error}; ids are UTF-8") from error
+    id_length_bounds = pc.min_max(pc.binary_length(id_column)).as_py()
+    has_valid_lengths = not len(id_column) or ((id_length_bounds["min"] or 0) >= 1 and id_length_bounds["max"] <= ID_BYTES_MAX)
+    if id_column.null_count or not has_valid_lengths:
         raise BundleError(
-            f"{name}: {column.null_count} ids are missing, the others have {sizes['min']} to "
-            f"{sizes['max']}: ids have 1 to {ID_BYTES_MAX} bytes"
+            f"{file_name}: {id_column.null_count} ids are missing, the others have {id_length_bounds['min']} to "
+            f"{id_length_bounds['max']}: ids have 1 to {ID_BYTES_MAX} bytes"
         )
-    if (count := len(column)) != items.count:
+    if (id_count := len(id_column)) != items_file.count:
         raise BundleError(
-            f"{name} holds {count} items, {BUNDLE_FILE} says {items.count}", count=count
+            f"{file_name} holds {id_count} items, {BUNDLE_FILE} says {items_file.count}", count=id_count
         )
-    vocabulary = Vocabulary.of(as_strings(column))
+    vocabulary = Vocabulary.of(to_string_chunks(id_column))
     if vocabulary is None:
-        raise BundleError(f"{name} names an item twice")
+        raise BundleError(f"{file_name} names an item twice")
     return vocabulary
 
 
 def _verify_model(model: BundleModel) -> None:
-    for path, _, sha256 in model.files:
-        demand_sha256(path, sha256)
+    for file_path, _, sha256 in model.files:
+        demand_sha256(file_path, sha256)
     if model.program is not None:
         demand_sha256(model.program, model.program_sha256)
 
 
-def _check_model(model: BundleModel, path: Path, items: int) -> None:
+def _check_model(model: BundleModel, model_path: Path, item_count: int) -> None:
     """Open the model once; refuse weights that are not listed, and a padding index that is one of the items."""
-    demand_weights(model.name, path, model.weights)
+    demand_weights(model.name, model_path, model.weights)
     try:
-        Tower.open(path, model.spec)
+        Tower.open(model_path, model.spec)
     except BundleError:
-        if path != model.path:
+        if model_path != model.path:
             Tower.open(
                 model.path, model.spec
             )  # what is wrong with the model is told under its own name
         raise
     history = model.spec.history
-    if history is not None and history.pad is not None and 0 <= history.pad < items:
+    if history is not None and history.pad is not None and 0 <= history.pad < item_count:
         raise BundleError(
-            f"{model.name} pads with {history.pad}, which is one of the {items} items",
+            f"{model.name} pads with {history.pad}, which is one of the {item_count} items",
             model=model.name,
         )
 
@@ -368,8 +368,8 @@ def write_bundle(
     """Write a bundle (`bundle.json` last, so that half a bundle never opens) and open it; ids may be Arrow strings."""
     path.mkdir(parents=True, exist_ok=True)
     (path / BUNDLE_FILE).unlink(missing_ok=True)
-    pq.write_table(pa.table({"id": strings_of(item_ids)}), path / ITEMS_FILE)
-    data: dict[str, Any] = {
+    pq.write_table(pa.table({"id": to_arrow_strings(item_ids)}), path / ITEMS_FILE)
+    description: dict[str, Any] = {
         "format": FORMATS[BUNDLE].written,
         "name": name,
         "version": version,
@@ -380,60 +380,60 @@ def write_bundle(
             "count": len(item_ids),
             "sha256": sha256_of(path / ITEMS_FILE),
         },
-        "user_tower": _write_model(path, "user_tower", user_tower),
-        "item_tower": _write_model(path, "item_tower", item_tower),
+        "user_tower": _write_model_files(path, "user_tower", user_tower),
+        "item_tower": _write_model_files(path, "item_tower", item_tower),
         "values": {
-            key: {
+            value_name: {
                 "entity": model.entity,
                 "labels": list(model.labels),
-                **_write_model(path, key, model),
+                **_write_model_files(path, value_name, model),
             }
-            for key, model in (values or {}).items()
+            for value_name, model in (values or {}).items()
         },
         "training": dict(training or {}),
     }
-    write_atomically(path / BUNDLE_FILE, orjson.dumps(data, option=orjson.OPT_INDENT_2))
+    write_atomically(path / BUNDLE_FILE, orjson.dumps(description, option=orjson.OPT_INDENT_2))
     return Bundle.open(path)
 
 
-def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
-    file = path / f"{name}.onnx"
-    weights = model.onnx.write(file)
-    written = {"path": file.name, "sha256": sha256_of(file), **model.spec.to_json()}
-    if weights is not None:
-        written["weights"] = {"path": weights.name, "sha256": sha256_of(weights)}
+def _write_model_files(bundle_folder: Path, name: str, model: ModelFile) -> dict[str, Any]:
+    model_path = bundle_folder / f"{name}.onnx"
+    weights_path = model.onnx.write(model_path)
+    description_entry = {"path": model_path.name, "sha256": sha256_of(model_path), **model.spec.to_json()}
+    if weights_path is not None:
+        description_entry["weights"] = {"path": weights_path.name, "sha256": sha256_of(weights_path)}
     if model.program is not None:
-        program_path = path / f"{name}.pt2"
+        program_path = bundle_folder / f"{name}.pt2"
         write_atomically(program_path, model.program)
-        written["program"] = {"path": program_path.name, "sha256": sha256_of(program_path)}
-    return written
+        description_entry["program"] = {"path": program_path.name, "sha256": sha256_of(program_path)}
+    return description_entry
 
 
 def demand_sha256(path: Path, expected_sha256: str) -> None:
     """Raise BundleError for a file of a bundle that differs from its checksum in `bundle.json`."""
-    if (actual_sha256 := sha256_unchanged(path)) != expected_sha256:
+    if (actual_sha256 := sha256_of_unchanged(path)) != expected_sha256:
         raise BundleError(
             f"{path.name} has SHA-256 {actual_sha256}, bundle.json says {expected_sha256}",
             path=path.name,
         )
 
 
-def sha256_unchanged(path: Path) -> str:
+def sha256_of_unchanged(path: Path) -> str:
     """Return the SHA-256 of a file; one already hashed by this process and unchanged since is not read again.
 
     Device, inode, size, time of modification and of the last change of the inode identify the version. The latter is
     the kernel's: writing to a file or putting another in its place changes it, whatever times a program sets.
     """
     file_stat = path.stat()
-    stamp = (
+    file_stamp = (
         file_stat.st_dev,
         file_stat.st_ino,
         file_stat.st_size,
         file_stat.st_mtime_ns,
         file_stat.st_ctime_ns,
     )
-    is_settled = time.time_ns() - file_stat.st_ctime_ns > SETTLED_NS
-    return _sha256_once(path, stamp) if is_settled else sha256_of(path)
+    is_settled = time.time_ns() - file_stat.st_ctime_ns > SETTLED_AFTER_NS
+    return _sha256_once(path, file_stamp) if is_settled else sha256_of(path)
 
 
 @cached(_digest_by_stamp, key=lambda _path, stamp: stamp, lock=threading.Lock())

@@ -32,7 +32,7 @@ from cache.store.audit import (
 )
 from cache.store.blocklist import Blocklist, change_blocklist, latest_blocklist
 from cache.store.releases import all_releases
-from precompute.builds.night_failure import noting_failure
+from precompute.builds.night_failure import note_failure_of_step
 from precompute.builds.reports import BegunBuild, BuildId
 from precompute.config.console import CommandOutput, OutputContent, err_console, iso
 from precompute.config.progress import Progress, size_text
@@ -72,13 +72,15 @@ def standing_name(config: NightConfig, data_until: str | None) -> str:
 
     If that is in the future, `begin` takes Redis' time instead: the clock of a file's writer was ahead.
     """
-    from precompute.bundles.bundle_store import chosen_at
-    from precompute.sources.files import all_files, changed_at
+    from precompute.bundles.bundle_store import chosen_bundle_handed_over_at
+    from precompute.sources.files import all_input_files, modified_at
 
-    bundle_at = 0.0 if config.sources.item_vectors else chosen_at(config)  # else it is an input
+    bundle_at = (
+        0.0 if config.sources.item_vectors else chosen_bundle_handed_over_at(config)
+    )  # else it is an input
     if data_until or config.data_until or not config.sources.names_users or bundle_at is None:
         return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
-    latest_change_at = max(bundle_at, *map(changed_at, all_files(config)))
+    latest_change_at = max(bundle_at, *map(modified_at, all_input_files(config)))
     return datetime.fromtimestamp(int(latest_change_at), UTC).isoformat()
 
 
@@ -138,7 +140,7 @@ def warm(
 def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
     """The whole night; one row per step."""
     data_until, attempt = arguments.data_until, arguments.attempt or new_attempt()
-    with noting_failure(config, "begin", None):
+    with note_failure_of_step(config, "begin", None):
         named = standing_name(config, data_until)
     night = Night(config, attempt, data_until, named=named, progress=progress)
     steps = run_night(night, arguments.until)
@@ -240,7 +242,7 @@ def block(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
     """Block or unblock ids and notify replicas if a Redis is reachable; or list what is blocked."""
-    from precompute.sources.erasures import demand_unerased, still_erased
+    from precompute.sources.erasures import demand_unerased, describe_erased_users
 
     if arguments.list:
         return _blocklist_to_json(latest_blocklist(config.store()))
@@ -248,7 +250,7 @@ def block(
     entities = [canonical_id(entity_id) for entity_id in arguments.entity]
     store = config.store()
     notes = (
-        still_erased(store, entities)
+        describe_erased_users(store, entities)
         if arguments.unblock
         else _unknown_items_in_words(store, items)
     )

@@ -19,7 +19,7 @@ from cache.store.artefacts import generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
-from precompute.builds.night_failure import killed_in
+from precompute.builds.night_failure import find_killed_step
 from precompute.bundles.imports import find_import
 from precompute.cli.temporary_redis import gone_in_words
 from precompute.config.console import iso
@@ -87,7 +87,7 @@ class NamespaceState:
 
 def read_state(config: NightConfig) -> NamespaceState:
     """Read the state, without Redis only the store's; raise LarderError for a store that cannot be read."""
-    failure, killed = last_failure(config.store()), killed_in(config)
+    failure, killed = last_failure(config.store()), find_killed_step(config)
     if not config.redis_url:
         history = all_releases(config.store())
         gone = gone_in_words(config.path(config.state))

@@ -15,20 +15,13 @@ from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
 from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, sketch_member_of, window_number_of
-from precompute.builds.tables import ENTITIES
-from precompute.bundles.bundle_store import forget_items
+from precompute.builds.tables import (ENTITY_BY_TABLE_KIND)
+from precompute.bundles.bundle_store import (remove_bundles_with_items)
 from precompute.config.settings import NightConfig, retained
 from precompute.erasure.holders import EntityHolder, holders, sweep_left_out_notes
 from precompute.events.stream import forget_events
 from precompute.releases.release_log import Releases, ReleaseView, demand_reason
-from precompute.sources.erasures import (
-    Erasure,
-    all_erasures,
-    find_erasure,
-    mark_done,
-    mark_forgotten,
-    request,
-)
+from precompute.sources.erasures import (Erasure, all_erasures, find_erasure, mark_done, mark_forgotten, request_erasure)
 from precompute.traffic.exposures import forget_keys
 
 UNLINK_BATCH = 256
@@ -61,8 +54,8 @@ def begin_erasing(
     was_blocked = kind == "item" and raw in latest_blocklist(store).items
     _block(store, [(raw, kind)])
     existing_erasures = all_erasures(store)
-    erasure = request(
-        store, raw, kind, at=at, was_blocked=was_blocked, existing_erasures=existing_erasures
+    erasure = request_erasure(
+        store, raw, kind, requested_at=at, was_blocked=was_blocked, existing_erasures=existing_erasures
     )
     # Until it was written down, whoever unblocks was not stopped by it.
     block_erased(store, [erasure])
@@ -91,7 +84,7 @@ def forget(
     erasure = find_erasure(all_erasures(store), raw, kind)
     if erasure is None:
         raise Conflict(f"{kind} {raw.decode()!r} is not erased, so there is nothing to forget")
-    mark_forgotten(store, erasure, at=at, reason=reason)
+    mark_forgotten(store, erasure, forgotten_at=at, reason=reason)
     if kind == "user":
         change_blocklist(store, unblock_users=[raw])
     elif not erasure.was_blocked:
@@ -153,7 +146,7 @@ def _overlay_keys(
     except LarderError:
         all_kinds = ("user", "item")
         tables = {
-            name: (ENTITIES[table_settings.kind],) if table_settings.kind in ENTITIES else all_kinds
+            name: (ENTITY_BY_TABLE_KIND[table_settings.kind],) if table_settings.kind in ENTITY_BY_TABLE_KIND else all_kinds
             for name, table_settings in config.tables.items()
         }
     keys = config.keyspace()
@@ -181,14 +174,14 @@ def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
     drop_hot(config, store, control, pending)
     forget_keys(store, [erasure.raw for erasure in pending if erasure.kind == "user"])
     forget_events(config, pending)
-    forget_items(store, [erasure.raw for erasure in pending if erasure.kind == "item"])
+    remove_bundles_with_items(store, [erasure.raw for erasure in pending if erasure.kind == "item"])
     # Rows before files: a night notes itself before it looks for erasures, and writes files after.
     holders_by_number = holders(store, pending, control.rows())
     has_generations = bool(store.names("generations"))
     erasures = [
         erasure
         if holders_by_number.get(erasure.number, True) or not has_generations
-        else mark_done(store, erasure, at=releases.clock())
+        else mark_done(store, erasure, done_at=releases.clock())
         for erasure in erasures
     ]
     view, now_s = releases.view(), releases.clock()

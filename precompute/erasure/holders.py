@@ -19,10 +19,10 @@ from cache.format.manifest import GENERATION_PATTERN, EntityKind, Manifest
 from cache.store.artefacts import COPIES_FOLDER, ArtefactStore, copies_record_path, generation_path
 from precompute.builds.reports import BeginReport
 from precompute.partitions import holdout
-from precompute.partitions.catalogue import directory_file
-from precompute.partitions.shard_files import kinds_of, naming, shard_of
+from precompute.partitions.catalogue import directory_file_path
+from precompute.partitions.shard_files import partition_file_kinds, shard_of, user_naming_kinds
 from precompute.sources.erasures import ErasedEntities, Erasure
-from precompute.sources.unusable import UNKNOWN_NAMED, ids_in
+from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, ids_named_in
 
 _LEFT_OUT_FILE = "begun.json"
 """File with the erasures that a generation left out, kept after the generation's own files are gone."""
@@ -138,15 +138,15 @@ def _looked_up(
     seed = begin_report["user_seed"] if kind == "user" else begin_report["item_seed"]
     shard_count = len(begin_report["bounds"]) - 1
     hashes = hash_ids([erasure.raw for erasure in erasures], seed)
-    unusable_ids = ids_in(begin_report.get("unusable", {}))
-    unusable_ids |= ids_in({} if manifest is None else manifest.facts.get("unusable", {}))
+    unusable_ids = ids_named_in(begin_report.get("unusable", {}))
+    unusable_ids |= ids_named_in({} if manifest is None else manifest.facts.get("unusable", {}))
     if kind == "item":
-        unusable_ids |= set(begin_report.get(UNKNOWN_NAMED, ()))
+        unusable_ids |= set(begin_report.get(UNKNOWN_ITEMS_NAMED_FIELD, ()))
     held_numbers = {erasure.number for erasure in erasures if erasure.entity in unusable_ids}
     for shard in np.unique(shard_of(hashes, shard_count)).tolist():
         shard_indices = np.flatnonzero(shard_of(hashes, shard_count) == shard)
         if kind == "item" or manifest is not None:
-            path = fetch(directory_file(kind, shard))
+            path = fetch(directory_file_path(kind, shard))
             if path.stat().st_size:
                 is_in = np.isin(hashes[shard_indices], map_file(path, "<u8"))
                 held_numbers |= {erasures[index].number for index in shard_indices[is_in].tolist()}
@@ -156,7 +156,7 @@ def _looked_up(
             if erasures[index].number not in held_numbers
         ]
         if kind == "user" and missed:
-            kinds = naming(kinds_of(begin_report.get("user_vectors", False)))
+            kinds = user_naming_kinds(partition_file_kinds(begin_report.get("user_vectors", False)))
             held_numbers |= _in_partition(missed, shard, kinds, fetch)
     if len(held_numbers) < len(erasures):
         held_numbers |= _beyond_cut(kind, erasures, fetch)
@@ -182,7 +182,7 @@ def _in_partition(
 
 
 def _beyond_cut(kind: EntityKind, erasures: Sequence[Erasure], fetch: Fetch) -> set[int]:
-    items_by_user: dict[str, list[str]] = orjson.loads(fetch(holdout.FILE).read_bytes())
+    items_by_user: dict[str, list[str]] = orjson.loads(fetch(holdout.HOLDOUT_FILE).read_bytes())
     names = (
         set(items_by_user)
         if kind == "user"

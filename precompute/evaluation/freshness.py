@@ -26,19 +26,19 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.evaluation.options import ReplayOptions
-from precompute.partitions.grouping import by_time, last_occurrence_mask
+from precompute.partitions.grouping import (last_occurrence_mask, order_by_user_and_time)
 from precompute.reference.matrix_factorisation import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.readers import read_interactions
-from precompute.sources.times import MICROSECONDS
-from precompute.sources.vocabulary import HashedIds, NumberedIds, as_strings
+from precompute.sources.times import (MICROSECONDS_PER_SECOND)
+from precompute.sources.vocabulary import (HashedIds, NumberedIds, to_string_chunks)
 
 HOUR_S: Final = 3_600
 
 DAY_S: Final = 24 * HOUR_S
 
-_DAY_US = DAY_S * MICROSECONDS
+_DAY_US = DAY_S * MICROSECONDS_PER_SECOND
 
 HOUR_BOUNDS: Final = (0, 1, 3, 6, 12, 24)
 """Bounds of the bins of hours since the night."""
@@ -101,7 +101,7 @@ class TimedLog:
         cls, users: NDArray[np.int64], items: NDArray[np.int64], times: NDArray[np.int64]
     ) -> Self:
         """Order rows that came in any order."""
-        order = by_time(users, times)
+        order = order_by_user_and_time(users, times)
         return cls(users[order], items[order], times[order])
 
     def __len__(self) -> int:
@@ -241,7 +241,7 @@ def find_computation_times(
     """Return the time before which all rows are included in the lists answered at `times`, microseconds each."""
     if not refresh_policy.period_s:
         return times
-    period_us = refresh_policy.period_s * MICROSECONDS
+    period_us = refresh_policy.period_s * MICROSECONDS_PER_SECOND
     return cut_us + (times - cut_us) // period_us * period_us
 
 
@@ -255,7 +255,7 @@ def count_lists_per_day(
     periods = (
         times
         if not refresh_policy.period_s
-        else (times - cut_us) // (refresh_policy.period_s * MICROSECONDS)
+        else (times - cut_us) // (refresh_policy.period_s * MICROSECONDS_PER_SECOND)
     )
     order = np.lexsort((periods, changed_users))
     changed_users, periods = changed_users[order], periods[order]
@@ -265,7 +265,7 @@ def count_lists_per_day(
         return changed_per_day, None
     first_times = np.sort(log.times[np.flatnonzero(np.diff(log.users, prepend=-1))])
     refresh_times = np.arange(
-        cut_us, int(log.times.max()) + 1, refresh_policy.period_s * MICROSECONDS
+        cut_us, int(log.times.max()) + 1, refresh_policy.period_s * MICROSECONDS_PER_SECOND
     )
     return changed_per_day, float(first_times.searchsorted(refresh_times).sum()) / day_count
 
@@ -545,7 +545,7 @@ def replay(
     user_rng, bootstrap_rng, timing_rng = np.random.default_rng(options.seed).spawn(3)
     with _replayed_bundle(config, options, full_log, item_ids, cut_us, progress) as bundle:
         log = full_log.renumber_items(
-            bundle.vocabulary.find_positions(as_strings(pa.chunked_array([item_ids])))
+            bundle.vocabulary.find_positions(to_string_chunks(pa.chunked_array([item_ids])))
         )
         if not len(log):
             raise SourceError(f"the bundle {bundle.name} knows no item of the log")
@@ -631,7 +631,7 @@ def _estimate_groups(
     rng: np.random.Generator,
 ) -> Iterator[TargetGroup]:
     """Yield all targets, those with newer events, known and new users', and those by hours since the night."""
-    hours_since_night = targets.since_night_us / (HOUR_S * MICROSECONDS)
+    hours_since_night = targets.since_night_us / (HOUR_S * MICROSECONDS_PER_SECOND)
     mask_by_group = {
         "all": np.ones(len(targets), np.bool_),
         "with newer events": targets.has_newer,

@@ -24,24 +24,19 @@ from precompute.events.files import EventValues, brought_vectors, counted_behind
 from precompute.partitions.catalogue import feature_inputs
 from precompute.partitions.night_input import NightValues
 from precompute.scoring.towers import bind_inputs
-from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows
+from precompute.sources.columns import (Ids, UnusableMaskByReason, as_numpy_mask)
 from precompute.sources.erasures import ErasedEntities
-from precompute.sources.features import (
-    EntityValues,
-    digest_of_values,
-    read_values,
-    with_event_values,
-)
+from precompute.sources.features import (EntityValues, digest_of_event_values, read_feature_values, with_event_values)
 from precompute.sources.files import SourceFile, feature_file, source_file
-from precompute.sources.readers import NO_LISTS, read_features
-from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, UnusableRows
+from precompute.sources.readers import (NO_COLUMNS_OF_LISTS, read_features)
+from precompute.sources.unusable import (EVENTS_SOURCE_PREFIX, NOT_FINITE_REASON, RowCase, UnusableRows)
 
 AT_ONCE: Final = 4_096
 """Users, or items, tried together."""
 RAISES: Final = "the model cannot be run on it"
 BEYOND: Final = f"an output beyond {NEW_VECTOR_ABS_MAX:,.0f}"
 UNFIT: Final = "an output that does not fit its table's precision"
-VECTORS: Final = f"{EVENTS}.item_vectors"
+VECTORS: Final = f"{EVENTS_SOURCE_PREFIX}.item_vectors"
 """Name in reports of the vectors that events brought."""
 WIDTH: Final = "a vector of more or fewer numbers than the table's"
 BEYOND_TABLE: Final = f"a number beyond {NEW_VECTOR_ABS_MAX:,.0f} and all of the table's"
@@ -80,7 +75,7 @@ def values_of_night(
     items = _usable(config, bundle, "item", named_items, unusable)
     return NightValues(
         users, items, event_values.items, event_values.event_item_ids, _unlisted(config, event_values.event_item_ids),
-        digest_of_values(users, inputs["user"]),
+        digest_of_event_values(users, inputs["user"]),
     )  # fmt: skip
 
 
@@ -107,7 +102,7 @@ def _unlisted(config: NightConfig, event_item_ids: Collection[bytes]) -> frozens
     named = pa.array([raw.decode() for raw in raws], pa.string())
     is_listed = np.zeros(len(raws), np.bool_)
     for ids, _ in read_features(source_file(table, config.path(".")), sources.item_column, ()):
-        is_listed |= as_rows(pc.is_in(named, value_set=ids.names))
+        is_listed |= as_numpy_mask(pc.is_in(named, value_set=ids.names))
     return frozenset(raws[row] for row in np.flatnonzero(~is_listed).tolist())
 
 
@@ -122,7 +117,7 @@ def _note_left_out(
         bundle.vocabulary.find_positions(pa.array([raw.decode() for raw in raws], pa.string())) < 0
     )
     is_wide = np.array([len(vectors[raw]) != bundle.dims for raw in raws])
-    unusable.looked_at(VECTORS, len(raws))
+    unusable.count_checked(VECTORS, len(raws))
     bad_mask_by_reason: UnusableMaskByReason = {WIDTH: is_out & is_wide, BEYOND_TABLE: is_out}
     unusable.note_rows(VECTORS, bad_mask_by_reason, lambda row: {"item": raws[row].decode()})
 
@@ -142,7 +137,7 @@ def _usable(
         concerned = trial.concerned(values)
         for start in range(0, len(concerned), AT_ONCE):
             batch_values_by_id = {raw: values[raw] for raw in concerned[start : start + AT_ONCE]}
-            unusable.looked_at(trial.source, len(batch_values_by_id))
+            unusable.count_checked(trial.source, len(batch_values_by_id))
             for raw in trial.left_out(batch_values_by_id, unusable):
                 values_by_id[raw] = {
                     name: value for name, value in values[raw].items() if name not in trial.columns
@@ -202,7 +197,7 @@ class _Trial:
     @property
     def source(self) -> str:
         """Name of the trial in reports."""
-        return f"{EVENTS}.{self.model.name}"
+        return f"{EVENTS_SOURCE_PREFIX}.{self.model.name}"
 
     def concerned(self, values: EntityValues) -> list[bytes]:
         """Return the sorted ids for which events set an input of the model; none if nothing can be tried."""
@@ -220,7 +215,7 @@ class _Trial:
         """Return (rows of a table with every input, outputs for these, mask of those on which the model raises)."""
         spec = self.model.spec
         read = {
-            feature.name: read_values(table[str(feature.column)], feature)
+            feature.name: read_feature_values(table[str(feature.column)], feature)
             for feature in spec.features
         }
         rows = np.flatnonzero(
@@ -251,7 +246,7 @@ class _Trial:
             return
         finite = np.asarray(np.isfinite(outputs).all(axis=1))
         finite_outputs = np.where(finite[:, None], outputs, 0)
-        bad_mask_by_reason: UnusableMaskByReason = {RAISES: raised, NOT_FINITE: ~finite}
+        bad_mask_by_reason: UnusableMaskByReason = {RAISES: raised, NOT_FINITE_REASON: ~finite}
         bad_mask_by_reason[BEYOND] = np.asarray(
             np.abs(finite_outputs).max(axis=1) > self.output_abs_max
         )
@@ -260,7 +255,7 @@ class _Trial:
                 layout, outputs
             )
 
-        def named(row: int) -> Case:
+        def named(row: int) -> RowCase:
             return {self.model.entity: raws[rows[row]].decode()}
 
         for row in np.flatnonzero(
@@ -276,8 +271,8 @@ def _pieces(
     sources = config.sources
     path = feature_file(config, model.entity, columns[0])
     id_column = sources.user_column if model.entity == "user" else sources.item_column
-    lists = bundle.columns_of_lists if model.entity == "user" else NO_LISTS
-    for ids, column_by_name in read_features(path, id_column, columns, lists=lists):
+    lists = bundle.columns_of_lists if model.entity == "user" else NO_COLUMNS_OF_LISTS
+    for ids, column_by_name in read_features(path, id_column, columns, columns_of_lists=lists):
         for start in range(0, len(ids), _TABLE_ROWS):
             yield {
                 name: column.slice(start, _TABLE_ROWS) for name, column in column_by_name.items()

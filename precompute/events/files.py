@@ -28,9 +28,14 @@ from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.sources.columns import Ids
-from precompute.sources.features import NO_VALUES, EntityValues
-from precompute.sources.files import SourceFile, readable, source_file
-from precompute.sources.readers import BATCH_ROWS, EVENT_ROWS, Interactions, reading
+from precompute.sources.features import NO_ENTITY_VALUES, EntityValues
+from precompute.sources.files import SourceFile, open_for_arrow, source_file
+from precompute.sources.readers import (
+    BATCH_ROWS_MAX,
+    EVENT_INTERACTIONS_SOURCE,
+    Interactions,
+    translate_read_errors,
+)
 from precompute.sources.unusable import UnusableRows
 
 FOLDER: Final = "events"
@@ -241,9 +246,9 @@ def read_event_interactions(
     of the sources. Raises SourceError naming a file that cannot be read.
     """
     for path in files[first_file:]:
-        with reading(path), readable(path) as raw, pq.ParquetFile(raw) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=_INTERACTION_COLUMNS):
-                unusable.looked_at(EVENT_ROWS, len(batch))
+        with translate_read_errors(path), open_for_arrow(path) as raw, pq.ParquetFile(raw) as file:
+            for batch in file.iter_batches(BATCH_ROWS_MAX, columns=_INTERACTION_COLUMNS):
+                unusable.count_checked(EVENT_INTERACTIONS_SOURCE, len(batch))
                 yield _interactions(batch)
 
 
@@ -264,8 +269,8 @@ class EventValues(NamedTuple):
     Items in `event_item_ids`, which events brought with features or a vector, get a row if no table has one.
     """
 
-    users: EntityValues = NO_VALUES
-    items: EntityValues = NO_VALUES
+    users: EntityValues = NO_ENTITY_VALUES
+    items: EntityValues = NO_ENTITY_VALUES
     event_item_ids: frozenset[bytes] = frozenset()
 
     @classmethod
@@ -320,8 +325,8 @@ def brought_vectors(files: Sequence[SourceFile], behind: int = 0) -> dict[bytes,
 def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
     """Yield the events that are no interactions, in the order of their positions."""
     for path in files:
-        with reading(path), readable(path) as raw, pq.ParquetFile(raw) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=["position", "event"]):
+        with translate_read_errors(path), open_for_arrow(path) as raw, pq.ParquetFile(raw) as file:
+            for batch in file.iter_batches(BATCH_ROWS_MAX, columns=["position", "event"]):
                 event_batch = batch.filter(batch.column("event").is_valid())
                 numbers, texts = (
                     event_batch.column(name).to_pylist() for name in ("position", "event")

@@ -6,7 +6,7 @@ from typing import Any
 
 from cache.events.new_items import ITEM_COLUMN_FACT, ITEM_VECTORS_FACT
 from precompute.builds.build import Build, open_bundle
-from precompute.builds.reports import BEGIN, BeginReport, ShardReport
+from precompute.builds.reports import BEGIN_REPORT, BeginReport, ShardReport
 from precompute.config.settings import NightConfig
 from precompute.events.event_trials import values_of_night
 from precompute.events.files import event_files, read_event_interactions
@@ -35,7 +35,7 @@ def input_of_night(config: NightConfig, events_until: str | None) -> FurtherInpu
 
 def event_facts(build: Build, _reports: Sequence[ShardReport]) -> dict[str, Any]:
     """Return the facts of a generation with events: those that a service needs to count newer events with vectors."""
-    begin_report = build.need(BEGIN)
+    begin_report = build.need_report(BEGIN_REPORT)
     if not begin_report.get("events"):
         return {}
     id_column = build.config.sources.item_column

@@ -8,7 +8,7 @@ from cache.errors import ConfigError
 from cache.format.manifest import GENERATION_PATTERN
 from cache.format.stream_position import Position
 from precompute.builds.build import Build, settings_digest
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
@@ -18,7 +18,7 @@ from precompute.events.stream import EventStores, forget_in_files, merge_files, 
 from precompute.partitions.night_input import TakenEvents
 from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import ErasedEntities, all_erasures
-from precompute.sources.files import all_files, pin
+from precompute.sources.files import all_input_files, digest_files
 
 
 @writes_files
@@ -75,7 +75,7 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
             is_one = GENERATION_PATTERN.fullmatch(generation) is not None
             if not is_one or releases.state(generation) not in UNFINISHED_STATES:
                 continue
-            begin_report = Build(config, releases.store, generation).read_report(BEGIN)
+            begin_report = Build(config, releases.store, generation).read_report(BEGIN_REPORT)
             if (
                 begin_report is None
                 or (begin_report["cut"], begin_report["settings"]) != (cut, settings)
@@ -87,7 +87,7 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
                 of_events = {file.name for file in event_files(config, events_until).files}
             except ConfigError:  # merged since, by nights that do not know of this one
                 continue
-            own_inputs = own_inputs or pin(all_files(config))[1]
+            own_inputs = own_inputs or digest_files(all_input_files(config))[1]
             if own_inputs == [
                 pinned_input
                 for pinned_input in begin_report["inputs"]

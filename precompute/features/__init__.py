@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cache.store.artefacts import ArtefactStore
     from precompute.builds.build import Build
     from precompute.builds.reports import AttributeFiles, BeginReport, FacetFields, ShardReport
-    from precompute.builds.seal import FactsOf
+    from precompute.builds.seal import CollectFacts
     from precompute.bulk.headroom import ArmRoom
     from precompute.bundles.bundle import Bundle
     from precompute.config.settings import NightConfig
@@ -188,7 +188,7 @@ def sample_takers() -> tuple[SampleTaker, ...]:
     return (ProbeTaker(),)
 
 
-def facts() -> tuple[FactsOf, ...]:
+def facts() -> tuple[CollectFacts, ...]:
     """Return the functions of facts for the manifest."""
     from precompute.events.inputs import event_facts
     from precompute.quality.probe import probe_facts

@@ -13,11 +13,11 @@ from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
 from cache.format.manifest import FACET_PREFIX
 from cache.records import NO_ITEM, encode_topk
-from precompute.builds.build import Build, cut_of
+from precompute.builds.build import (Build, data_until_of)
 from precompute.builds.reports import AttributeFiles, FacetEntry, FacetFields, file_entry
 from precompute.builds.tables import facet_layout
-from precompute.partitions.catalogue import directory_file
-from precompute.partitions.grouping import sort_unique
+from precompute.partitions.catalogue import (directory_file_path)
+from precompute.partitions.grouping import (order_if_distinct)
 from precompute.scoring.pages import GrowingFile, PageFile, describe_pages
 
 VALUES_MAX: Final = 1_000_000
@@ -98,10 +98,10 @@ def _write_facet(
     rows = np.array([row for row, raw in enumerate(values.ids) if raw], np.int64)
     raws = [values.ids[row] for row in rows.tolist()]
     seed = 0
-    while (order := sort_unique(hashes := hash_ids(raws, seed))) is None:
+    while (order := order_if_distinct(hashes := hash_ids(raws, seed))) is None:
         seed += 1
-    layout, at = facet_layout(k), cut_of(build.generation)
-    pages, directory = f"tables/{name}/0000.pages", directory_file(f"{FACET_PREFIX}{name}", 0)
+    layout, at = facet_layout(k), data_until_of(build.generation)
+    pages, directory = f"tables/{name}/0000.pages", directory_file_path(f"{FACET_PREFIX}{name}", 0)
     with (
         PageFile(build.path(pages), layout, build.config.page_bytes) as file,
         GrowingFile(build.path(directory)) as hashes_file,

@@ -31,14 +31,14 @@ from cache.format.manifest import AttributeKind, Manifest
 from cache.model.filter_mask import FilterMask
 from cache.store.artefacts import write_atomically
 from precompute.builds.build import Build, attribute_paths
-from precompute.builds.reports import BEGIN, AttributeFiles
+from precompute.builds.reports import (AttributeFiles, BEGIN_REPORT)
 from precompute.config.settings import NightConfig
-from precompute.partitions.catalogue import ITEM_ROWS, columns_by_ordinal
-from precompute.sources.columns import as_rows, is_text
-from precompute.sources.features import NO_VALUES, EntityValues
+from precompute.partitions.catalogue import (ITEM_FEATURES_SOURCE, columns_by_ordinal)
+from precompute.sources.columns import (as_numpy_mask, is_text_type)
+from precompute.sources.features import (EntityValues, NO_ENTITY_VALUES)
 from precompute.sources.files import SourceFile, feature_file
-from precompute.sources.times import microseconds
-from precompute.sources.unusable import EVENTS, NOT_FINITE, UnusableRows
+from precompute.sources.times import (parse_times)
+from precompute.sources.unusable import (EVENTS_SOURCE_PREFIX, NOT_FINITE_REASON, UnusableRows)
 
 ATTRIBUTES_FOLDER: Final = "items/attributes"
 _EXACT: Final = 2**53
@@ -52,7 +52,7 @@ def write_item_attributes(
     items: ItemTable,
     root: Path,
     *,
-    values: EntityValues = NO_VALUES,
+    values: EntityValues = NO_ENTITY_VALUES,
     unusable: UnusableRows | None = None,
 ) -> dict[str, AttributeFiles]:
     """Write a column for each configured attribute; returns its kind and files by name.
@@ -107,11 +107,11 @@ def _with_values(
         item_values,
     )
     for name, rows in Counter(item_value.attribute for item_value in item_values).items():
-        unusable.looked_at(f"{EVENTS}.{name}", rows)
+        unusable.count_checked(f"{EVENTS_SOURCE_PREFIX}.{name}", rows)
     for name, reasons in changed_columns.unfit_ordinals.items():
         for reason, ordinals in reasons.items():
             cases = ({"item": items.id_of(ordinal)} for ordinal in ordinals)
-            unusable.note(f"{EVENTS}.{name}", reason, len(ordinals), cases)
+            unusable.note(f"{EVENTS_SOURCE_PREFIX}.{name}", reason, len(ordinals), cases)
     return {
         name: (column.kind, _as_arrays(column))
         for name, column in changed_columns.attributes.columns.items()
@@ -141,22 +141,22 @@ def _column(
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     kind = column.type
-    missing = as_rows(column.is_null())
+    missing = as_numpy_mask(column.is_null())
     bad_mask_by_reason: dict[str, NDArray[np.bool_]] = {}
     typed_arrays: tuple[AttributeKind, Arrays]
-    if is_text(kind):
-        long = as_rows(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
+    if is_text_type(kind):
+        long = as_numpy_mask(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
         bad_mask_by_reason = {TEXT_TOO_LONG: long}
         codes, names = _coded(column, missing | long)
         typed_arrays = "text", {"values": codes, **names}
     elif (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     ):
-        if not is_text(kind.value_type):
+        if not is_text_type(kind.value_type):
             raise _unfit(path, name, kind)
         typed_arrays = "texts", _several(column)
     elif pa.types.is_boolean(kind):
-        flags = as_rows(pc.fill_null(column, False)).astype(np.uint8)
+        flags = as_numpy_mask(pc.fill_null(column, False)).astype(np.uint8)
         typed_arrays = "flag", {"values": np.where(missing, np.uint8(NO_FLAG), flags)}
     elif pa.types.is_integer(kind):
         numbers = np.asarray(pc.fill_null(column, 0))
@@ -168,17 +168,17 @@ def _column(
         )
     elif pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         numbers = np.asarray(pc.fill_null(column.cast(pa.float64()), np.nan))
-        bad_mask_by_reason = {NOT_FINITE: np.isinf(numbers)}
+        bad_mask_by_reason = {NOT_FINITE_REASON: np.isinf(numbers)}
         typed_arrays = "number", {"values": np.where(np.isfinite(numbers), numbers, np.nan)}
     elif pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        times, no_time = microseconds(column, path, name)
+        times, no_time = parse_times(column, path, name)
         bad_mask_by_reason = {reason: rows & ~missing for reason, rows in no_time.items()}
         is_timeless = np.logical_or.reduce([missing, *bad_mask_by_reason.values()])
         typed_arrays = "time", {"values": np.where(is_timeless, NO_TIME, times)}
     else:
         raise _unfit(path, name, kind)
-    source = f"{ITEM_ROWS}.{name}"
-    unusable.looked_at(source, len(column))
+    source = f"{ITEM_FEATURES_SOURCE}.{name}"
+    unusable.count_checked(source, len(column))
     if any(rows.any() for rows in bad_mask_by_reason.values()):
         unusable.note_rows(source, bad_mask_by_reason, lambda row: {"item": items.id_of(row)})
     return typed_arrays
@@ -205,7 +205,7 @@ def _several(column: Any) -> Arrays:
     lists = column.cast(pa.large_list(pa.large_string()))
     sizes = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
     flat = pc.list_flatten(lists)
-    is_dropped = as_rows(
+    is_dropped = as_numpy_mask(
         pc.fill_null(
             pc.greater(pc.binary_length(flat), TEXT_BYTES_MAX), True
         )  # a null has no length
@@ -275,7 +275,7 @@ def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
     filtered = build.config.filtered
     if not filtered:
         return {}
-    begin_report = build.need(BEGIN)
+    begin_report = build.need_report(BEGIN_REPORT)
     for path in attribute_paths(begin_report["attributes"]):
         build.fetch(path)
     count = begin_report["items"]

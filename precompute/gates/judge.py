@@ -23,7 +23,7 @@ from cache.control.control_keys import Control
 from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavailable
 from cache.format.manifest import Manifest
 from cache.l2.sync_clients import clone_client
-from precompute.builds.seal import WITHOUT_INTERACTIONS
+from precompute.builds.seal import (WITHOUT_INTERACTIONS_FACT)
 from precompute.features import feature_gates
 from precompute.gates.evidence.candidate import Candidate, Gate, Measurement, Verdict
 from precompute.gates.rules.checksums import pages_in_redis
@@ -306,7 +306,7 @@ def _not_judged(rule: str, reason: str) -> NotJudged:
 
 def applicable_gates(manifest: Manifest) -> tuple[Gate, ...]:
     """Return the gates that apply to a generation: without interactions, not those that compare answers with them."""
-    if not manifest.facts.get(WITHOUT_INTERACTIONS):
+    if not manifest.facts.get(WITHOUT_INTERACTIONS_FACT):
         return GATES
     return tuple(gate for gate in GATES if not gate.wants_interactions)
 

@@ -19,33 +19,17 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
-from precompute.partitions.grouping import sort_unique
+from precompute.partitions.grouping import (order_if_distinct)
 from precompute.partitions.shard_files import first_hash
-from precompute.partitions.shard_input import Hasher
-from precompute.sources.columns import Ids, as_rows, raws_of, text_hashes
-from precompute.sources.features import (
-    NO_VALUES,
-    EntityValues,
-    read_values,
-    union_of_masks,
-    wide,
-    with_event_values,
-    without_long_texts,
-)
+from precompute.partitions.shard_input import (HashIds)
+from precompute.sources.columns import (Ids, as_numpy_mask, text_hashes, to_raw_ids)
+from precompute.sources.features import (EntityValues, NO_ENTITY_VALUES, read_feature_values, union_of_masks, with_64_bit_offsets, with_event_values, without_long_texts)
 from precompute.sources.files import SourceFile, feature_file, source_file
 from precompute.sources.readers import read_features
-from precompute.sources.unusable import (
-    CASES,
-    EVENTS,
-    LISTED_BEFORE,
-    NO_VALUE,
-    TOO_LONG,
-    Case,
-    UnusableRows,
-)
-from precompute.sources.vocabulary import VOCABULARY_ROWS, repeats_in
+from precompute.sources.unusable import (CASES_MAX, EVENTS_SOURCE_PREFIX, LISTED_BEFORE_REASON, NO_VALUE_REASON, RowCase, TEXT_TOO_LONG_REASON, UnusableRows)
+from precompute.sources.vocabulary import (CHUNK_ROWS_MAX, repeated_text_rows)
 
-IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
+ITEM_IDS_FILE, ITEM_OFFSETS_FILE, MODEL_INDEX_FILE, ITEM_VECTORS_FILE, ITEM_FEATURES_FILE = (
     "items/ids.bin",
     "items/offsets.bin",
     "items/model_index.i64",
@@ -53,8 +37,8 @@ IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
     "work/item_features.arrow",
 )
 
-ITEM_TOWER = "item_tower"
-ITEM_ROWS = "item_features"
+ITEM_TOWER_NAME = "item_tower"
+ITEM_FEATURES_SOURCE = "item_features"
 """Name of the feature table of items in reports."""
 
 FEATURE_ROWS_AT_ONCE = 1 << 14
@@ -77,11 +61,11 @@ def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
 
 def _feature_inputs(models: Sequence[BundleModel], entity: EntityKind) -> list[InputSpec]:
     return [
-        feature for model in models if model.entity == entity for feature in model.spec.features
+        input_spec for model in models if model.entity == entity for input_spec in model.spec.features
     ]
 
 
-def needs_index(bundle: Bundle) -> bool:
+def needs_item_index(bundle: Bundle) -> bool:
     """True if a model of items can only answer for items of the bundle's own vocabulary."""
     return any(
         input_spec.bind == "item_index"
@@ -94,12 +78,12 @@ def needs_index(bundle: Bundle) -> bool:
 def write_catalogue(
     config: NightConfig,
     bundle: Bundle,
-    root: Path,
+    generation_folder: Path,
     *,
-    hasher: Hasher = hash_ids,
-    erased: Collection[bytes] = (),
-    left_out: Any = None,
-    values: EntityValues = NO_VALUES,
+    hasher: HashIds = hash_ids,
+    erased_raw_ids: Collection[bytes] = (),
+    left_out_ids: Any = None,
+    event_values: EntityValues = NO_ENTITY_VALUES,
     event_item_ids: Collection[bytes] = (),
     unusable: UnusableRows | None = None,
 ) -> CatalogueFields:
@@ -107,142 +91,144 @@ def write_catalogue(
 
     The items are those of the feature table if there is one, with those that events `event_item_ids`, else the
     bundle's. An item that the models cannot answer for (not in their vocabulary, where they want an index; or among
-    `left_out`, Arrow strings) is left out and counted; an erased one is just not there. A row without an id, with one
-    that came before, or whose features (with the `values` that events set) the item tower cannot use is left out and
+    `left_out_ids`, Arrow strings) is left out and counted; an erased one is just not there. A row without an id, with
+    one
+    that came before, or whose features (with the `event_values` that events set) the item tower cannot use is left out
+    and
     noted in `unusable`.
     """
     vocabulary = bundle.vocabulary
     unusable_rows = UnusableRows() if unusable is None else unusable
-    catalogue_ids = read_feature_items(config, bundle.models, values, event_item_ids, unusable_rows)
+    catalogue_ids = read_feature_items(config, bundle.models, event_values, event_item_ids, unusable_rows)
     if catalogue_ids is None:
         catalogue_ids = vocabulary.texts
-    erased_ids = pa.array(sorted(raw.decode() for raw in erased), pa.string())
+    erased_ids = pa.array(sorted(raw_id.decode() for raw_id in erased_raw_ids), pa.string())
     catalogue_ids = catalogue_ids.filter(pc.invert(pc.is_in(catalogue_ids, value_set=erased_ids)))
     model_indices = vocabulary.find_positions(catalogue_ids)
-    answered = model_indices >= 0 if needs_index(bundle) else np.ones(len(catalogue_ids), np.bool_)
-    if left_out is not None:
-        answered &= as_rows(pc.invert(pc.is_in(catalogue_ids, value_set=left_out)))
-    usable, model_indices = catalogue_ids.filter(pa.array(answered)), model_indices[answered]
-    if not len(usable):
-        raise _unknown_catalogue(len(catalogue_ids))
-    seed, hash_all = 0, text_hashes if hasher is hash_ids else _hashed_by(hasher)
-    while (order := sort_unique(hashes := hash_all(usable, seed))) is None:
-        seed += 1
-    hashes = hashes[order]
-    _write_ids(root, usable, order)
-    write_atomically(root / MODEL_INDEX, model_indices[order].astype("<i8").tobytes())
-    firsts = np.array(
+    is_answered = model_indices >= 0 if needs_item_index(bundle) else np.ones(len(catalogue_ids), np.bool_)
+    if left_out_ids is not None:
+        is_answered &= as_numpy_mask(pc.invert(pc.is_in(catalogue_ids, value_set=left_out_ids)))
+    answered_ids, model_indices = catalogue_ids.filter(pa.array(is_answered)), model_indices[is_answered]
+    if not len(answered_ids):
+        raise _unknown_catalogue_error(len(catalogue_ids))
+    hash_seed, hash_texts = 0, text_hashes if hasher is hash_ids else _text_hasher_of(hasher)
+    while (hash_order := order_if_distinct(hashes := hash_texts(answered_ids, hash_seed))) is None:
+        hash_seed += 1
+    hashes = hashes[hash_order]
+    _write_id_files(generation_folder, answered_ids, hash_order)
+    write_atomically(generation_folder / MODEL_INDEX_FILE, model_indices[hash_order].astype("<i8").tobytes())
+    first_hashes = np.array(
         [first_hash(shard, config.shards) for shard in range(config.shards)], np.uint64
     )
-    bounds = [*hashes.searchsorted(firsts).tolist(), len(hashes)]
+    shard_bounds = [*hashes.searchsorted(first_hashes).tolist(), len(hashes)]
     for shard in range(config.shards):
-        part = hashes[bounds[shard] : bounds[shard + 1]]
-        write_atomically(root / directory_file("item", shard), part.astype("<u8").tobytes())
+        shard_hashes = hashes[shard_bounds[shard] : shard_bounds[shard + 1]]
+        write_atomically(generation_folder / directory_file_path("item", shard), shard_hashes.astype("<u8").tobytes())
     return {
-        "item_seed": seed,
+        "item_seed": hash_seed,
         "items": len(hashes),
-        "items_without_vector": len(catalogue_ids) - len(usable),
-        "bounds": bounds,
+        "items_without_vector": len(catalogue_ids) - len(answered_ids),
+        "bounds": shard_bounds,
     }
 
 
-def answered_by(bundle: Bundle, item_ids: Any) -> NDArray[np.bool_]:
+def answerable_item_mask(bundle: Bundle, item_ids: Any) -> NDArray[np.bool_]:
     """Mask of Arrow strings: the items that the models can answer for, as far as their vocabulary decides.
 
     Raises SourceError if it is none of them.
     """
-    if not needs_index(bundle):
+    if not needs_item_index(bundle):
         return np.ones(len(item_ids), np.bool_)
-    is_known = bundle.vocabulary.find_positions(item_ids) >= 0
-    if not is_known.any():
-        raise _unknown_catalogue(len(item_ids))
-    return is_known
+    is_known_item = bundle.vocabulary.find_positions(item_ids) >= 0
+    if not is_known_item.any():
+        raise _unknown_catalogue_error(len(item_ids))
+    return is_known_item
 
 
-def _unknown_catalogue(count: int) -> SourceError:
-    return SourceError(f"the model knows none of the {count} items of the catalogue")
+def _unknown_catalogue_error(item_count: int) -> SourceError:
+    return SourceError(f"the model knows none of the {item_count} items of the catalogue")
 
 
 def read_feature_items(
     config: NightConfig,
     models: Sequence[BundleModel],
-    events: EntityValues,
+    event_values: EntityValues,
     event_item_ids: Collection[bytes],
-    unusable: UnusableRows,
+    unusable_rows: UnusableRows,
 ) -> Any:
     """Items of the feature table that the item tower can use, each once: its first row counts."""
     if not config.sources.item_features:
         return None
     path = source_file(config.sources.item_features, config.path("."))
-    specs = [
-        feature for model in models if model.name == ITEM_TOWER for feature in model.spec.features
+    item_tower_specs = [
+        input_spec for model in models if model.name == ITEM_TOWER_NAME for input_spec in model.spec.features
     ]
-    columns = sorted({str(feature.column) for feature in specs})
-    chunks, usable = [], [np.empty(0, np.bool_)]
-    read = _some_rows(
+    feature_columns = sorted({str(input_spec.column) for input_spec in item_tower_specs})
+    id_chunks, usable_masks = [], [np.empty(0, np.bool_)]
+    table_batches = _demand_any_rows(
         read_features(
-            path, config.sources.item_column, columns, source=ITEM_ROWS, unusable=unusable
+            path, config.sources.item_column, feature_columns, source_name=ITEM_FEATURES_SOURCE, unusable_rows=unusable_rows
         ),
         path,
     )
     changed_ids = pa.array(
         [
-            raw.decode()
-            for raw, value_by_attribute in events.items()
-            if not value_by_attribute.keys().isdisjoint(columns)
+            raw_id.decode()
+            for raw_id, value_by_attribute in event_values.items()
+            if not value_by_attribute.keys().isdisjoint(feature_columns)
         ],
         pa.string(),
     )
     # What an event set wrongly is noted where the columns are pinned.
-    for ids, values in with_event_values(
-        read, events, kind="item", unusable=UnusableRows(), inputs=_feature_inputs(models, "item"),
-        adds=event_item_ids,
+    for ids, column_by_name in with_event_values(
+        table_batches, event_values, kind="item", unusable=UnusableRows(), inputs=_feature_inputs(models, "item"),
+        addable_ids=event_item_ids,
     ):  # fmt: skip
-        chunks.append(ids.texts())
-        too_long, values = {}, dict(values)
-        for name in sorted({str(feature.column) for feature in specs if feature.dtype == "string"}):
-            values[name], too_long[name] = without_long_texts(
-                values[name], config.feature_text_bytes
+        id_chunks.append(ids.texts())
+        too_long_mask_by_column, column_by_name = {}, dict(column_by_name)
+        for column_name in sorted({str(input_spec.column) for input_spec in item_tower_specs if input_spec.dtype == "string"}):
+            column_by_name[column_name], too_long_mask_by_column[column_name] = without_long_texts(
+                column_by_name[column_name], config.feature_text_bytes
             )
-        is_changed = as_rows(pc.is_in(chunks[-1], value_set=changed_ids))
-        usable.append(
-            _note_values(chunks[-1], values, too_long, specs, path.name, is_changed, unusable)
+        is_changed = as_numpy_mask(pc.is_in(id_chunks[-1], value_set=changed_ids))
+        usable_masks.append(
+            _usable_value_mask(id_chunks[-1], column_by_name, too_long_mask_by_column, item_tower_specs, path.name, is_changed, unusable_rows)
         )
     if (
-        event_item_ids and not columns
+        event_item_ids and not feature_columns
     ):  # no column says anything of them: their vectors are in the bundle
-        named = pa.array(sorted(raw.decode() for raw in event_item_ids), pa.string())
+        event_id_texts = pa.array(sorted(raw_id.decode() for raw_id in event_item_ids), pa.string())
         is_in_table = pc.is_in(
-            named, value_set=pa.chunked_array(chunks, pa.string()).combine_chunks()
+            event_id_texts, value_set=pa.chunked_array(id_chunks, pa.string()).combine_chunks()
         )
-        chunks.append(named.filter(pc.invert(is_in_table)))
-        usable.append(np.ones(len(chunks[-1]), np.bool_))
-    item_ids, is_kept = pa.chunked_array(chunks, pa.string()), np.concatenate(usable)
-    if len(repeated_rows := repeats_in(item_ids)):
-        cases = (
+        id_chunks.append(event_id_texts.filter(pc.invert(is_in_table)))
+        usable_masks.append(np.ones(len(id_chunks[-1]), np.bool_))
+    item_ids, is_kept = pa.chunked_array(id_chunks, pa.string()), np.concatenate(usable_masks)
+    if len(repeated_rows := repeated_text_rows(item_ids)):
+        row_cases = (
             {"item": item_ids[row].as_py(), "file": path.name}
-            for row in repeated_rows[:CASES].tolist()
+            for row in repeated_rows[:CASES_MAX].tolist()
         )
-        unusable.note(ITEM_ROWS, LISTED_BEFORE, len(repeated_rows), cases)
+        unusable_rows.note(ITEM_FEATURES_SOURCE, LISTED_BEFORE_REASON, len(repeated_rows), row_cases)
         is_kept[repeated_rows] = False
     if not is_kept.any():
-        unusable.demand_some(ITEM_ROWS, path.name)
+        unusable_rows.demand_some(ITEM_FEATURES_SOURCE, path.name)
         raise SourceError(f"{path} names no item that can be used", path=str(path))
     return item_ids.filter(pa.array(is_kept))
 
 
-def _some_rows(
-    read: Iterable[tuple[Ids, dict[str, Any]]], path: SourceFile
+def _demand_any_rows(
+    table_batches: Iterable[tuple[Ids, dict[str, Any]]], path: SourceFile
 ) -> Iterator[tuple[Ids, dict[str, Any]]]:
     """The batches of a table of items; raises SourceError where these have no rows.
 
     The catalogue is never the whole vocabulary instead: that has every item that was withdrawn since the model learnt.
     """
-    rows = 0
-    for ids, columns in read:
-        rows += len(ids)
-        yield ids, columns
-    if not rows:
+    row_count = 0
+    for ids, column_by_name in table_batches:
+        row_count += len(ids)
+        yield ids, column_by_name
+    if not row_count:
         raise SourceError(
             f"{path} has no rows, so no item could be recommended: write the items that may be, or leave "
             "sources.item_features out for all that the model knows",
@@ -250,158 +236,158 @@ def _some_rows(
         )
 
 
-def _note_values(
-    texts: Any,
-    values: Mapping[str, Any],
-    too_long: Mapping[str, NDArray[np.bool_]],
-    specs: Sequence[InputSpec],
-    file: str,
+def _usable_value_mask(
+    item_ids: Any,
+    column_by_name: Mapping[str, Any],
+    too_long_mask_by_column: Mapping[str, NDArray[np.bool_]],
+    input_specs: Sequence[InputSpec],
+    file_name: str,
     is_changed: NDArray[np.bool_],
-    unusable: UnusableRows,
+    unusable_rows: UnusableRows,
 ) -> NDArray[np.bool_]:
     """Mask of rows with every value; those that say nothing are noted, missing ones too: an item needs them.
 
     Those that events changed are noted as of the events.
     """
-    usable = np.ones(len(texts), np.bool_)
-    of_events = f"{EVENTS}.{ITEM_ROWS}"
+    usable_mask = np.ones(len(item_ids), np.bool_)
+    events_source = f"{EVENTS_SOURCE_PREFIX}.{ITEM_FEATURES_SOURCE}"
     if is_changed.any():
-        unusable.looked_at(of_events, int(is_changed.sum()))
+        unusable_rows.count_checked(events_source, int(is_changed.sum()))
 
-    def case(row: int) -> Case:
-        return {"item": texts[row].as_py(), "file": file}
+    def describe_row(row: int) -> RowCase:
+        return {"item": item_ids[row].as_py(), "file": file_name}
 
-    for spec in specs:
-        column_values = read_values(values[str(spec.column)], spec)
+    for spec in input_specs:
+        column_values = read_feature_values(column_by_name[str(spec.column)], spec)
         bad_mask_by_reason = {
-            f"{spec.column}: {NO_VALUE}": column_values.missing,
+            f"{spec.column}: {NO_VALUE_REASON}": column_values.missing,
             **column_values.unusable_mask_by_reason,
         }
-        if (is_long := too_long.get(str(spec.column))) is not None:
+        if (is_long := too_long_mask_by_column.get(str(spec.column))) is not None:
             bad_mask_by_reason = {
-                f"{spec.column}: {TOO_LONG}": is_long,
+                f"{spec.column}: {TEXT_TOO_LONG_REASON}": is_long,
                 **bad_mask_by_reason,
             }  # the first reason counts
         for source, source_mask in (
-            (ITEM_ROWS, usable & ~is_changed),
-            (of_events, usable & is_changed),
+            (ITEM_FEATURES_SOURCE, usable_mask & ~is_changed),
+            (events_source, usable_mask & is_changed),
         ):
-            unusable.note_rows(
+            unusable_rows.note_rows(
                 source,
-                {reason: rows & source_mask for reason, rows in bad_mask_by_reason.items()},
-                case,
+                {reason: bad_mask & source_mask for reason, bad_mask in bad_mask_by_reason.items()},
+                describe_row,
             )
-        usable &= column_values.usable
-    return usable
+        usable_mask &= column_values.usable
+    return usable_mask
 
 
-def _hashed_by(hasher: Hasher) -> Callable[[Any, int], NDArray[np.uint64]]:
-    return lambda texts, seed: hasher(raws_of(texts), seed)
+def _text_hasher_of(hasher: HashIds) -> Callable[[Any, int], NDArray[np.uint64]]:
+    return lambda texts, seed: hasher(to_raw_ids(texts), seed)
 
 
-def _write_ids(root: Path, texts: Any, order: NDArray[np.int64]) -> None:
+def _write_id_files(generation_folder: Path, id_texts: Any, row_order: NDArray[np.int64]) -> None:
     """The ids in this order, and where each begins and the last one ends."""
-    large = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in texts.chunks])
-    _, cuts, data = large.take(pa.array(order)).buffers()
-    offsets = np.frombuffer(cuts, np.int64)[: len(order) + 1]
-    write_atomically(root / IDS, memoryview(data)[: offsets[-1]])
-    write_atomically(root / OFFSETS, offsets.astype("<u8").tobytes())
+    large_texts = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in id_texts.chunks])
+    _, offsets_buffer, text_buffer = large_texts.take(pa.array(row_order)).buffers()
+    id_offsets = np.frombuffer(offsets_buffer, np.int64)[: len(row_order) + 1]
+    write_atomically(generation_folder / ITEM_IDS_FILE, memoryview(text_buffer)[: id_offsets[-1]])
+    write_atomically(generation_folder / ITEM_OFFSETS_FILE, id_offsets.astype("<u8").tobytes())
 
 
-def item_texts(items: ItemTable) -> Any:
+def item_id_texts(items: ItemTable) -> Any:
     """The ids of all items in ordinal order, as chunks of Arrow strings over the mapped file."""
-    ids, offsets = items.shared_ids
-    chunks = []
-    for start in range(0, items.count, VOCABULARY_ROWS):
-        cuts = offsets[start : start + VOCABULARY_ROWS + 1]
-        data = ids[int(cuts[0]) : int(cuts[-1])]
-        ends = (cuts - cuts[0]).astype(np.int32)
-        buffers = pa.py_buffer(ends), pa.py_buffer(data)
-        chunks.append(pa.StringArray.from_buffers(len(ends) - 1, *buffers))
-    return pa.chunked_array(chunks, pa.string())
+    id_bytes, id_offsets = items.shared_ids
+    id_chunks = []
+    for first_item in range(0, items.count, CHUNK_ROWS_MAX):
+        chunk_offsets = id_offsets[first_item : first_item + CHUNK_ROWS_MAX + 1]
+        chunk_bytes = id_bytes[int(chunk_offsets[0]) : int(chunk_offsets[-1])]
+        relative_offsets = (chunk_offsets - chunk_offsets[0]).astype(np.int32)
+        arrow_buffers = pa.py_buffer(relative_offsets), pa.py_buffer(chunk_bytes)
+        id_chunks.append(pa.StringArray.from_buffers(len(relative_offsets) - 1, *arrow_buffers))
+    return pa.chunked_array(id_chunks, pa.string())
 
 
-def ordinals_of_texts(items: ItemTable, texts: Any) -> NDArray[np.int64]:
+def ordinals_of_texts(items: ItemTable, id_texts: Any) -> NDArray[np.int64]:
     """int64[n]: `ItemTable.ordinals_of` of chunked Arrow strings, some of them at a time."""
-    chunk_ordinals = [np.asarray(items.ordinals_of(raws_of(chunk))) for chunk in texts.chunks]
+    chunk_ordinals = [np.asarray(items.ordinals_of(to_raw_ids(chunk))) for chunk in id_texts.chunks]
     return np.concatenate([np.empty(0, np.int64), *chunk_ordinals])
 
 
-def directory_file(entity: str, shard: int) -> str:
+def directory_file_path(entity_kind: str, shard: int) -> str:
     """Path of one directory part."""
-    return f"directory/{entity}/{shard:04d}.u64"
+    return f"directory/{entity_kind}/{shard:04d}.u64"
 
 
-def open_items(root: Path, fields: CatalogueFields, *, dims: int = 0) -> ItemTable:
+def open_items(generation_folder: Path, catalogue_fields: CatalogueFields, *, dims: int = 0) -> ItemTable:
     """The item table of a build; with `dims`, its vectors as well."""
-    bounds = fields["bounds"]
-    shards = len(bounds) - 1
-    parts = [
-        map_file(root / directory_file("item", shard), "<u8")
-        if bounds[shard + 1] > bounds[shard]
+    shard_bounds = catalogue_fields["bounds"]
+    shard_count = len(shard_bounds) - 1
+    directory_parts = [
+        map_file(generation_folder / directory_file_path("item", shard), "<u8")
+        if shard_bounds[shard + 1] > shard_bounds[shard]
         else np.empty(0, np.uint64)
-        for shard in range(shards)
+        for shard in range(shard_count)
     ]
     directory = Directory(
-        fields["item_seed"], [first_hash(shard, shards) for shard in range(shards)], parts
+        catalogue_fields["item_seed"], [first_hash(shard, shard_count) for shard in range(shard_count)], directory_parts
     )
     vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
     if dims:
-        vectors = map_file(root / VECTORS, "<f4", (fields["items"], dims))
+        vectors = map_file(generation_folder / ITEM_VECTORS_FILE, "<f4", (catalogue_fields["items"], dims))
     return ItemTable(
         directory,
-        map_file(root / IDS, "u1"),
-        map_file(root / OFFSETS, "<u8"),
+        map_file(generation_folder / ITEM_IDS_FILE, "u1"),
+        map_file(generation_folder / ITEM_OFFSETS_FILE, "<u8"),
         vectors,
-        map_file(root / MODEL_INDEX, "<i8"),
+        map_file(generation_folder / MODEL_INDEX_FILE, "<i8"),
     )
 
 
-def popular(
-    items: ItemTable, popularity: NDArray[np.int64], k: int
+def most_popular_items(
+    items: ItemTable, interaction_counts: NDArray[np.int64], item_limit: int
 ) -> tuple[Sequence[str], list[float]]:
     """The k most popular items and their share of all interactions; ties by ordinal."""
-    order = np.lexsort((np.arange(items.count), -popularity))[: min(k, items.count)]
-    total = max(1, int(popularity.sum()))
-    return items.ids_of(order.astype(np.uint32)), [
-        float(popularity[ordinal]) / total for ordinal in order.tolist()
+    popular_ordinals = np.lexsort((np.arange(items.count), -interaction_counts))[: min(item_limit, items.count)]
+    total_interactions = max(1, int(interaction_counts.sum()))
+    return items.ids_of(popular_ordinals.astype(np.uint32)), [
+        float(interaction_counts[ordinal]) / total_interactions for ordinal in popular_ordinals.tolist()
     ]
 
 
 class ItemFeatures:
     """Inputs that one model of items takes from feature columns, as `write_item_features` left these."""
 
-    def __init__(self, columns: Mapping[str, Any], spec: TowerSpec, count: int) -> None:
-        self._columns = columns
-        self._inputs = spec.features
-        self._count = count
+    def __init__(self, column_by_name: Mapping[str, Any], spec: TowerSpec, item_count: int) -> None:
+        self._column_by_name = column_by_name
+        self._input_specs = spec.features
+        self._item_count = item_count
 
     @classmethod
-    def open(cls, file: Path, spec: TowerSpec, count: int) -> Self:
+    def open(cls, features_path: Path, spec: TowerSpec, count: int) -> Self:
         """Maps the columns of all `count` items; a model without features needs no file."""
         if not spec.features:
             return cls({}, spec, count)
-        with pa.memory_map(str(file)) as source:
-            table = pa.ipc.open_stream(source).read_all()
+        with pa.memory_map(str(features_path)) as source:
+            column_table = pa.ipc.open_stream(source).read_all()
         return cls(
-            {str(feature.column): table.column(feature.column) for feature in spec.features},
+            {str(input_spec.column): column_table.column(input_spec.column) for input_spec in spec.features},
             spec,
             count,
         )
 
-    def of(self, rows: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+    def of(self, ordinals: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
         """(values of these ordinals by the tower's input names, which of them have all); the others' mean nothing."""
-        usable, values_by_input, arrow_rows = np.ones(len(rows), np.bool_), {}, pa.array(rows)
-        for input_spec in self._inputs:
-            column = self._columns[str(input_spec.column)].take(arrow_rows).combine_chunks()
-            values = read_values(column, input_spec)
-            values_by_input[input_spec.name] = values.numbers
-            usable &= values.usable
-        return values_by_input, usable
+        has_all_inputs, values_by_input, arrow_rows = np.ones(len(ordinals), np.bool_), {}, pa.array(ordinals)
+        for input_spec in self._input_specs:
+            column = self._column_by_name[str(input_spec.column)].take(arrow_rows).combine_chunks()
+            feature_values = read_feature_values(column, input_spec)
+            values_by_input[input_spec.name] = feature_values.numbers
+            has_all_inputs &= feature_values.usable
+        return values_by_input, has_all_inputs
 
     def usable(self) -> NDArray[np.bool_]:
         """bool [items]: the items that have every input."""
-        usable_masks = [self.of(rows)[1] for rows in _row_pieces(self._count)]
+        usable_masks = [self.of(rows)[1] for rows in _row_ranges(self._item_count)]
         return np.concatenate([np.empty(0, np.bool_), *usable_masks])
 
 
@@ -409,113 +395,115 @@ def write_item_features(
     config: NightConfig,
     bundle: Bundle,
     items: ItemTable,
-    root: Path,
+    generation_folder: Path,
     *,
-    values: EntityValues = NO_VALUES,
+    event_values: EntityValues = NO_ENTITY_VALUES,
     event_item_ids: Collection[bytes] = (),
     unusable: UnusableRows | None = None,
 ) -> str | None:
     """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
 
-    They have the `values` that events set, and items that events `event_item_ids` these alone. Those that a value model
+    They have the `event_values` that events set, and items that events `event_item_ids` these alone. Those that a
+    value model
     cannot use are noted: the item has no record of it.
     """
-    inputs = feature_inputs(bundle, "item")
-    columns = sorted({str(input_spec.column) for input_spec in inputs})
-    if not columns:
+    input_specs = feature_inputs(bundle, "item")
+    feature_columns = sorted({str(input_spec.column) for input_spec in input_specs})
+    if not feature_columns:
         return None
-    path = feature_file(config, "item", columns[0])
+    path = feature_file(config, "item", feature_columns[0])
     unusable_rows = UnusableRows() if unusable is None else unusable
-    placed = columns_by_ordinal(
-        path, config.sources.item_column, columns, items,
-        values=values, event_item_ids=event_item_ids, inputs=inputs, unusable=unusable_rows,
+    column_by_name = columns_by_ordinal(
+        path, config.sources.item_column, feature_columns, items,
+        event_values=event_values, event_item_ids=event_item_ids, input_specs=input_specs, unusable=unusable_rows,
     )  # fmt: skip
-    judged = {
+    value_model_specs = {
         feature
         for model in bundle.values.values()
         if model.entity == "item"
         for feature in model.spec.features
     }
-    for name in sorted({str(feature.column) for feature in judged}):
-        of_column = [feature for feature in judged if feature.column == name]
-        _note_unusable(
-            items, name, placed[name], of_column, unusable_rows, config.feature_text_bytes
+    for column_name in sorted({str(feature.column) for feature in value_model_specs}):
+        column_specs = [feature for feature in value_model_specs if feature.column == column_name]
+        _note_unusable_values(
+            items, column_name, column_by_name[column_name], column_specs, unusable_rows, config.feature_text_bytes
         )
-    for name in {str(input_spec.column) for input_spec in inputs if input_spec.dtype == "string"}:
-        placed[name], _ = without_long_texts(placed[name], config.feature_text_bytes)
-    table = pa.table(placed)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    write_atomically(root / ITEM_FEATURES, memoryview(sink.getvalue()))
-    return ITEM_FEATURES
+    for column_name in {str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"}:
+        column_by_name[column_name], _ = without_long_texts(column_by_name[column_name], config.feature_text_bytes)
+    column_table = pa.table(column_by_name)
+    table_buffer = pa.BufferOutputStream()
+    with pa.ipc.new_stream(table_buffer, column_table.schema) as writer:
+        writer.write_table(column_table)
+    write_atomically(generation_folder / ITEM_FEATURES_FILE, memoryview(table_buffer.getvalue()))
+    return ITEM_FEATURES_FILE
 
 
 def columns_by_ordinal(
     path: SourceFile,
     id_column: str,
-    columns: Sequence[str],
+    feature_columns: Sequence[str],
     items: ItemTable,
     *,
-    values: EntityValues = NO_VALUES,
+    event_values: EntityValues = NO_ENTITY_VALUES,
     event_item_ids: Collection[bytes] = (),
-    inputs: Sequence[InputSpec] = (),
+    input_specs: Sequence[InputSpec] = (),
     unusable: UnusableRows | None = None,
 ) -> dict[str, Any]:
     """Columns of a feature table as Arrow arrays with a value for each item, null for one that is not in it.
 
-    With the `values` that events set; those that their column cannot hold, or one of `inputs` not use, are noted.
+    With the `event_values` that events set; those that their column cannot hold, or one of `input_specs` not use, are
+    noted.
     """
     unusable_rows = UnusableRows() if unusable is None else unusable
-    read = read_features(path, id_column, columns)
+    table_batches = read_features(path, id_column, feature_columns)
     batches = list(with_event_values(
-        read, values, kind="item", unusable=unusable_rows, inputs=inputs, adds=event_item_ids
+        table_batches, event_values, kind="item", unusable=unusable_rows, inputs=input_specs, addable_ids=event_item_ids
     ))  # fmt: skip
-    ordinals = np.concatenate([_ordinals(items, ids.texts()) for ids, _ in batches])
-    matched_indexes = np.flatnonzero(ordinals >= 0)[
+    row_ordinals = np.concatenate([_ordinals_in_pieces(items, ids.texts()) for ids, _ in batches])
+    matched_indexes = np.flatnonzero(row_ordinals >= 0)[
         ::-1
     ]  # of an item that comes twice, its first row
-    rows = np.full(items.count, -1, np.int64)
-    rows[ordinals[matched_indexes]] = matched_indexes
-    arrow_rows = pa.array(rows, mask=rows < 0)
+    row_by_ordinal = np.full(items.count, -1, np.int64)
+    row_by_ordinal[row_ordinals[matched_indexes]] = matched_indexes
+    arrow_rows = pa.array(row_by_ordinal, mask=row_by_ordinal < 0)
     return {
-        name: pa.concat_arrays([wide(batch[name]) for _, batch in batches]).take(arrow_rows)
-        for name in columns
+        column_name: pa.concat_arrays([with_64_bit_offsets(batch[column_name]) for _, batch in batches]).take(arrow_rows)
+        for column_name in feature_columns
     }
 
 
-def _note_unusable(
+def _note_unusable_values(
     items: ItemTable,
-    name: str,
-    column: Any,
-    inputs: Sequence[InputSpec],
+    column_name: str,
+    item_column: Any,
+    input_specs: Sequence[InputSpec],
     unusable: UnusableRows,
-    text_bytes: int,
+    text_bytes_max: int,
 ) -> None:
     """Note a column's values that one of its inputs cannot use; a row is looked at once."""
-    unusable.looked_at(source := f"{ITEM_ROWS}.{name}", len(column))
-    for rows in _row_pieces(len(column)):
-        first = int(rows[0])
-        values = column.slice(first, len(rows))
+    unusable.count_checked(source_name := f"{ITEM_FEATURES_SOURCE}.{column_name}", len(item_column))
+    for row_range in _row_ranges(len(item_column)):
+        first_ordinal = int(row_range[0])
+        column_slice = item_column.slice(first_ordinal, len(row_range))
         bad_mask_by_reason = union_of_masks(
-            read_values(values, spec).unusable_mask_by_reason for spec in inputs
+            read_feature_values(column_slice, spec).unusable_mask_by_reason for spec in input_specs
         )
-        is_long = without_long_texts(values, text_bytes)[1]
-        if is_long.any() and any(spec.dtype == "string" for spec in inputs):
-            bad_mask_by_reason[f"{name}: {TOO_LONG}"] = is_long
+        is_long = without_long_texts(column_slice, text_bytes_max)[1]
+        if is_long.any() and any(spec.dtype == "string" for spec in input_specs):
+            bad_mask_by_reason[f"{column_name}: {TEXT_TOO_LONG_REASON}"] = is_long
         if bad_mask_by_reason:
-            unusable.note_rows(source, bad_mask_by_reason, partial(_item_case, items, first))
+            unusable.note_rows(source_name, bad_mask_by_reason, partial(_item_case, items, first_ordinal))
 
 
-def _item_case(items: ItemTable, first: int, row: int) -> Case:
-    return {"item": items.id_of(first + row)}
+def _item_case(items: ItemTable, first_ordinal: int, row_index: int) -> RowCase:
+    return {"item": items.id_of(first_ordinal + row_index)}
 
 
-def _ordinals(items: ItemTable, texts: Any) -> NDArray[np.int64]:
-    pieces = [texts.slice(int(rows[0]), len(rows)) for rows in _row_pieces(len(texts))]
-    return ordinals_of_texts(items, pa.chunked_array(pieces, pa.string()))
+def _ordinals_in_pieces(items: ItemTable, id_texts: Any) -> NDArray[np.int64]:
+    text_pieces = [id_texts.slice(int(row_range[0]), len(row_range)) for row_range in _row_ranges(len(id_texts))]
+    return ordinals_of_texts(items, pa.chunked_array(text_pieces, pa.string()))
 
 
-def _row_pieces(count: int) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, count, FEATURE_ROWS_AT_ONCE):
-        yield np.arange(start, min(start + FEATURE_ROWS_AT_ONCE, count))
+def _row_ranges(row_count: int) -> Iterator[NDArray[np.int64]]:
+    for first_row in range(0, row_count, FEATURE_ROWS_AT_ONCE):
+        yield np.arange(first_row, min(first_row + FEATURE_ROWS_AT_ONCE, row_count))

@@ -11,62 +11,68 @@ from cache.format.ids import fingerprints
 from cache.store.artefacts import write_atomically
 from precompute.sources.readers import Interactions
 
-FILE: Final = "work/holdout.json"
-USERS_MAX: Final = 2_000
-ITEMS_MAX: Final = 50
+HOLDOUT_FILE: Final = "work/holdout.json"
+HOLDOUT_USERS_MAX: Final = 2_000
+HOLDOUT_ITEMS_MAX: Final = 50
 
 
 class Holdout:
     """Collector of interactions after the cut; keeps users with the smallest fingerprints, independent of row order."""
 
-    def __init__(self, users_max: int = USERS_MAX) -> None:
+    def __init__(self, users_max: int = HOLDOUT_USERS_MAX) -> None:
         self._users_max = users_max
         self.restart()
 
     def restart(self) -> None:
         """Forget all interactions, because the sources are read again."""
-        self._below = 2**64
+        self._fingerprint_limit = 2**64
         self._fingerprint_by_user: dict[str, int] = {}
-        self._items: dict[str, dict[str, None]] = {}
+        self._items_by_user: dict[str, dict[str, None]] = {}
 
-    def add(self, late: Interactions) -> None:
+    def add(self, late_batch: Interactions) -> None:
         """Add a batch of interactions at or after the cut."""
-        names: list[str] = late.users.names.to_pylist()
-        user_fingerprints = fingerprints(late.users.raws()).tolist()
+        user_names: list[str] = late_batch.users.names.to_pylist()
+        user_fingerprints = fingerprints(late_batch.users.raws()).tolist()
         is_sampled = np.array(
-            [fingerprint < self._below for fingerprint in user_fingerprints], np.bool_
+            [fingerprint < self._fingerprint_limit for fingerprint in user_fingerprints], np.bool_
         )
-        rows = is_sampled[late.users.codes]
-        for code, item in zip(
-            late.users.codes[rows].tolist(), late.items.only(rows).texts().to_pylist(), strict=True
+        sampled_row_mask = is_sampled[late_batch.users.codes]
+        for user_code, item in zip(
+            late_batch.users.codes[sampled_row_mask].tolist(),
+            late_batch.items.only(sampled_row_mask).texts().to_pylist(),
+            strict=True,
         ):
-            self._fingerprint_by_user[names[code]] = user_fingerprints[code]
-            user_items = self._items.setdefault(names[code], {})
-            if len(user_items) < ITEMS_MAX:
+            self._fingerprint_by_user[user_names[user_code]] = user_fingerprints[user_code]
+            user_items = self._items_by_user.setdefault(user_names[user_code], {})
+            if len(user_items) < HOLDOUT_ITEMS_MAX:
                 user_items[item] = None
         if len(self._fingerprint_by_user) > 2 * self._users_max:
-            self._trim()
+            self._trim_users()
 
-    def _trim(self) -> None:
+    def _trim_users(self) -> None:
         sampled_users = sorted(
             self._fingerprint_by_user, key=self._fingerprint_by_user.__getitem__
         )[: self._users_max]
         self._fingerprint_by_user = {
-            name: self._fingerprint_by_user[name] for name in sampled_users
+            user_name: self._fingerprint_by_user[user_name] for user_name in sampled_users
         }
-        self._items = {name: self._items[name] for name in sampled_users}
+        self._items_by_user = {
+            user_name: self._items_by_user[user_name] for user_name in sampled_users
+        }
         if len(sampled_users) == self._users_max and sampled_users:
-            self._below = self._fingerprint_by_user[sampled_users[-1]] + 1
+            self._fingerprint_limit = self._fingerprint_by_user[sampled_users[-1]] + 1
 
-    def write(self, root: Path) -> str:
+    def write(self, generation_folder: Path) -> str:
         """Write the file in a generation's folder, even if it is empty, which is then known; return its path."""
-        self._trim()
-        data = {name: list(items) for name, items in self._items.items()}
-        write_atomically(root / FILE, orjson.dumps(data))
-        return FILE
+        self._trim_users()
+        item_list_by_user = {
+            user_name: list(items) for user_name, items in self._items_by_user.items()
+        }
+        write_atomically(generation_folder / HOLDOUT_FILE, orjson.dumps(item_list_by_user))
+        return HOLDOUT_FILE
 
 
-def read_holdout(root: Path) -> Mapping[str, list[str]]:
+def read_holdout(generation_folder: Path) -> Mapping[str, list[str]]:
     """Read user -> items; raise FileNotFoundError if the night kept none."""
-    items_by_user: Any = orjson.loads((root / FILE).read_bytes())
+    items_by_user: Any = orjson.loads((generation_folder / HOLDOUT_FILE).read_bytes())
     return dict(items_by_user)

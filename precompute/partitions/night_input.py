@@ -9,7 +9,7 @@ from cache.format.item_table import ItemTable
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities
-from precompute.sources.features import NO_VALUES, EntityValues
+from precompute.sources.features import NO_ENTITY_VALUES, EntityValues
 from precompute.sources.files import InputEntry, SourceFile
 from precompute.sources.readers import Interactions
 from precompute.sources.unusable import UnusableRows
@@ -18,7 +18,7 @@ FurtherInteractions = Callable[[int, UnusableRows], Iterator[Interactions]]
 """Function that yields batches of further interactions, from one of their files on; events have positions."""
 
 
-def no_further(_first_file: int, _unusable: UnusableRows) -> Iterator[Interactions]:
+def no_further_interactions(_first_file: int, _unusable: UnusableRows) -> Iterator[Interactions]:
     """Yield no interactions."""
     return iter(())
 
@@ -38,13 +38,15 @@ class NightValues(NamedTuple):
     users_digest: str
 
 
-NO_NIGHT_VALUES: Final = NightValues(NO_VALUES, NO_VALUES, NO_VALUES, frozenset(), frozenset(), "")
+NO_EVENT_VALUES: Final = NightValues(
+    NO_ENTITY_VALUES, NO_ENTITY_VALUES, NO_ENTITY_VALUES, frozenset(), frozenset(), ""
+)
 
-ValuesOf = Callable[[NightConfig, Bundle, ErasedEntities, UnusableRows, int], NightValues]
+CollectValues = Callable[[NightConfig, Bundle, ErasedEntities, UnusableRows, int], NightValues]
 """Function that returns values up to a cut (Unix seconds); drops those of erased entities, notes unusable ones."""
 
 
-def no_values(
+def collect_no_values(
     _config: NightConfig,
     _bundle: Bundle,
     _erased: ErasedEntities,
@@ -52,7 +54,7 @@ def no_values(
     _cut_s: int,
 ) -> NightValues:
     """Return no values."""
-    return NO_NIGHT_VALUES
+    return NO_EVENT_VALUES
 
 
 class TakenEvents(TypedDict):
@@ -88,8 +90,8 @@ class FurtherInput:
     files: tuple[SourceFile, ...] = ()
     newest_s: int | None = None
     facts: EventFields = field(default_factory=EventFields)
-    interactions: FurtherInteractions = no_further
-    values: ValuesOf = no_values
+    interactions: FurtherInteractions = no_further_interactions
+    values: CollectValues = collect_no_values
 
 
 NO_FURTHER_INPUT: Final = FurtherInput()
@@ -110,4 +112,4 @@ class NightInput:
     files: Sequence[SourceFile] | None = None
     pinned: Sequence[InputEntry] = ()
     further: FurtherInput = NO_FURTHER_INPUT
-    values: NightValues = NO_NIGHT_VALUES
+    values: NightValues = NO_EVENT_VALUES

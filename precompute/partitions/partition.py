@@ -18,77 +18,41 @@ from numpy.typing import NDArray
 from cache.format.ids import hash_ids
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import link_or_copy_file, write_atomically
-from precompute.partitions.catalogue import item_texts
+from precompute.partitions.catalogue import (item_id_texts)
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.night_input import NightInput
-from precompute.partitions.shard_files import (
-    HASH,
-    POSITION,
-    TOUCHED,
-    ShardFiles,
-    allow_files,
-    kinds_in,
-    kinds_of,
-    naming,
-    range_of,
-    ranges_of_a_shard,
-    read_batches,
-    read_stream,
-    shard_paths,
-)
-from precompute.partitions.shard_input import (
-    COUNTED_ROWS,
-    Hasher,
-    count_distinct,
-    hashes_of,
-    hashes_of_names,
-    scratch_folder,
-    slice_shard,
-)
-from precompute.partitions.stages import Stages
-from precompute.partitions.user_tables import (
-    IDS,
-    USER_ROWS,
-    VECTOR_ROWS,
-    note_event_values,
-    write_features,
-    write_vectors,
-)
+from precompute.partitions.shard_files import (HASH_COLUMN, POSITION_COLUMN, ShardFiles, TOUCHED_KIND, allow_open_files, file_kinds_in, partition_file_kinds, range_count_per_shard, range_of, read_batches, read_stream, shard_paths, user_naming_kinds)
+from precompute.partitions.shard_input import (COUNTED_ROWS_AT_ONCE, HashIds, count_distinct_ids, hash_id_names, hash_id_rows, scratch_folder, slice_shard)
+from precompute.partitions.stages import (StreamStages)
+from precompute.partitions.user_tables import (USER_FEATURES_SOURCE, USER_IDS_SCHEMA, USER_VECTORS_SOURCE, note_event_values, write_feature_files, write_vector_files)
 from precompute.sources.columns import text_hashes
 from precompute.sources.id_forms import IdForms
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import ColumnsOfLists, Interactions, read_interactions
-from precompute.sources.unusable import (
-    ALL_IDS,
-    CASES,
-    LISTED_BEFORE,
-    UnusableReport,
-    UnusableRows,
-    merged,
-)
+from precompute.sources.unusable import (ALL_IDS_SOURCE, CASES_MAX, LISTED_BEFORE_REASON, UnusableReport, UnusableRows, merge_reports)
 
-POPULARITY = "work/popularity.i64"
+POPULARITY_FILE = "work/popularity.i64"
 """Number of interactions with each item, int64 [items]."""
 
-UNKNOWN_ITEMS = "work/unknown_items.u64"
+UNKNOWN_ITEMS_FILE = "work/unknown_items.u64"
 """Sorted uint64 hashes of the item ids in interactions that the catalogue lacks."""
 
 UNKNOWN_ITEMS_SEED = 0
 """Seed of these hashes."""
 
-UNKNOWN_EXAMPLES = 2
+UNKNOWN_EXAMPLES_MAX = 2
 """Unknown items that are named."""
 
-COUNTED_AT_ONCE = 2
-"""Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
+SHARDS_COUNTED_AT_ONCE = 2
+"""Shards whose entities are counted at once: each takes COUNTED_ROWS_AT_ONCE of memory."""
 
-FILES_AT_ONCE = 2
+OPEN_FILES_PER_SHARD = 2
 """Files of each shard open for writing at the same time: rows and ids (and touched users)."""
 
-_ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
-_PLACED_ROWS = _ROWS.append(pa.field(POSITION, pa.int64()))
-_TOUCHED = pa.schema([(HASH, pa.uint64())])
+_ROWS_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
+_POSITIONED_ROWS_SCHEMA = _ROWS_SCHEMA.append(pa.field(POSITION_COLUMN, pa.int64()))
+_TOUCHED_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64())])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,33 +109,33 @@ class EarlierPartition:
 
     def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
         """Yield batches of a shard's rows with this night's ordinals, and the users who lost an item."""
-        (path,) = shard_paths(self.folder, shard, ("rows",))
-        for batch in read_batches(path):
+        (rows_path,) = shard_paths(self.folder, shard, ("rows",))
+        for batch in read_batches(rows_path):
             if self.new_ordinals is None:
                 yield batch, np.empty(0, np.uint64)
                 continue
             ordinals = np.asarray(batch.column("ordinal"))
-            is_known = ordinals >= 0
+            is_known_item = ordinals >= 0
             new_ordinals = np.where(
-                is_known, self.new_ordinals[np.where(is_known, ordinals, 0)], -1
+                is_known_item, self.new_ordinals[np.where(is_known_item, ordinals, 0)], -1
             ).astype(np.int32)
-            affected_hashes = np.asarray(batch.column(HASH))[is_known & (new_ordinals < 0)]
-            columns = [batch.column(HASH), pa.array(new_ordinals), *batch.columns[2:]]
-            yield pa.record_batch(columns, schema=batch.schema), np.unique(affected_hashes)
+            affected_hashes = np.asarray(batch.column(HASH_COLUMN))[is_known_item & (new_ordinals < 0)]
+            new_columns = [batch.column(HASH_COLUMN), pa.array(new_ordinals), *batch.columns[2:]]
+            yield pa.record_batch(new_columns, schema=batch.schema), np.unique(affected_hashes)
 
-    def batches(self, shard: int, kind: str) -> Iterator[Any]:
+    def batches(self, shard: int, file_kind: str) -> Iterator[Any]:
         """Yield batches of another file of a shard, unchanged."""
-        (path,) = shard_paths(self.folder, shard, (kind,))
-        yield from read_batches(path)
+        (file_path,) = shard_paths(self.folder, shard, (file_kind,))
+        yield from read_batches(file_path)
 
-    def remap_counts(self, items: int) -> tuple[NDArray[np.int64], int, NDArray[np.uint64]]:
+    def remap_counts(self, item_count: int) -> tuple[NDArray[np.int64], int, NDArray[np.uint64]]:
         """Return (popularity int64 [items], rows without a known item, hashes of unknown ids), all for this night."""
         if self.new_ordinals is None:
             return self.popularity.copy(), self.unknown_items, self.unknown
-        popularity = np.zeros(items, np.int64)
-        is_kept = self.new_ordinals >= 0
-        popularity[self.new_ordinals[is_kept]] = self.popularity[is_kept]
-        lost_interaction_count = int(self.popularity[~is_kept].sum())
+        popularity = np.zeros(item_count, np.int64)
+        is_kept_item = self.new_ordinals >= 0
+        popularity[self.new_ordinals[is_kept_item]] = self.popularity[is_kept_item]
+        lost_interaction_count = int(self.popularity[~is_kept_item].sum())
         return (
             popularity,
             self.unknown_items + lost_interaction_count,
@@ -179,33 +143,33 @@ class EarlierPartition:
         )
 
     def take_over(
-        self, shards: int, folder: Path, rows: ShardFiles, ids: ShardFiles, touched: ShardFiles
+        self, shard_count: int, folder: Path, rows_files: ShardFiles, ids_files: ShardFiles, touched_files: ShardFiles
     ) -> None:
         """Copy its rows, ids and other files into the files of this night's partition."""
-        for shard in range(shards):
+        for shard in range(shard_count):
             for batch, affected_hashes in self.rows(shard):
-                rows.extend(shard, [batch])
+                rows_files.extend(shard, [batch])
                 if len(affected_hashes):
-                    touched.extend(shard, [pa.record_batch([affected_hashes], names=[HASH])])
-            ids.extend(shard, self.batches(shard, "ids"))
-            for kind in kinds_in(self.folder, shard)[2:]:
-                target_path, theirs = (
-                    shard_paths(partition_folder, shard, (kind,))[0]
+                    touched_files.extend(shard, [pa.record_batch([affected_hashes], names=[HASH_COLUMN])])
+            ids_files.extend(shard, self.batches(shard, "ids"))
+            for file_kind in file_kinds_in(self.folder, shard)[2:]:
+                target_path, earlier_path = (
+                    shard_paths(partition_folder, shard, (file_kind,))[0]
                     for partition_folder in (folder, self.folder)
                 )
-                link_or_copy_file(theirs, target_path)
+                link_or_copy_file(earlier_path, target_path)
 
 
-def partition_files(has_user_vectors: bool, shards: int) -> list[str]:
+def partition_file_paths(has_user_vectors: bool, shard_count: int) -> list[str]:
     """Return the paths of the files of a partition, with the counts that a later night takes over."""
     return [
         *(
-            f"work/partition/{shard:04d}.{kind}"
-            for shard in range(shards)
-            for kind in kinds_of(has_user_vectors)
+            f"work/partition/{shard:04d}.{file_kind}"
+            for shard in range(shard_count)
+            for file_kind in partition_file_kinds(has_user_vectors)
         ),
-        POPULARITY,
-        UNKNOWN_ITEMS,
+        POPULARITY_FILE,
+        UNKNOWN_ITEMS_FILE,
     ]
 
 
@@ -218,7 +182,7 @@ class UserCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionJob:
-    """Partition of a night's input into the Arrow files of each shard (`kinds_in`), below `folder`.
+    """Partition of a night's input into the Arrow files of each shard (`file_kinds_in`), below `folder`.
 
     Values that one of `feature_inputs` cannot use are counted, those of further `feature_columns` are not. Vectors of
     users, if the night has any, must have `dims` numbers. `needs_history`: no model answers for a user without a
@@ -235,69 +199,69 @@ class PartitionJob:
     needs_history: bool = False
     holdout: Holdout | None = None
     progress: Callable[[int], None] = lambda _rows: None
-    hasher: Hasher = hash_ids
+    hasher: HashIds = hash_ids
 
     def run(self, earlier: EarlierPartition | None = None, *, seed: int = 0) -> PartitionResult:
         """Write the files, trying seeds until no id collides.
 
         The rows of an `earlier` partition are taken over, source files that are not in it are read, and the users whose
-        inputs differ from then are recorded (TOUCHED). Erased entities are in none of the files, nor in the holdout.
+        inputs differ from then are recorded (TOUCHED_KIND). Erased entities are in no file, nor in the holdout.
         Raises ConfigError where this process may not open a file for each shard, SourceError for an input that no row
         can fill.
         """
-        night, shards = self.night, self.night.config.shards
-        erased, values = night.erased, night.values.users
+        night, shard_count = self.night, self.night.config.shards
+        erased, user_values = night.erased, night.values.users
         self.folder.mkdir(parents=True, exist_ok=True)
-        allow_files((FILES_AT_ONCE + (earlier is not None)) * shards)
-        columns = sorted(
+        allow_open_files((OPEN_FILES_PER_SHARD + (earlier is not None)) * shard_count)
+        feature_columns = sorted(
             {*self.feature_columns, *(str(feature.column) for feature in self.feature_inputs)}
         )
         seed = seed if earlier is None else earlier.seed
         while True:
-            unusable = UnusableRows(erased.users | erased.items)
+            unusable_rows = UnusableRows(erased.users | erased.items)
             user_forms, item_forms = IdForms("user", seed), IdForms("item", UNKNOWN_ITEMS_SEED)
-            interaction_counts = _write_interactions(self, seed, earlier, unusable, item_forms)
+            interaction_counts = _partition_interactions(self, seed, earlier, unusable_rows, item_forms)
             if earlier is None:
-                named = partial(hashes_of, seed=seed, hasher=self.hasher)
-                write_features(
-                    night.config, self.folder, named, columns, self.feature_inputs, unusable,
-                    values=values, erased=erased, lists=self.lists,
+                hash_user_ids = partial(hash_id_rows, hash_seed=seed, hasher=self.hasher)
+                write_feature_files(
+                    night.config, self.folder, hash_user_ids, feature_columns, self.feature_inputs, unusable_rows,
+                    event_values=user_values, erased=erased, columns_of_lists=self.lists,
                 )  # fmt: skip
                 if night.config.sources.user_vectors:
-                    write_vectors(
-                        night.config, self.folder, self.dims, named, unusable, erased=erased
+                    write_vector_files(
+                        night.config, self.folder, self.dims, hash_user_ids, unusable_rows, erased=erased
                     )
             else:
-                note_event_values(night, columns, self.feature_inputs, unusable, self.lists)
+                note_event_values(night, feature_columns, self.feature_inputs, unusable_rows, self.lists)
             # What is taken over was counted when it was read.
-            counting_notes = unusable if earlier is None else UnusableRows()
-            set_by_events = np.empty(0, np.uint64)
-            if self.needs_history and values:
-                set_by_events = np.unique(self.hasher(list(values), seed))
-            count = partial(
+            counted_unusable = unusable_rows if earlier is None else UnusableRows()
+            event_user_hashes = np.empty(0, np.uint64)
+            if self.needs_history and user_values:
+                event_user_hashes = np.unique(self.hasher(list(user_values), seed))
+            count_users = partial(
                 _count_users,
                 self.folder,
-                shards=shards,
-                unusable=counting_notes,
-                set_by_events=set_by_events,
-                forms=user_forms,
+                shard_count=shard_count,
+                unusable_rows=counted_unusable,
+                event_user_hashes=event_user_hashes,
+                user_forms=user_forms,
             )
-            with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
-                user_counts = list(pool.map(count, range(shards)))
-            distinct_counts = [counts for counts in user_counts if counts is not None]
-            if len(distinct_counts) == shards:
-                item_forms.add(item_texts(night.items))
+            with ThreadPoolExecutor(SHARDS_COUNTED_AT_ONCE) as pool:
+                counts_by_shard = list(pool.map(count_users, range(shard_count)))
+            distinct_counts = [counts for counts in counts_by_shard if counts is not None]
+            if len(distinct_counts) == shard_count:
+                item_forms.add(item_id_texts(night.items))
                 item_forms.add_hashes(interaction_counts.unknown)
-                for forms in (user_forms, item_forms):
-                    if (remark := forms.remark(unusable.hidden)) is not None:
-                        unusable.looked_at(ALL_IDS, 0)
-                        unusable.remark(ALL_IDS, *remark)
+                for id_forms in (user_forms, item_forms):
+                    if (remark := id_forms.remark(unusable_rows.hidden)) is not None:
+                        unusable_rows.count_checked(ALL_IDS_SOURCE, 0)
+                        unusable_rows.remark(ALL_IDS_SOURCE, *remark)
                 return PartitionResult(
                     seed,
                     sum(counts.named for counts in distinct_counts),
                     sum(counts.featured for counts in distinct_counts),
                     interaction_counts,
-                    merged([{} if earlier is None else earlier.unusable, unusable.to_json()]),
+                    merge_reports([{} if earlier is None else earlier.unusable, unusable_rows.to_json()]),
                     earlier is not None,
                 )
             earlier = None
@@ -306,18 +270,18 @@ class PartitionJob:
                 self.holdout.restart()
 
 
-def _write_interactions(
+def _partition_interactions(
     job: PartitionJob,
     seed: int,
     earlier: EarlierPartition | None,
-    unusable: UnusableRows,
+    unusable_rows: UnusableRows,
     item_forms: IdForms,
 ) -> InteractionCounts:
     folder, config, items, erased = job.folder, job.night.config, job.night.items, job.night.erased
-    popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
-    count = without_item = late_count = 0
+    popularity, unknown_hashes_seen = np.zeros(items.count, np.int64), DistinctHashes()
+    row_count = unknown_item_rows = late_count = 0
     row_counts = RowCounts()
-    examples: tuple[str, ...] = ()
+    unknown_examples: tuple[str, ...] = ()
 
     def note_late_batch(batch: Interactions) -> None:
         nonlocal late_count
@@ -325,130 +289,130 @@ def _write_interactions(
         if job.holdout is not None:
             job.holdout.add(erased.leave_out(batch))
 
-    schema = _PLACED_ROWS if config.events.enabled else _ROWS
+    rows_schema = _POSITIONED_ROWS_SCHEMA if config.events.enabled else _ROWS_SCHEMA
     with (
-        _shard_files(folder, "rows", config.shards, schema) as rows,
-        _shard_files(folder, "ids", config.shards, IDS) as ids,
+        _open_shard_files(folder, "rows", config.shards, rows_schema) as rows_files,
+        _open_shard_files(folder, "ids", config.shards, USER_IDS_SCHEMA) as ids_files,
         ExitStack() as exit_stack,
-        Stages() as stages,
+        StreamStages() as stages,
     ):
-        touched = None
+        touched_files = None
         if earlier is not None:
-            count = earlier.interactions
+            row_count = earlier.interactions
             row_counts = copy.deepcopy(earlier.row_counts)
-            popularity, without_item, unknown_hashes = earlier.remap_counts(items.count)
-            unknown.add(unknown_hashes)
-            examples = earlier.unknown_examples
-            touched = exit_stack.enter_context(
-                _shard_files(folder, TOUCHED, config.shards, _TOUCHED)
+            popularity, unknown_item_rows, unknown_hashes = earlier.remap_counts(items.count)
+            unknown_hashes_seen.add(unknown_hashes)
+            unknown_examples = earlier.unknown_examples
+            touched_files = exit_stack.enter_context(
+                _open_shard_files(folder, TOUCHED_KIND, config.shards, _TOUCHED_SCHEMA)
             )
-            earlier.take_over(config.shards, folder, rows, ids, touched)
-        read = read_interactions(
+            earlier.take_over(config.shards, folder, rows_files, ids_files, touched_files)
+        source_batches = read_interactions(
             config.sources,
             Path(config.base),
             cutoff_at=job.night.cutoff_at,
-            late=note_late_batch,
-            unusable=unusable,
-            skip=0 if earlier is None else earlier.files,
-            files=job.night.files,
+            take_late=note_late_batch,
+            unusable_rows=unusable_rows,
+            skipped_file_count=0 if earlier is None else earlier.files,
+            interaction_files=job.night.files,
         )
         first_file = 0 if earlier is None else earlier.event_files
-        batches = chain(read, job.night.further.interactions(first_file, unusable))
+        all_batches = chain(source_batches, job.night.further.interactions(first_file, unusable_rows))
 
-        def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
+        def place_batch(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """Return a batch with the hashes of its users' names and an ordinal, -1 = unknown, for each item name."""
-            hashes = hashes_of_names(batch.users, seed, job.hasher)
-            return batch, hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
+            user_hashes = hash_id_names(batch.users, seed, job.hasher)
+            return batch, user_hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 
-        placed_batches = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, batches))))
-        for batch, hashes, name_ordinals in placed_batches:
-            ordinals = name_ordinals[batch.items.codes]
+        placed_batches = stages.run_ahead(map(place_batch, stages.run_ahead(map(erased.leave_out, all_batches))))
+        for batch, user_hashes, ordinal_by_name in placed_batches:
+            ordinals = ordinal_by_name[batch.items.codes]
             known_ordinals = ordinals[ordinals >= 0]
             popularity += np.bincount(known_ordinals, minlength=items.count)
-            if (name_ordinals < 0).any():
-                nameless = batch.items.names.filter(pa.array(name_ordinals < 0))
-                nameless_hashes = text_hashes(nameless, UNKNOWN_ITEMS_SEED)
-                unknown.add(nameless_hashes)
+            if (ordinal_by_name < 0).any():
+                unknown_ids = batch.items.names.filter(pa.array(ordinal_by_name < 0))
+                unknown_id_hashes = text_hashes(unknown_ids, UNKNOWN_ITEMS_SEED)
+                unknown_hashes_seen.add(unknown_id_hashes)
                 if batch.positions is None:
-                    item_forms.add(nameless, nameless_hashes)
-                if batch.positions is None and len(examples) < UNKNOWN_EXAMPLES:
-                    named = dict.fromkeys([*examples, *nameless[:UNKNOWN_EXAMPLES].to_pylist()])
-                    examples = tuple(named)[:UNKNOWN_EXAMPLES]
-            count += len(ordinals)
-            without_item += len(ordinals) - len(known_ordinals)
-            job.progress(count)
+                    item_forms.add(unknown_ids, unknown_id_hashes)
+                if batch.positions is None and len(unknown_examples) < UNKNOWN_EXAMPLES_MAX:
+                    named_examples = dict.fromkeys([*unknown_examples, *unknown_ids[:UNKNOWN_EXAMPLES_MAX].to_pylist()])
+                    unknown_examples = tuple(named_examples)[:UNKNOWN_EXAMPLES_MAX]
+            row_count += len(ordinals)
+            unknown_item_rows += len(ordinals) - len(known_ordinals)
+            job.progress(row_count)
             if batch.positions is not None and len(known_ordinals) < len(ordinals):
                 # Anybody sends events: users of items that nobody knows would make the coverage as low as they like.
                 batch = batch.only(ordinals >= 0)
-                hashes, ordinals = hashes_of_names(batch.users, seed, job.hasher), known_ordinals
-            row_counts.add(hashes[batch.users.codes], batch.times)
-            codes, ranges = batch.users.codes, range_of(hashes, config.shards)
-            ids.write(pa.table([batch.users.names, hashes], schema=IDS), ranges)
-            placed_rows = [hashes[codes], ordinals, batch.times]
+                user_hashes, ordinals = hash_id_names(batch.users, seed, job.hasher), known_ordinals
+            row_counts.add(user_hashes[batch.users.codes], batch.times)
+            user_codes, user_ranges = batch.users.codes, range_of(user_hashes, config.shards)
+            ids_files.write(pa.table([batch.users.names, user_hashes], schema=USER_IDS_SCHEMA), user_ranges)
+            row_columns = [user_hashes[user_codes], ordinals, batch.times]
             if config.events.enabled:
-                zero_positions = np.zeros(len(codes), np.int64)
-                placed_rows.append(zero_positions if batch.positions is None else batch.positions)
-            rows.write(pa.table(placed_rows, schema=schema), ranges[codes])
-            if touched is not None:
-                touched.write(pa.table([hashes], schema=_TOUCHED), ranges)
+                zero_positions = np.zeros(len(user_codes), np.int64)
+                row_columns.append(zero_positions if batch.positions is None else batch.positions)
+            rows_files.write(pa.table(row_columns, schema=rows_schema), user_ranges[user_codes])
+            if touched_files is not None:
+                touched_files.write(pa.table([user_hashes], schema=_TOUCHED_SCHEMA), user_ranges)
     return InteractionCounts(
-        count, without_item, popularity, unknown.all(), late_count, row_counts, examples
+        row_count, unknown_item_rows, popularity, unknown_hashes_seen.all(), late_count, row_counts, unknown_examples
     )
 
 
-def _shard_files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:
-    paths = [folder / f"{shard:04d}.{kind}" for shard in range(shards)]
-    return ShardFiles(paths, schema, ranges=ranges_of_a_shard(shards))
+def _open_shard_files(folder: Path, file_kind: str, shard_count: int, arrow_schema: Any) -> ShardFiles:
+    paths = [folder / f"{shard:04d}.{file_kind}" for shard in range(shard_count)]
+    return ShardFiles(paths, arrow_schema, ranges_per_file=range_count_per_shard(shard_count))
 
 
 def _count_users(
     folder: Path,
     shard: int,
-    shards: int,
-    unusable: UnusableRows,
-    set_by_events: NDArray[np.uint64],
-    forms: IdForms,
+    shard_count: int,
+    unusable_rows: UnusableRows,
+    event_user_hashes: NDArray[np.uint64],
+    user_forms: IdForms,
 ) -> UserCounts | None:
-    """Count the entities of a shard, None if two share a hash; note repeated entities of a table, and all in `forms`.
+    """Count a shard's entities, None if two share a hash; note those that a table repeats, and all in `user_forms`.
 
-    Not those in `set_by_events` (sorted hashes) that only features name.
+    Not those in `event_user_hashes` (sorted hashes) that only features name.
     """
-    with scratch_folder(folder) as scratch:
-        kinds = naming(kinds_in(folder, shard))
-        slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS, kinds=kinds)
-        users, hashes = (
-            sum(slice_counts) for slice_counts in zip(*count_distinct(slices), strict=True)
+    with scratch_folder(folder) as scratch_path:
+        naming_kinds = user_naming_kinds(file_kinds_in(folder, shard))
+        slices = slice_shard(folder, shard, shard_count, scratch_path, slice_rows_max=COUNTED_ROWS_AT_ONCE, file_kinds=naming_kinds)
+        user_count, hash_count = (
+            sum(slice_counts) for slice_counts in zip(*count_distinct_ids(slices), strict=True)
         )
-        uncounted = featured = 0
-        for number in slices.numbers:
-            ids, *tables = map(read_stream, shard_paths(slices.folder, number, kinds))
-            for source, table in zip((USER_ROWS, VECTOR_ROWS), tables, strict=False):
-                note_repeated_users(source, table, unusable)
-            for table in (ids, *tables):
-                forms.add(table.column("user"), np.asarray(table.column(HASH)))
-            features, *other_hashes = (np.asarray(table.column(HASH)) for table in (*tables, ids))
-            alone = np.setdiff1d(features, np.concatenate(other_hashes))
-            count_of_events = len(np.intersect1d(alone, set_by_events))
-            uncounted += count_of_events
-            featured += len(alone) - count_of_events
-    return UserCounts(users - uncounted, featured) if users == hashes else None
+        uncounted_users = feature_only_users = 0
+        for slice_number in slices.numbers:
+            ids_table, *user_tables = map(read_stream, shard_paths(slices.folder, slice_number, naming_kinds))
+            for source_name, user_table in zip((USER_FEATURES_SOURCE, USER_VECTORS_SOURCE), user_tables, strict=False):
+                note_repeated_users(source_name, user_table, unusable_rows)
+            for user_table in (ids_table, *user_tables):
+                user_forms.add(user_table.column("user"), np.asarray(user_table.column(HASH_COLUMN)))
+            feature_hashes, *other_hashes = (np.asarray(table.column(HASH_COLUMN)) for table in (*user_tables, ids_table))
+            feature_only_hashes = np.setdiff1d(feature_hashes, np.concatenate(other_hashes))
+            event_user_count = len(np.intersect1d(feature_only_hashes, event_user_hashes))
+            uncounted_users += event_user_count
+            feature_only_users += len(feature_only_hashes) - event_user_count
+    return UserCounts(user_count - uncounted_users, feature_only_users) if user_count == hash_count else None
 
 
-def note_repeated_users(source: str, table: Any, unusable: UnusableRows) -> None:
+def note_repeated_users(source_name: str, user_table: Any, unusable_rows: UnusableRows) -> None:
     """Note rows of users that an earlier row named: the first one counts."""
-    hashes = np.asarray(table.column(HASH))
-    order = np.argsort(hashes, kind="stable")
-    placed = hashes[order]
-    repeated_rows = np.sort(order[1:][placed[1:] == placed[:-1]])
+    user_hashes = np.asarray(user_table.column(HASH_COLUMN))
+    hash_order = np.argsort(user_hashes, kind="stable")
+    sorted_hashes = user_hashes[hash_order]
+    repeated_rows = np.sort(hash_order[1:][sorted_hashes[1:] == sorted_hashes[:-1]])
     if len(repeated_rows):
-        named = table.column("user").take(pa.array(repeated_rows[:CASES])).to_pylist()
-        unusable.note(
-            source, LISTED_BEFORE, len(repeated_rows), ({"user": user_id} for user_id in named)
+        repeated_ids = user_table.column("user").take(pa.array(repeated_rows[:CASES_MAX])).to_pylist()
+        unusable_rows.note(
+            source_name, LISTED_BEFORE_REASON, len(repeated_rows), ({"user": user_id} for user_id in repeated_ids)
         )
 
 
-def write_counts(root: Path, interaction_counts: InteractionCounts) -> list[str]:
+def write_count_files(generation_folder: Path, interaction_counts: InteractionCounts) -> list[str]:
     """Write counts of interactions by item, and the unknown items, for a night that takes this partition over."""
-    write_atomically(root / POPULARITY, interaction_counts.popularity.astype("<i8").tobytes())
-    write_atomically(root / UNKNOWN_ITEMS, interaction_counts.unknown.astype("<u8").tobytes())
-    return [POPULARITY, UNKNOWN_ITEMS]
+    write_atomically(generation_folder / POPULARITY_FILE, interaction_counts.popularity.astype("<i8").tobytes())
+    write_atomically(generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown.astype("<u8").tobytes())
+    return [POPULARITY_FILE, UNKNOWN_ITEMS_FILE]

@@ -15,81 +15,85 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from cache.store.artefacts import sync_folder
 
-KINDS = ("rows", "ids", "features")
-"""Kinds of files, each with a HASH: interactions, users' ids once per batch of the sources, and features."""
+BASE_FILE_KINDS = ("rows", "ids", "features")
+"""Kinds of files, each with a HASH_COLUMN: interactions, users' ids once per batch of the sources, and features."""
 
-PARTITION = "work/partition"
+PARTITION_FOLDER = "work/partition"
 """Folder of the partition in the generation's folder."""
 
-USER_VECTORS = "vectors"
+USER_VECTORS_KIND = "vectors"
 """Kind of file of a partition with vectors of users."""
 
-TOUCHED = "touched"
+TOUCHED_KIND = "touched"
 """Kind of file of a partition that took an earlier one over: hashes of users whose inputs differ from then."""
 
-SPARE_FILES = 512
+SPARE_DESCRIPTORS = 512
 """Descriptors for all other uses: sources, artefacts, Redis, libraries."""
 
-OPEN_MAX = 1 << 20
+OPEN_FILES_MAX = 1 << 20
 
-SHARD_RANGES = 256
+RANGES_PER_SHARD_MAX = 256
 """Most hash ranges in whose order the rows of a shard's batches are: a slice is then a piece of each batch."""
 
 RANGES_MAX = 1 << 16
 """Most hash ranges of all shards: their numbers are uint16, for which numpy has a radix sort."""
 
-HASH = "xxh3(user)"
+HASH_COLUMN = "xxh3(user)"
 """Column with the hash of a row's user under the partition's seed."""
 
-POSITION = "position"
+POSITION_COLUMN = "position"
 """Column of rows with the position of their event, if events are taken in; 0 for a row of the team's own files."""
 
 
-def first_hash(shard: int, shards: int) -> int:
+def first_hash(shard: int, shard_count: int) -> int:
     """Return the first hash of a shard's range of the 64-bit hash."""
-    return -((-shard << 64) // shards)
+    return -((-shard << 64) // shard_count)
 
 
-def shard_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.int64]:
+def shard_of(hashes: NDArray[np.uint64], shard_count: int) -> NDArray[np.int64]:
     """Return int64[n], the shard whose range holds each hash."""
-    firsts = np.array([first_hash(shard, shards) for shard in range(shards)], np.uint64)
+    first_hashes = np.array(
+        [first_hash(shard, shard_count) for shard in range(shard_count)], np.uint64
+    )
     # The upper half of a hash names its range, or the one before it: no search, however many ranges there are.
-    guessed_shards = ((hashes >> np.uint64(32)) * np.uint64(shards) >> np.uint64(32)).astype(
+    guessed_shards = ((hashes >> np.uint64(32)) * np.uint64(shard_count) >> np.uint64(32)).astype(
         np.int64
     )
-    after = np.minimum(guessed_shards + 1, shards - 1)
-    return np.where(hashes >= firsts[after], after, guessed_shards)
+    next_shards = np.minimum(guessed_shards + 1, shard_count - 1)
+    return np.where(hashes >= first_hashes[next_shards], next_shards, guessed_shards)
 
 
-def ranges_of_a_shard(shards: int) -> int:
+def range_count_per_shard(shard_count: int) -> int:
     """Return the number of hash ranges that order each shard's batches, a power of two."""
-    range_limit = max(1, min(SHARD_RANGES, RANGES_MAX // max(1, shards)))
+    range_limit = max(1, min(RANGES_PER_SHARD_MAX, RANGES_MAX // max(1, shard_count)))
     return 1 << (range_limit.bit_length() - 1)
 
 
-def range_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.uint16]:
-    """Return uint16[n], the hash range of each hash; `ranges_of_a_shard` of them form a shard."""
-    return shard_of(hashes, shards * ranges_of_a_shard(shards)).astype(np.uint16)
+def range_of(hashes: NDArray[np.uint64], shard_count: int) -> NDArray[np.uint16]:
+    """Return uint16[n], the hash range of each hash; `range_count_per_shard` of them form a shard."""
+    return shard_of(hashes, shard_count * range_count_per_shard(shard_count)).astype(np.uint16)
 
 
-def shard_paths(folder: Path, shard: int, kinds: Sequence[str] = KINDS) -> list[Path]:
+def shard_paths(
+    folder: Path, shard: int, file_kinds: Sequence[str] = BASE_FILE_KINDS
+) -> list[Path]:
     """Return the paths of a shard's files of these kinds, in their order."""
-    return [folder / f"{shard:04d}.{kind}" for kind in kinds]
+    return [folder / f"{shard:04d}.{file_kind}" for file_kind in file_kinds]
 
 
-def kinds_of(has_user_vectors: bool) -> tuple[str, ...]:
+def partition_file_kinds(has_user_vectors: bool) -> tuple[str, ...]:
     """Return the kinds of files of a partition."""
-    return (*KINDS, USER_VECTORS) if has_user_vectors else KINDS
+    return (*BASE_FILE_KINDS, USER_VECTORS_KIND) if has_user_vectors else BASE_FILE_KINDS
 
 
-def kinds_in(folder: Path, shard: int) -> tuple[str, ...]:
+def file_kinds_in(folder: Path, shard: int) -> tuple[str, ...]:
     """Return the kinds of files that a shard has here."""
-    return kinds_of(shard_paths(folder, shard, (USER_VECTORS,))[0].exists())
+    return partition_file_kinds(shard_paths(folder, shard, (USER_VECTORS_KIND,))[0].exists())
 
 
-def naming(kinds: Sequence[str]) -> tuple[str, ...]:
+def user_naming_kinds(file_kinds: Sequence[str]) -> tuple[str, ...]:
     """Return the kinds that identify users: all but their interactions."""
-    return tuple(kinds[1:])
+    return tuple(file_kinds[1:])
 
 
 def read_stream(path: Path) -> Any:
@@ -98,9 +102,11 @@ def read_stream(path: Path) -> Any:
         return pa.ipc.open_stream(source).read_all()
 
 
-def read_batches(path: Path, *, fields: Sequence[int] | None = None) -> Iterator[Any]:
-    """Yield the Arrow batches of a file, one in memory at a time; `fields` selects columns by index."""
-    options = pa.ipc.IpcReadOptions(included_fields=None if fields is None else list(fields))
+def read_batches(path: Path, *, column_indexes: Sequence[int] | None = None) -> Iterator[Any]:
+    """Yield the Arrow batches of a file, one in memory at a time; `column_indexes` selects columns by index."""
+    options = pa.ipc.IpcReadOptions(
+        included_fields=None if column_indexes is None else list(column_indexes)
+    )
     with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
         yield from pa.ipc.open_stream(source, options=options)
 
@@ -111,16 +117,16 @@ def count_rows(path: Path) -> int:
         return sum(batch.num_rows for batch in pa.ipc.open_stream(source))
 
 
-def allow_files(count: int) -> None:
-    """Raise the limit so that `count` + SPARE_FILES files may be open; raise ConfigError if that is not allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def allow_open_files(file_count: int) -> None:
+    """Raise the limit so that `file_count` + SPARE_DESCRIPTORS files may be open; ConfigError if it is not allowed."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed_descriptors, descriptor_limit = (
-        count + SPARE_FILES,
-        OPEN_MAX if hard == resource.RLIM_INFINITY else hard,
+        file_count + SPARE_DESCRIPTORS,
+        OPEN_FILES_MAX if hard_limit == resource.RLIM_INFINITY else hard_limit,
     )
-    if soft != resource.RLIM_INFINITY and soft < needed_descriptors <= descriptor_limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed_descriptors, hard))
-    elif soft != resource.RLIM_INFINITY and soft < needed_descriptors:
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < needed_descriptors <= descriptor_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed_descriptors, hard_limit))
+    elif soft_limit != resource.RLIM_INFINITY and soft_limit < needed_descriptors:
         raise ConfigError(
             f"{needed_descriptors} files would be open at once, this process may open {descriptor_limit}: raise "
             "`ulimit -n`, or set fewer "
@@ -133,59 +139,68 @@ class ShardFiles:
     """Writer of Arrow streams, one per hash range, to drafts that are renamed when all are complete."""
 
     def __init__(
-        self, paths: Sequence[Path], schema: Any, *, lasting: bool = True, ranges: int = 1
+        self,
+        paths: Sequence[Path],
+        schema: Any,
+        *,
+        is_synced: bool = True,
+        ranges_per_file: int = 1,
     ) -> None:
-        """Open the drafts; each file holds so many consecutive `ranges` of hashes.
+        """Open the drafts; each file holds so many consecutive `ranges_per_file` of hashes.
 
-        `lasting`: sync files to disk before renaming, since a truncated stream reads like a complete one.
+        `is_synced`: sync files to disk before renaming, since a truncated stream reads like a complete one.
         """
-        self._paths, self._lasting, self._ranges = paths, lasting, ranges
+        self._paths, self._is_synced, self._ranges_per_file = paths, is_synced, ranges_per_file
         # Names of its own: a task that was given up on may still be writing while its retry runs.
-        token = secrets.token_hex(4)
-        self._besides = [path.with_name(f".{path.name}.{token}.part") for path in paths]
+        draft_token = secrets.token_hex(4)
+        self._draft_paths = [path.with_name(f".{path.name}.{draft_token}.part") for path in paths]
         self._schema = schema
-        self._stack = ExitStack()
+        self._exit_stack = ExitStack()
         self._writers: list[Any] = []
 
     def __enter__(self) -> "ShardFiles":
-        for part_path in self._besides:
-            sink = self._stack.enter_context(pa.OSFile(str(part_path), "wb"))
-            self._writers.append(self._stack.enter_context(pa.ipc.new_stream(sink, self._schema)))
+        for draft_path in self._draft_paths:
+            draft_file = self._exit_stack.enter_context(pa.OSFile(str(draft_path), "wb"))
+            self._writers.append(
+                self._exit_stack.enter_context(pa.ipc.new_stream(draft_file, self._schema))
+            )
         return self
 
-    def write(self, table: Any, numbers: NDArray[np.integer]) -> None:
-        """Write each row of `table` to the file of its range number; rows of one range keep their order.
+    def write(self, rows_table: Any, range_numbers: NDArray[np.integer]) -> None:
+        """Write each row of `rows_table` to the file of its range number; rows of one range keep their order.
 
         Rows of numbers that have no file are left out.
         """
-        numbers = numbers.astype(np.uint16, copy=False)  # for which numpy has a radix sort
-        order = np.argsort(numbers, kind="stable")
-        sorted_rows = table.take(pa.array(order))
-        firsts = np.arange(len(self._paths), dtype=np.int64) * self._ranges
-        lasts = (firsts + self._ranges - 1).astype(np.uint16)
-        numbers = numbers[order]
-        starts = np.searchsorted(numbers, firsts.astype(np.uint16))
-        ends = np.searchsorted(numbers, lasts, "right")
-        for writer, start, end in zip(self._writers, starts, ends, strict=True):
-            if end > start:
-                writer.write_table(sorted_rows.slice(start, end - start))
+        range_numbers = range_numbers.astype(
+            np.uint16, copy=False
+        )  # for which numpy has a radix sort
+        range_order = np.argsort(range_numbers, kind="stable")
+        sorted_rows = rows_table.take(pa.array(range_order))
+        first_ranges = np.arange(len(self._paths), dtype=np.int64) * self._ranges_per_file
+        last_ranges = (first_ranges + self._ranges_per_file - 1).astype(np.uint16)
+        range_numbers = range_numbers[range_order]
+        file_starts = np.searchsorted(range_numbers, first_ranges.astype(np.uint16))
+        file_ends = np.searchsorted(range_numbers, last_ranges, "right")
+        for writer, first_row, end_row in zip(self._writers, file_starts, file_ends, strict=True):
+            if end_row > first_row:
+                writer.write_table(sorted_rows.slice(first_row, end_row - first_row))
 
-    def extend(self, number: int, batches: Iterable[Any]) -> None:
+    def extend(self, file_index: int, batches: Iterable[Any]) -> None:
         """Append all rows of Arrow batches to the file of this number."""
         for batch in batches:
-            self._writers[number].write_batch(batch)
+            self._writers[file_index].write_batch(batch)
 
-    def __exit__(self, kind: object, *exception_details: object) -> None:
+    def __exit__(self, exception_type: object, *exception_details: object) -> None:
         try:
-            self._stack.close()
-            if kind is None:
-                for part_path, path in zip(self._besides, self._paths, strict=True):
-                    if self._lasting:
-                        with part_path.open("rb") as file:
+            self._exit_stack.close()
+            if exception_type is None:
+                for draft_path, path in zip(self._draft_paths, self._paths, strict=True):
+                    if self._is_synced:
+                        with draft_path.open("rb") as file:
                             os.fsync(file.fileno())
-                    part_path.replace(path)
-                for folder in {path.parent for path in self._paths} if self._lasting else ():
+                    draft_path.replace(path)
+                for folder in {path.parent for path in self._paths} if self._is_synced else ():
                     sync_folder(folder)
         finally:
-            for part_path in self._besides:
-                part_path.unlink(missing_ok=True)
+            for draft_path in self._draft_paths:
+                draft_path.unlink(missing_ok=True)

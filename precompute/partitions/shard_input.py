@@ -18,54 +18,54 @@ from numpy.typing import NDArray
 from cache.format.ids import FINGERPRINT_SEED, hash_ids
 from cache.model.tower import Histories
 from precompute.partitions.grouping import (
-    by_time,
-    distinct,
-    first_rows,
+    distinct_hashes,
+    first_row_of_hashes,
     last_occurrence_mask,
-    places_of,
+    order_by_user_and_time,
+    positions_of_hashes,
 )
 from precompute.partitions.shard_files import (
-    HASH,
-    POSITION,
-    USER_VECTORS,
+    HASH_COLUMN,
+    POSITION_COLUMN,
+    USER_VECTORS_KIND,
     ShardFiles,
-    allow_files,
+    allow_open_files,
     count_rows,
+    file_kinds_in,
     first_hash,
-    kinds_in,
-    naming,
-    ranges_of_a_shard,
+    range_count_per_shard,
     read_stream,
     shard_paths,
+    user_naming_kinds,
 )
-from precompute.partitions.user_tables import vectors_of
-from precompute.sources.columns import Ids, hashes_of_texts
+from precompute.partitions.user_tables import vectors_of_hashes
+from precompute.sources.columns import Ids, native_text_hashes
 
-Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
+HashIds = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
 
-SLICE_ROWS = 1 << 20
+SLICE_ROWS_MAX = 1 << 20
 """Rows grouped at once: some 150 MB of memory meanwhile."""
 
-SLICE_BYTES = 256 << 20
+SLICE_BYTES_MAX = 256 << 20
 """Bytes of a shard's files grouped at once, which bounds a slice of users with many features."""
 
 PIECE_ROWS = 1 << 17
 """Rows of a shard grouped in one piece: the columns, and their sort, stay in a core's caches."""
 
-PIECE_OF_A_BATCH_ROWS = 512
+PIECE_ROWS_PER_BATCH_MIN = 512
 """Rows that a piece takes of each batch, on average at least: below it, handling them costs more than their sort."""
 
-FILES_MAX = 256
+SLICE_FILES_MAX = 256
 """Files written at once; more slices take two passes."""
 
-_COULD = (1 << 20) - 1
+_LOW_BITS_MASK = (1 << 20) - 1
 
-COUNTED_ROWS = 4 * SLICE_ROWS
+COUNTED_ROWS_AT_ONCE = 4 * SLICE_ROWS_MAX
 """Rows whose entities are counted at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
+class ShardSlices:
     """Consecutive hash ranges of one shard, each a pair of files in a folder, numbered as shards are."""
 
     folder: Path
@@ -93,18 +93,24 @@ class ShardInput:
     answers_without_history: bool = False
     """True if a model of histories and features answers an entity without a history by its features."""
 
-    def select_rows(self, rows: NDArray[np.int64]) -> "ShardInput":
+    def select_rows(self, entity_rows: NDArray[np.int64]) -> "ShardInput":
         """Return some of the entities, in the order given."""
-        histories = Histories(self.indptr, self.ordinals).select_rows(rows)
-        times = None if self.times is None else Histories(self.indptr, self.times).select_rows(rows)
+        histories = Histories(self.indptr, self.ordinals).select_rows(entity_rows)
+        times = (
+            None
+            if self.times is None
+            else Histories(self.indptr, self.times).select_rows(entity_rows)
+        )
         return ShardInput(
-            ids=self.ids.take(pa.array(rows)),
-            hashes=self.hashes[rows],
+            ids=self.ids.take(pa.array(entity_rows)),
+            hashes=self.hashes[entity_rows],
             indptr=histories.indptr,
             ordinals=histories.indices,
-            features={name: column.take(pa.array(rows)) for name, column in self.features.items()},
+            features={
+                name: column.take(pa.array(entity_rows)) for name, column in self.features.items()
+            },
             history_limit=self.history_limit,
-            vectors=None if self.vectors is None else self.vectors[rows],
+            vectors=None if self.vectors is None else self.vectors[entity_rows],
             times=None if times is None else times.indices,
             answers_without_history=self.answers_without_history,
         )
@@ -120,193 +126,238 @@ class ShardInput:
 @contextmanager
 def scratch_folder(parent_folder: Path) -> Iterator[Path]:
     """Yield a folder for slices, created on demand and removed at the end; after a kill it is swept by its name."""
-    scratch = parent_folder / f".slices.{secrets.token_hex(4)}.part"
+    scratch_path = parent_folder / f".slices.{secrets.token_hex(4)}.part"
     try:
-        yield scratch
+        yield scratch_path
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch_path, ignore_errors=True)
 
 
 def slice_shard(
     folder: Path,
     shard: int,
-    shards: int,
-    scratch: Path,
+    shard_count: int,
+    scratch_path: Path,
     *,
-    rows: int | None = None,
-    kinds: Sequence[str] | None = None,
-    first: int | None = None,
-) -> Slices:
-    """Return the shard itself if it is no larger than a slice (`rows` or SLICE_ROWS, SLICE_BYTES), else slices of it.
+    slice_rows_max: int | None = None,
+    file_kinds: Sequence[str] | None = None,
+    first_slices_max: int | None = None,
+) -> ShardSlices:
+    """Return the shard if no larger than a slice (`slice_rows_max` or SLICE_ROWS_MAX, SLICE_BYTES_MAX), else slices.
 
-    The slices are files in `scratch`, so memory does not grow with the shard; one entity's rows stay together,
-    however many they are. With `first` only so many slices are written, those of the lowest hashes. Without `kinds`
+    The slices are files in `scratch_path`, so memory does not grow with the shard; one entity's rows stay together,
+    however many they are. With `first_slices_max` only so many slices are written, those of the lowest hashes. Without
+    `file_kinds`
     all kinds of the shard are sliced.
     """
-    kinds = kinds or kinds_in(folder, shard)
-    paths = shard_paths(folder, shard, kinds)
-    count = max(
-        -(-sum(map(count_rows, paths)) // (rows or SLICE_ROWS)),
-        -(-sum(path.stat().st_size for path in paths) // SLICE_BYTES),
+    file_kinds = file_kinds or file_kinds_in(folder, shard)
+    file_paths = shard_paths(folder, shard, file_kinds)
+    slice_count = max(
+        -(-sum(map(count_rows, file_paths)) // (slice_rows_max or SLICE_ROWS_MAX)),
+        -(-sum(path.stat().st_size for path in file_paths) // SLICE_BYTES_MAX),
     )
-    if count <= 1:
-        return Slices(folder, range(shard, shard + 1))
-    coarse = -(-count // FILES_MAX)
-    if coarse == 1 or (first or count) <= FILES_MAX:
-        slice_numbers = range(shard * count, (shard + 1) * count)[:first]
-        _split(folder, shard, scratch, slice_numbers, shards * count, kinds)
-        return Slices(scratch, slice_numbers)
-    rough, fine = range(shard * coarse, (shard + 1) * coarse), -(-count // coarse)
-    _split(folder, shard, scratch / "rough", rough, shards * coarse, kinds)
-    for part in rough:
-        finer = range(part * fine, (part + 1) * fine)
-        _split(scratch / "rough", part, scratch, finer, shards * coarse * fine, kinds)
-        for path in shard_paths(scratch / "rough", part, kinds):
-            path.unlink()
-    return Slices(scratch, range(rough.start * fine, rough.stop * fine))
-
-
-def _split(
-    folder: Path, shard: int, target: Path, numbers: range, total: int, kinds: Sequence[str]
-) -> None:
-    """Split a shard's files into `total` hash ranges, of which only those in `numbers` are written."""
-    target.mkdir(parents=True, exist_ok=True)
-    allow_files(len(numbers))
-    ends = range(numbers.start, min(numbers.stop + 1, total))
-    firsts = np.array([first_hash(number, total) for number in ends], np.uint64)
-    # Who there is can be told without what is known of them.
-    fields = [0, 1] if tuple(kinds) == naming(kinds_in(folder, shard)) else None
-    for kind in kinds:
-        targets = [
-            target_path
-            for number in numbers
-            for target_path in shard_paths(target, number, (kind,))
-        ]
-        (path,) = shard_paths(folder, shard, (kind,))
-        with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
-            options = pa.ipc.IpcReadOptions(included_fields=fields)
-            stream = pa.ipc.open_stream(source, options=options)
-            with ShardFiles(targets, stream.schema, lasting=False) as files:
-                for batch in stream:
-                    hashes = np.asarray(batch.column(HASH))
-                    range_numbers = firsts.searchsorted(hashes, "right") - 1
-                    files.write(pa.Table.from_batches([batch]), range_numbers)
-
-
-def users_alone(folder: Path, shard: int, user_hashes: NDArray[np.uint64], scratch: Path) -> Path:
-    """Write the rows of the users with these sorted hashes to a folder in `scratch`; return the folder."""
-    target = scratch / "alone"
-    target.mkdir(parents=True, exist_ok=True)
-    could = np.zeros(
-        _COULD + 1, np.bool_
-    )  # most of the others are told from these by their last bits
-    could[(user_hashes & np.uint64(_COULD)).astype(np.int64)] = True
-    for kind in kinds_in(folder, shard):
-        (path,), (alone,) = (
-            shard_paths(parent_folder, shard, (kind,)) for parent_folder in (folder, target)
+    if slice_count <= 1:
+        return ShardSlices(folder, range(shard, shard + 1))
+    rough_count = -(-slice_count // SLICE_FILES_MAX)
+    if rough_count == 1 or (first_slices_max or slice_count) <= SLICE_FILES_MAX:
+        slice_numbers = range(shard * slice_count, (shard + 1) * slice_count)[:first_slices_max]
+        _split_shard_files(
+            folder, shard, scratch_path, slice_numbers, shard_count * slice_count, file_kinds
         )
-        with pa.OSFile(str(path)) as source, pa.OSFile(str(alone), "wb") as sink:
+        return ShardSlices(scratch_path, slice_numbers)
+    rough_numbers, slices_per_rough = (
+        range(shard * rough_count, (shard + 1) * rough_count),
+        -(-slice_count // rough_count),
+    )
+    _split_shard_files(
+        folder, shard, scratch_path / "rough", rough_numbers, shard_count * rough_count, file_kinds
+    )
+    for rough_number in rough_numbers:
+        slice_numbers_of_rough = range(
+            rough_number * slices_per_rough, (rough_number + 1) * slices_per_rough
+        )
+        _split_shard_files(
+            scratch_path / "rough",
+            rough_number,
+            scratch_path,
+            slice_numbers_of_rough,
+            shard_count * rough_count * slices_per_rough,
+            file_kinds,
+        )
+        for path in shard_paths(scratch_path / "rough", rough_number, file_kinds):
+            path.unlink()
+    return ShardSlices(
+        scratch_path,
+        range(rough_numbers.start * slices_per_rough, rough_numbers.stop * slices_per_rough),
+    )
+
+
+def _split_shard_files(
+    folder: Path,
+    shard: int,
+    target_folder: Path,
+    numbers: range,
+    total_ranges: int,
+    file_kinds: Sequence[str],
+) -> None:
+    """Split a shard's files into `total_ranges` hash ranges, of which only those in `numbers` are written."""
+    target_folder.mkdir(parents=True, exist_ok=True)
+    allow_open_files(len(numbers))
+    bound_numbers = range(numbers.start, min(numbers.stop + 1, total_ranges))
+    first_hashes = np.array(
+        [first_hash(range_number, total_ranges) for range_number in bound_numbers], np.uint64
+    )
+    # Who there is can be told without what is known of them.
+    column_indexes = (
+        [0, 1] if tuple(file_kinds) == user_naming_kinds(file_kinds_in(folder, shard)) else None
+    )
+    for file_kind in file_kinds:
+        target_paths = [
+            target_path
+            for range_number in numbers
+            for target_path in shard_paths(target_folder, range_number, (file_kind,))
+        ]
+        (source_path,) = shard_paths(folder, shard, (file_kind,))
+        with pa.OSFile(str(source_path)) as source:  # a map would count as ours, once it is read
+            options = pa.ipc.IpcReadOptions(included_fields=column_indexes)
+            stream = pa.ipc.open_stream(source, options=options)
+            with ShardFiles(target_paths, stream.schema, is_synced=False) as range_files:
+                for batch in stream:
+                    row_hashes = np.asarray(batch.column(HASH_COLUMN))
+                    row_range_numbers = first_hashes.searchsorted(row_hashes, "right") - 1
+                    range_files.write(pa.Table.from_batches([batch]), row_range_numbers)
+
+
+def write_selected_users(
+    folder: Path, shard: int, user_hashes: NDArray[np.uint64], scratch_path: Path
+) -> Path:
+    """Write the rows of the users with these sorted hashes to a folder in `scratch_path`; return the folder."""
+    target_folder = scratch_path / "alone"
+    target_folder.mkdir(parents=True, exist_ok=True)
+    may_match = np.zeros(
+        _LOW_BITS_MASK + 1, np.bool_
+    )  # most of the others are told from these by their last bits
+    may_match[(user_hashes & np.uint64(_LOW_BITS_MASK)).astype(np.int64)] = True
+    for file_kind in file_kinds_in(folder, shard):
+        (source_path,), (target_path,) = (
+            shard_paths(parent_folder, shard, (file_kind,))
+            for parent_folder in (folder, target_folder)
+        )
+        with pa.OSFile(str(source_path)) as source, pa.OSFile(str(target_path), "wb") as sink:
             stream = pa.ipc.open_stream(source)
             with pa.ipc.new_stream(sink, stream.schema) as writer:
                 for batch in stream:
-                    hashes = np.asarray(batch.column(HASH))
-                    rows = np.flatnonzero(could[(hashes & np.uint64(_COULD)).astype(np.int64)])
-                    at = np.minimum(
-                        user_hashes.searchsorted(hashes[rows]), max(0, len(user_hashes) - 1)
+                    row_hashes = np.asarray(batch.column(HASH_COLUMN))
+                    candidate_rows = np.flatnonzero(
+                        may_match[(row_hashes & np.uint64(_LOW_BITS_MASK)).astype(np.int64)]
                     )
-                    rows = rows[user_hashes[at] == hashes[rows]] if len(user_hashes) else rows[:0]
-                    if len(rows):
-                        writer.write_batch(batch.take(pa.array(rows)))
-    return target
+                    hash_positions = np.minimum(
+                        user_hashes.searchsorted(row_hashes[candidate_rows]),
+                        max(0, len(user_hashes) - 1),
+                    )
+                    candidate_rows = (
+                        candidate_rows[user_hashes[hash_positions] == row_hashes[candidate_rows]]
+                        if len(user_hashes)
+                        else candidate_rows[:0]
+                    )
+                    if len(candidate_rows):
+                        writer.write_batch(batch.take(pa.array(candidate_rows)))
+    return target_folder
 
 
-def hashes_of(ids: Ids, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint64]:
+def hash_id_rows(ids: Ids, hash_seed: int, hasher: HashIds = hash_ids) -> NDArray[np.uint64]:
     """Return uint64[rows]; each distinct id is hashed once."""
-    return hashes_of_names(ids, seed, hasher)[ids.codes]
+    return hash_id_names(ids, hash_seed, hasher)[ids.codes]
 
 
-def hashes_of_names(ids: Ids, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint64]:
+def hash_id_names(ids: Ids, hash_seed: int, hasher: HashIds = hash_ids) -> NDArray[np.uint64]:
     """Return uint64[names]."""
-    return ids.hashes(seed) if hasher is hash_ids else hasher(ids.raws(), seed)
+    return ids.hashes(hash_seed) if hasher is hash_ids else hasher(ids.raws(), hash_seed)
 
 
-def count_distinct(slices: Slices) -> Iterator[tuple[int, int]]:
+def count_distinct_ids(slices: ShardSlices) -> Iterator[tuple[int, int]]:
     """Yield the numbers of distinct (ids, hashes) of each naming slice: equal unless two ids share a hash."""
-    for number in slices.numbers:
-        kinds = naming(kinds_in(slices.folder, number))
-        tables = [read_stream(path) for path in shard_paths(slices.folder, number, kinds)]
-        hashes = np.concatenate([np.asarray(table.column(HASH)) for table in tables])
-        chunks = [chunk for table in tables for chunk in table.column("user").chunks]
+    for slice_number in slices.numbers:
+        naming_kinds = user_naming_kinds(file_kinds_in(slices.folder, slice_number))
+        user_tables = [
+            read_stream(path) for path in shard_paths(slices.folder, slice_number, naming_kinds)
+        ]
+        user_hashes = np.concatenate(
+            [np.asarray(table.column(HASH_COLUMN)) for table in user_tables]
+        )
+        id_chunks = [chunk for table in user_tables for chunk in table.column("user").chunks]
         chunk_fingerprints = [
-            hashes_of_texts(chunk, FINGERPRINT_SEED) for chunk in chunks if len(chunk)
+            native_text_hashes(chunk, FINGERPRINT_SEED) for chunk in id_chunks if len(chunk)
         ]
         if any(
             fingerprints is None for fingerprints in chunk_fingerprints
         ):  # without what is compiled
-            named = pa.chunked_array(chunks, pa.string())
-            yield len(pc.unique(named)), len(distinct(hashes)[0])
+            all_ids = pa.chunked_array(id_chunks, pa.string())
+            yield len(pc.unique(all_ids)), len(distinct_hashes(user_hashes)[0])
         else:
-            yield _count_distinct(
-                hashes, np.concatenate([np.empty(0, np.uint64), *chunk_fingerprints])
+            yield _count_distinct_pairs(
+                user_hashes, np.concatenate([np.empty(0, np.uint64), *chunk_fingerprints])
             )
 
 
-def _count_distinct(
+def _count_distinct_pairs(
     hashes: NDArray[np.uint64], fingerprints: NDArray[np.uint64]
 ) -> tuple[int, int]:
     """Return distinct (pairs, hashes); too many pairs if two have the same hash, as one sort needs less memory."""
-    order = np.argsort(hashes)
-    placed, fingerprints = hashes[order], fingerprints[order]
-    differ = placed[1:] != placed[:-1]
-    first_count = min(1, len(order))
+    hash_order = np.argsort(hashes)
+    sorted_hashes, fingerprints = hashes[hash_order], fingerprints[hash_order]
+    is_new_hash = sorted_hashes[1:] != sorted_hashes[:-1]
+    first_count = min(1, len(hash_order))
     return first_count + int(
-        (differ | (fingerprints[1:] != fingerprints[:-1])).sum()
-    ), first_count + int(differ.sum())
+        (is_new_hash | (fingerprints[1:] != fingerprints[:-1])).sum()
+    ), first_count + int(is_new_hash.sum())
 
 
 class MappedStream:
     """Memory-mapped Arrow stream of one shard, with the start of each hash range in each of its batches."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    def __init__(self, stream_path: Path) -> None:
+        with stream_path.open("rb") as stream_file:
+            self._map = mmap.mmap(stream_file.fileno(), 0, access=mmap.ACCESS_READ)
         stream = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(self._map)))
         self._schema, self._batches = stream.schema, list(stream)
-        self._starts: list[NDArray[np.int64]] = []
+        self._range_starts: list[NDArray[np.int64]] = []
         self.rows = sum(batch.num_rows for batch in self._batches)
         self.batches = len(self._batches)
         self.size_bytes = len(self._map)
 
-    def find_ranges(self, firsts: NDArray[np.uint64], lasts: NDArray[np.uint64]) -> bool:
+    def find_ranges(
+        self, first_hashes: NDArray[np.uint64], last_hashes: NDArray[np.uint64]
+    ) -> bool:
         """Find the ranges with these first and last hashes in each batch; False if a batch is in another order."""
         for batch in self._batches:
-            hashes = np.asarray(batch.column(HASH))
-            starts = np.append(hashes.searchsorted(firsts), len(hashes))
-            filled = np.flatnonzero(starts[1:] > starts[:-1])
-            if len(hashes):
-                at = starts[filled]
+            batch_hashes = np.asarray(batch.column(HASH_COLUMN))
+            range_starts = np.append(batch_hashes.searchsorted(first_hashes), len(batch_hashes))
+            filled_ranges = np.flatnonzero(range_starts[1:] > range_starts[:-1])
+            if len(batch_hashes):
+                filled_starts = range_starts[filled_ranges]
                 lowest_hashes, highest_hashes = (
-                    np.minimum.reduceat(hashes, at),
-                    np.maximum.reduceat(hashes, at),
+                    np.minimum.reduceat(batch_hashes, filled_starts),
+                    np.maximum.reduceat(batch_hashes, filled_starts),
                 )
-                in_order = starts[0] == 0 and (starts[1:] >= starts[:-1]).all()
+                is_in_order = range_starts[0] == 0 and (range_starts[1:] >= range_starts[:-1]).all()
                 if not (
-                    in_order
-                    and (lowest_hashes >= firsts[filled]).all()
-                    and (highest_hashes <= lasts[filled]).all()
+                    is_in_order
+                    and (lowest_hashes >= first_hashes[filled_ranges]).all()
+                    and (highest_hashes <= last_hashes[filled_ranges]).all()
                 ):
                     return False
-            self._starts.append(starts)
+            self._range_starts.append(range_starts)
         return True
 
     def table(self, range_index: int) -> Any:
         """Return the rows of one range, by its index among all: slices of the mapped batches."""
-        pieces = []
-        for batch, starts in zip(self._batches, self._starts, strict=True):
-            start, end = int(starts[range_index]), int(starts[range_index + 1])
-            if end > start:
-                pieces.append(batch.slice(start, end - start))
-        return pa.Table.from_batches(pieces, self._schema)
+        batch_pieces = []
+        for batch, starts in zip(self._batches, self._range_starts, strict=True):
+            first_row, end_row = int(starts[range_index]), int(starts[range_index + 1])
+            if end_row > first_row:
+                batch_pieces.append(batch.slice(first_row, end_row - first_row))
+        return pa.Table.from_batches(batch_pieces, self._schema)
 
     def let_go(self) -> None:
         """Unmap the pages read so far: mapped pages count as this process's memory."""
@@ -318,36 +369,50 @@ class ShardPieces:
     """Consecutive hash ranges of one shard, numbered as shards are, each a piece of every batch of its files."""
 
     numbers: range
-    slices: int
-    """Number of slices that the ranges make, each of about SLICE_ROWS or SLICE_BYTES."""
+    slice_count: int
+    """Number of slices that the ranges make, each of about SLICE_ROWS_MAX or SLICE_BYTES_MAX."""
     streams: Mapping[str, MappedStream]
 
     @classmethod
-    def open(cls, folder: Path, shard: int, shards: int) -> "ShardPieces | None":
+    def open(cls, folder: Path, shard: int, shard_count: int) -> "ShardPieces | None":
         """Open the pieces of a shard; None if its batches are not in the order of hash ranges, or are too large."""
-        kinds = kinds_in(folder, shard)
-        paths = shard_paths(folder, shard, kinds)
-        streams = {kind: MappedStream(path) for kind, path in zip(kinds, paths, strict=True)}
-        rows = sum(stream.rows for stream in streams.values())
-        size_bytes = sum(stream.size_bytes for stream in streams.values())
-        slices = max(1, -(-rows // SLICE_ROWS), -(-size_bytes // SLICE_BYTES))
-        range_limit = ranges_of_a_shard(shards)
-        if slices > range_limit:
+        file_kinds = file_kinds_in(folder, shard)
+        file_paths = shard_paths(folder, shard, file_kinds)
+        stream_by_kind = {
+            kind: MappedStream(path) for kind, path in zip(file_kinds, file_paths, strict=True)
+        }
+        row_count = sum(stream.rows for stream in stream_by_kind.values())
+        size_bytes = sum(stream.size_bytes for stream in stream_by_kind.values())
+        slice_count = max(1, -(-row_count // SLICE_ROWS_MAX), -(-size_bytes // SLICE_BYTES_MAX))
+        range_limit = range_count_per_shard(shard_count)
+        if slice_count > range_limit:
             return None
-        batches = max(stream.batches for stream in streams.values())
-        piece_count = min(rows // PIECE_ROWS, rows // (PIECE_OF_A_BATCH_ROWS * max(1, batches)))
-        count = min(range_limit, 1 << (max(slices, piece_count) - 1).bit_length())
-        slices = -(-count // max(1, count // slices))
-        numbers, total = range(shard * count, (shard + 1) * count), shards * count
-        firsts = np.array([first_hash(number, total) for number in numbers], np.uint64)
-        lasts = np.array([first_hash(number + 1, total) - 1 for number in numbers], np.uint64)
-        if not all(stream.find_ranges(firsts, lasts) for stream in streams.values()):
+        batch_count_max = max(stream.batches for stream in stream_by_kind.values())
+        piece_count = min(
+            row_count // PIECE_ROWS,
+            row_count // (PIECE_ROWS_PER_BATCH_MIN * max(1, batch_count_max)),
+        )
+        range_count = min(range_limit, 1 << (max(slice_count, piece_count) - 1).bit_length())
+        slice_count = -(-range_count // max(1, range_count // slice_count))
+        range_numbers, total_ranges = (
+            range(shard * range_count, (shard + 1) * range_count),
+            shard_count * range_count,
+        )
+        first_hashes = np.array(
+            [first_hash(number, total_ranges) for number in range_numbers], np.uint64
+        )
+        last_hashes = np.array(
+            [first_hash(number + 1, total_ranges) - 1 for number in range_numbers], np.uint64
+        )
+        if not all(
+            stream.find_ranges(first_hashes, last_hashes) for stream in stream_by_kind.values()
+        ):
             return None
-        return cls(numbers, slices, streams)
+        return cls(range_numbers, slice_count, stream_by_kind)
 
-    def tables(self, number: int) -> dict[str, Any]:
+    def tables(self, range_number: int) -> dict[str, Any]:
         """Return the rows of one range, an Arrow table for each kind of file."""
-        range_index = number - self.numbers.start
+        range_index = range_number - self.numbers.start
         return {kind: stream.table(range_index) for kind, stream in self.streams.items()}
 
     def let_go(self) -> None:
@@ -360,78 +425,99 @@ def read_shard(
     folder: Path, shard: int, *, history_limit: int, answers_without_history: bool = False
 ) -> ShardInput:
     """Read a shard's rows and group them by entity: known items only, each once (its latest position)."""
-    return group_rows(
-        read_tables(folder, shard),
+    return group_rows_by_entity(
+        read_tables_by_kind(folder, shard),
         history_limit=history_limit,
         answers_without_history=answers_without_history,
     )
 
 
-def read_tables(folder: Path, shard: int) -> dict[str, Any]:
+def read_tables_by_kind(folder: Path, shard: int) -> dict[str, Any]:
     """Read the rows of a shard, or of a slice in files of its own: an Arrow table for each kind of file."""
-    kinds = kinds_in(folder, shard)
-    paths = shard_paths(folder, shard, kinds)
-    return {kind: read_stream(path) for kind, path in zip(kinds, paths, strict=True)}
+    file_kinds = file_kinds_in(folder, shard)
+    file_paths = shard_paths(folder, shard, file_kinds)
+    return {kind: read_stream(path) for kind, path in zip(file_kinds, file_paths, strict=True)}
 
 
-def joined(parts: Sequence[ShardInput]) -> ShardInput:
+def join_shard_inputs(shard_inputs: Sequence[ShardInput]) -> ShardInput:
     """Concatenate the entities of several parts."""
-    if len(parts) == 1:
-        return parts[0]
-    lengths = np.concatenate([np.diff(part.indptr) for part in parts])
-    vectors = [part.vectors for part in parts if part.vectors is not None]
-    times = [part.times for part in parts if part.times is not None]
+    if len(shard_inputs) == 1:
+        return shard_inputs[0]
+    history_lengths = np.concatenate([np.diff(shard_input.indptr) for shard_input in shard_inputs])
+    vector_parts = [
+        shard_input.vectors for shard_input in shard_inputs if shard_input.vectors is not None
+    ]
+    time_parts = [
+        shard_input.times for shard_input in shard_inputs if shard_input.times is not None
+    ]
     return ShardInput(
-        ids=pa.concat_arrays([part.ids for part in parts]),
-        hashes=np.concatenate([part.hashes for part in parts]),
-        indptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
-        ordinals=np.concatenate([part.ordinals for part in parts]),
+        ids=pa.concat_arrays([shard_input.ids for shard_input in shard_inputs]),
+        hashes=np.concatenate([shard_input.hashes for shard_input in shard_inputs]),
+        indptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(history_lengths)]),
+        ordinals=np.concatenate([shard_input.ordinals for shard_input in shard_inputs]),
         features={
-            name: pa.concat_arrays([part.features[name] for part in parts])
-            for name in parts[0].features
+            name: pa.concat_arrays([shard_input.features[name] for shard_input in shard_inputs])
+            for name in shard_inputs[0].features
         },
-        history_limit=parts[0].history_limit,
-        vectors=np.concatenate(vectors) if vectors else None,
-        times=np.concatenate(times) if times else None,
-        answers_without_history=parts[0].answers_without_history,
+        history_limit=shard_inputs[0].history_limit,
+        vectors=np.concatenate(vector_parts) if vector_parts else None,
+        times=np.concatenate(time_parts) if time_parts else None,
+        answers_without_history=shard_inputs[0].answers_without_history,
     )
 
 
-def group_rows(
-    tables: Mapping[str, Any], *, history_limit: int, answers_without_history: bool = False
+def group_rows_by_entity(
+    table_by_kind: Mapping[str, Any], *, history_limit: int, answers_without_history: bool = False
 ) -> ShardInput:
     """Group the Arrow tables of a hash range by entity: known items only, each once."""
-    kinds = tuple(tables)
-    rows, ids, *user_tables = tables.values()
-    named = pa.concat_tables([ids, *(table.select(ids.column_names) for table in user_tables)])
-    features = user_tables[0]
-    hashes, one_of = distinct(np.asarray(named.column(HASH)))
-    names = named.column("user").take(pa.array(one_of)).combine_chunks()
+    file_kinds = tuple(table_by_kind)
+    interaction_rows, ids_table, *user_tables = table_by_kind.values()
+    user_ids_table = pa.concat_tables(
+        [ids_table, *(table.select(ids_table.column_names) for table in user_tables)]
+    )
+    features_table = user_tables[0]
+    entity_hashes, one_row_of_entity = distinct_hashes(
+        np.asarray(user_ids_table.column(HASH_COLUMN))
+    )
+    entity_ids = user_ids_table.column("user").take(pa.array(one_row_of_entity)).combine_chunks()
 
-    users = places_of(hashes, np.asarray(rows.column(HASH)))
-    ordinals, times = np.asarray(rows.column("ordinal")), np.asarray(rows.column("time"))
-    is_known = ordinals >= 0
-    users, ordinals, times = users[is_known], ordinals[is_known], times[is_known]
-    positions = None
-    if has_events := POSITION in rows.column_names:
-        positions = np.asarray(rows.column(POSITION))[is_known]
-    order = by_time(users, times, positions)
-    users, ordinals = users[order], ordinals[order]
-    keep = last_occurrence_mask(users, ordinals)
-    users, ordinals = users[keep], ordinals[keep]
+    entity_of_row = positions_of_hashes(
+        entity_hashes, np.asarray(interaction_rows.column(HASH_COLUMN))
+    )
+    ordinal_of_row, time_of_row = (
+        np.asarray(interaction_rows.column("ordinal")),
+        np.asarray(interaction_rows.column("time")),
+    )
+    is_known = ordinal_of_row >= 0
+    entity_of_row, ordinal_of_row, time_of_row = (
+        entity_of_row[is_known],
+        ordinal_of_row[is_known],
+        time_of_row[is_known],
+    )
+    position_of_row = None
+    if has_events := POSITION_COLUMN in interaction_rows.column_names:
+        position_of_row = np.asarray(interaction_rows.column(POSITION_COLUMN))[is_known]
+    row_order = order_by_user_and_time(entity_of_row, time_of_row, position_of_row)
+    entity_of_row, ordinal_of_row = entity_of_row[row_order], ordinal_of_row[row_order]
+    is_last_of_pair = last_occurrence_mask(entity_of_row, ordinal_of_row)
+    entity_of_row, ordinal_of_row = entity_of_row[is_last_of_pair], ordinal_of_row[is_last_of_pair]
 
-    row_of = first_rows(hashes, features)
+    feature_row_of_entity = first_row_of_hashes(entity_hashes, features_table)
     return ShardInput(
-        ids=names,
-        hashes=hashes,
-        indptr=np.searchsorted(users, np.arange(len(hashes) + 1)),
-        ordinals=np.asarray(ordinals, np.int64),
+        ids=entity_ids,
+        hashes=entity_hashes,
+        indptr=np.searchsorted(entity_of_row, np.arange(len(entity_hashes) + 1)),
+        ordinals=np.asarray(ordinal_of_row, np.int64),
         features={
-            name: features.column(name).combine_chunks().take(pa.array(row_of, mask=row_of < 0))
-            for name in features.column_names[2:]
+            name: features_table.column(name)
+            .combine_chunks()
+            .take(pa.array(feature_row_of_entity, mask=feature_row_of_entity < 0))
+            for name in features_table.column_names[2:]
         },
         history_limit=history_limit,
-        vectors=vectors_of(hashes, user_tables[1]) if USER_VECTORS in kinds else None,
-        times=times[order][keep] if has_events else None,
+        vectors=vectors_of_hashes(entity_hashes, user_tables[1])
+        if USER_VECTORS_KIND in file_kinds
+        else None,
+        times=time_of_row[row_order][is_last_of_pair] if has_events else None,
         answers_without_history=answers_without_history,
     )

@@ -9,12 +9,12 @@ Value = TypeVar("Value")
 Result = TypeVar("Result")
 
 
-def _apply_popped(function: Callable[[Value], Result], values: list[Value]) -> list[Result]:
+def _apply_to_popped(function: Callable[[Value], Result], values: list[Value]) -> list[Result]:
     """Apply the function to the list's one value, popped so that it can be freed; return the result in a list."""
     return [function(values.pop())]
 
 
-class Stages:
+class StreamStages:
     """Threads of one stream; leaving the block stops them, even waiting ones, and joins them.
 
     A stage that is busy with a value finishes that value first. An exception in a stage reaches the stages after it,
@@ -22,26 +22,26 @@ class Stages:
     """
 
     def __init__(self) -> None:
-        self._stages: list[tuple[ThreadPoolExecutor, Any]] = []
+        self._threads_and_sources: list[tuple[ThreadPoolExecutor, Any]] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for thread, _values in self._stages:
+        for thread, _values in self._threads_and_sources:
             thread.shutdown(wait=False, cancel_futures=True)
-        for thread, values in self._stages:
+        for thread, values in self._threads_and_sources:
             thread.shutdown(cancel_futures=True)
             if hasattr(values, "close"):
                 values.close()
 
-    def ahead(self, values: Iterable[Value], *, depth: int = 1) -> Iterator[Value]:
+    def run_ahead(self, values: Iterable[Value], *, depth: int = 1) -> Iterator[Value]:
         """Yield `values`, computed in a thread that is at most `depth` finished values ahead."""
         thread, remaining_values = ThreadPoolExecutor(1), iter(values)
-        self._stages.append((thread, values))
+        self._threads_and_sources.append((thread, values))
         # One more than wait: the one in the making.
-        futures = deque(thread.submit(self._next, remaining_values) for _ in range(depth + 1))
-        return self._drain(thread, remaining_values, futures)
+        futures = deque(thread.submit(self._take_next, remaining_values) for _ in range(depth + 1))
+        return self._yield_results(thread, remaining_values, futures)
 
     def map_values(
         self, function: Callable[[Value], Result], values: Iterable[Value], *, workers: int
@@ -51,33 +51,33 @@ class Stages:
         At most as many results as there are threads wait or are being computed, besides the one in use.
         """
         if workers == 1:
-            return self.ahead(map(function, values))
+            return self.run_ahead(map(function, values))
         pool = ThreadPoolExecutor(workers)
 
         def results() -> Iterator[Future[list[Result]]]:
             for value in values:
-                future = pool.submit(_apply_popped, function, [value])
+                future = pool.submit(_apply_to_popped, function, [value])
                 del value  # kept by nobody here, however long it is worked on
                 yield future
                 del future
 
-        futures = self.ahead(results(), depth=workers - 1)
-        self._stages.append((pool, None))  # after the thread that submits to it
+        futures = self.run_ahead(results(), depth=workers - 1)
+        self._threads_and_sources.append((pool, None))  # after the thread that submits to it
         return (future.result().pop() for future in futures)
 
     @staticmethod
-    def _next(remaining_values: Iterator[Value]) -> list[Value]:
+    def _take_next(remaining_values: Iterator[Value]) -> list[Value]:
         """Return the next value in a list, or an empty list at the end."""
         for value in remaining_values:
             return [value]
         return []
 
-    def _drain(
+    def _yield_results(
         self,
         thread: ThreadPoolExecutor,
         remaining_values: Iterator[Value],
         futures: "deque[Future[list[Value]]]",
     ) -> Iterator[Value]:
         while next_values := futures.popleft().result():
-            futures.append(thread.submit(self._next, remaining_values))
+            futures.append(thread.submit(self._take_next, remaining_values))
             yield next_values.pop()  # kept by nobody here, however long it is used

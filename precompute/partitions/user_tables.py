@@ -11,170 +11,208 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
 from precompute.config.settings import NightConfig
-from precompute.partitions.grouping import first_rows
+from precompute.partitions.grouping import first_row_of_hashes
 from precompute.partitions.night_input import NightInput
 from precompute.partitions.shard_files import (
-    HASH,
-    USER_VECTORS,
+    HASH_COLUMN,
+    USER_VECTORS_KIND,
     ShardFiles,
+    range_count_per_shard,
     range_of,
-    ranges_of_a_shard,
     shard_paths,
 )
 from precompute.sources.columns import Ids
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 from precompute.sources.features import (
-    NO_VALUES,
+    NO_ENTITY_VALUES,
     EntityValues,
-    demand_type,
-    read_set_values,
-    read_values,
+    demand_column_type,
+    read_event_values,
+    read_feature_values,
     union_of_masks,
     with_event_values,
     without_long_texts,
 )
 from precompute.sources.files import feature_file, source_file
-from precompute.sources.readers import NO_LISTS, ColumnsOfLists, feature_schema, read_features
-from precompute.sources.unusable import TOO_LONG, UnusableRows
+from precompute.sources.readers import (
+    NO_COLUMNS_OF_LISTS,
+    ColumnsOfLists,
+    feature_schema,
+    read_features,
+)
+from precompute.sources.unusable import TEXT_TOO_LONG_REASON, UnusableRows
 
-IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
+USER_IDS_SCHEMA = pa.schema([("user", pa.string()), (HASH_COLUMN, pa.uint64())])
 """Columns that all files of a partition's users begin with."""
 
-VECTOR = "vector"
+VECTOR_COLUMN = "vector"
 """Column of the partition's vectors."""
 
-USER_ROWS = "user_features"
+USER_FEATURES_SOURCE = "user_features"
 """Name of the feature table of users in reports."""
 
-VECTOR_ROWS = "user_vectors"
+USER_VECTORS_SOURCE = "user_vectors"
 """Name of the table of users' vectors in reports."""
 
 
-def write_features(
+def write_feature_files(
     config: NightConfig,
     folder: Path,
-    hashes_of: Callable[[Ids], NDArray[np.uint64]],
-    columns: Sequence[str],
-    inputs: Sequence[InputSpec],
-    unusable: UnusableRows,
+    hash_user_ids: Callable[[Ids], NDArray[np.uint64]],
+    feature_columns: Sequence[str],
+    input_specs: Sequence[InputSpec],
+    unusable_rows: UnusableRows,
     *,
-    values: EntityValues = NO_VALUES,
+    event_values: EntityValues = NO_ENTITY_VALUES,
     erased: ErasedEntities = NO_ERASURES,
-    lists: ColumnsOfLists = NO_LISTS,
+    columns_of_lists: ColumnsOfLists = NO_COLUMNS_OF_LISTS,
 ) -> None:
     """Write each shard's file of feature columns, events' values included; note values that an input cannot use.
 
     Raises SourceError for an input that no row can fill.
     """
-    schema: Any = IDS
+    file_schema: Any = USER_IDS_SCHEMA
     batches: Any = ()
-    if columns:
-        path = feature_file(config, "user", columns[0])
-        kinds = feature_schema(path, columns, lists)
-        schema = pa.schema([*IDS, *((name, kinds.field(name).type) for name in columns)])
+    if feature_columns:
+        path = feature_file(config, "user", feature_columns[0])
+        table_schema = feature_schema(path, feature_columns, columns_of_lists)
+        file_schema = pa.schema(
+            [*USER_IDS_SCHEMA, *((name, table_schema.field(name).type) for name in feature_columns)]
+        )
         batches = with_event_values(
             read_features(
                 path,
                 config.sources.user_column,
-                columns,
-                source=USER_ROWS,
-                unusable=unusable,
-                lists=lists,
+                feature_columns,
+                source_name=USER_FEATURES_SOURCE,
+                unusable_rows=unusable_rows,
+                columns_of_lists=columns_of_lists,
             ),
-            values,
+            event_values,
             kind="user",
-            unusable=unusable,
-            inputs=inputs,
-            adds=values,
+            unusable=unusable_rows,
+            inputs=input_specs,
+            addable_ids=event_values,
         )
-    filled = dict.fromkeys(inputs, 0)
-    count = 0
-    paths = [path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))]
-    with ShardFiles(paths, schema, ranges=ranges_of_a_shard(config.shards)) as files:
+    usable_count_by_input = dict.fromkeys(input_specs, 0)
+    row_count = 0
+    shard_file_paths = [
+        path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))
+    ]
+    with ShardFiles(
+        shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)
+    ) as shard_files:
         for ids, column_by_name in batches:
-            count += len(ids)
-            column_by_name = _shortened(config, ids, column_by_name, inputs, unusable)
-            for name in columns:
-                of_column = [input_spec for input_spec in filled if input_spec.column == name]
-                for input_spec, rows in _note_values(
-                    ids, name, column_by_name[name], of_column, unusable
+            row_count += len(ids)
+            column_by_name = _without_long_texts(
+                config, ids, column_by_name, input_specs, unusable_rows
+            )
+            for column_name in feature_columns:
+                column_specs = [
+                    input_spec
+                    for input_spec in usable_count_by_input
+                    if input_spec.column == column_name
+                ]
+                for input_spec, usable_count in _count_usable_values(
+                    ids, column_name, column_by_name[column_name], column_specs, unusable_rows
                 ):
-                    filled[input_spec] += rows
-            hashes = hashes_of(ids)
-            table = pa.table([ids.texts(), hashes, *column_by_name.values()], schema=schema)
+                    usable_count_by_input[input_spec] += usable_count
+            user_hashes = hash_user_ids(ids)
+            table = pa.table(
+                [ids.texts(), user_hashes, *column_by_name.values()], schema=file_schema
+            )
             if erased.users:
-                is_kept = erased.keeps_users(ids)
-                table, hashes = table.filter(pa.array(is_kept)), hashes[is_kept]
-            files.write(table, range_of(hashes, config.shards))
-    for input_spec, rows in filled.items():
-        if count and not rows:
+                is_kept = erased.kept_users_mask(ids)
+                table, user_hashes = table.filter(pa.array(is_kept)), user_hashes[is_kept]
+            shard_files.write(table, range_of(user_hashes, config.shards))
+    for input_spec, usable_count in usable_count_by_input.items():
+        if row_count and not usable_count:
             raise SourceError(
                 f"{config.sources.user_features}: column {input_spec.column!r} has no value that the model's input "
-                f"{input_spec.name!r} can use, in none of {count:,} rows",
+                f"{input_spec.name!r} can use, in none of {row_count:,} rows",
                 column=input_spec.column,
             )
 
 
 def note_event_values(
     night: NightInput,
-    columns: Sequence[str],
-    inputs: Sequence[InputSpec],
-    unusable: UnusableRows,
-    lists: ColumnsOfLists,
+    feature_columns: Sequence[str],
+    input_specs: Sequence[InputSpec],
+    unusable_rows: UnusableRows,
+    columns_of_lists: ColumnsOfLists,
 ) -> None:
-    """Note unusable values set by events as `write_features` does, where an earlier partition's features are reused."""
-    values = night.values.users
-    if columns and values:
-        kinds = feature_schema(feature_file(night.config, "user", columns[0]), columns, lists)
-        types = {name: kinds.field(name).type for name in columns}
-        read_set_values(types, values, "user", inputs, unusable)
+    """Note unusable values set by events as `write_feature_files` does, where an earlier partition's are reused."""
+    event_values = night.values.users
+    if feature_columns and event_values:
+        table_schema = feature_schema(
+            feature_file(night.config, "user", feature_columns[0]),
+            feature_columns,
+            columns_of_lists,
+        )
+        type_by_column = {
+            column_name: table_schema.field(column_name).type for column_name in feature_columns
+        }
+        read_event_values(type_by_column, event_values, "user", input_specs, unusable_rows)
 
 
-def _shortened(
+def _without_long_texts(
     config: NightConfig,
     ids: Ids,
-    columns: Mapping[str, Any],
-    inputs: Sequence[InputSpec],
-    unusable: UnusableRows,
+    column_by_name: Mapping[str, Any],
+    input_specs: Sequence[InputSpec],
+    unusable_rows: UnusableRows,
 ) -> dict[str, Any]:
     """The columns, in those of text inputs null for a text that the service would refuse; such rows are noted."""
-    shortened = dict(columns)
-    for name in sorted(
-        {str(input_spec.column) for input_spec in inputs if input_spec.dtype == "string"}
+    shortened_columns = dict(column_by_name)
+    for column_name in sorted(
+        {str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"}
     ):
-        shortened[name], is_long = without_long_texts(columns[name], config.feature_text_bytes)
+        shortened_columns[column_name], is_long = without_long_texts(
+            column_by_name[column_name], config.feature_text_bytes
+        )
         if is_long.any():
-            bad_mask_by_reason = {f"{name}: {TOO_LONG}": is_long}
-            unusable.note_rows(
-                f"{USER_ROWS}.{name}", bad_mask_by_reason, lambda row: {"user": ids.name_of(row)}
+            bad_mask_by_reason = {f"{column_name}: {TEXT_TOO_LONG_REASON}": is_long}
+            unusable_rows.note_rows(
+                f"{USER_FEATURES_SOURCE}.{column_name}",
+                bad_mask_by_reason,
+                lambda row: {"user": ids.name_of(row)},
             )
-    return shortened
+    return shortened_columns
 
 
-def _note_values(
-    ids: Ids, name: str, column: Any, inputs: Sequence[InputSpec], unusable: UnusableRows
+def _count_usable_values(
+    ids: Ids,
+    column_name: str,
+    feature_column: Any,
+    input_specs: Sequence[InputSpec],
+    unusable_rows: UnusableRows,
 ) -> list[tuple[InputSpec, int]]:
     """Number of a batch's values that each input of a column can use; unusable ones are noted, missing ones are not.
 
     A row is looked at once, and noted once, however many models take the column.
     """
-    unusable.looked_at(source := f"{USER_ROWS}.{name}", len(ids))
-    values_by_input = {input_spec: read_values(column, input_spec) for input_spec in inputs}
+    unusable_rows.count_checked(source_name := f"{USER_FEATURES_SOURCE}.{column_name}", len(ids))
+    values_by_input = {
+        input_spec: read_feature_values(feature_column, input_spec) for input_spec in input_specs
+    }
     if bad_mask_by_reason := union_of_masks(
-        values.unusable_mask_by_reason for values in values_by_input.values()
+        feature_values.unusable_mask_by_reason for feature_values in values_by_input.values()
     ):
-        unusable.note_rows(source, bad_mask_by_reason, lambda row: {"user": ids.name_of(row)})
+        unusable_rows.note_rows(
+            source_name, bad_mask_by_reason, lambda row: {"user": ids.name_of(row)}
+        )
     return [
-        (input_spec, int(values.usable.sum())) for input_spec, values in values_by_input.items()
+        (input_spec, int(feature_values.usable.sum()))
+        for input_spec, feature_values in values_by_input.items()
     ]
 
 
-def write_vectors(
+def write_vector_files(
     config: NightConfig,
     folder: Path,
     dims: int,
-    hashes_of: Callable[[Ids], NDArray[np.uint64]],
-    unusable: UnusableRows,
+    hash_user_ids: Callable[[Ids], NDArray[np.uint64]],
+    unusable_rows: UnusableRows,
     *,
     erased: ErasedEntities = NO_ERASURES,
 ) -> None:
@@ -185,32 +223,47 @@ def write_vectors(
     sources = config.sources
     path, column = source_file(str(sources.user_vectors), config.path(".")), sources.vector_column
     spec = InputSpec("vector", "feature", "float32", column=column, width=dims)
-    demand_type(feature_schema(path, (column,)).field(column).type, spec, str(path))
-    texts, numbers = pa.string(), pa.list_(pa.float32(), dims)
-    schema = pa.schema([("user", texts), (HASH, pa.uint64()), (VECTOR, numbers)])
-    rows_read = used = 0
-    paths = [path for n in range(config.shards) for path in shard_paths(folder, n, (USER_VECTORS,))]
-    with ShardFiles(paths, schema, ranges=ranges_of_a_shard(config.shards)) as files:
-        for ids, values in read_features(
-            path, sources.user_column, (column,), source=VECTOR_ROWS, unusable=unusable
+    demand_column_type(feature_schema(path, (column,)).field(column).type, spec, str(path))
+    id_type, vector_type = pa.string(), pa.list_(pa.float32(), dims)
+    file_schema = pa.schema(
+        [("user", id_type), (HASH_COLUMN, pa.uint64()), (VECTOR_COLUMN, vector_type)]
+    )
+    rows_read = used_rows = 0
+    shard_file_paths = [
+        path for n in range(config.shards) for path in shard_paths(folder, n, (USER_VECTORS_KIND,))
+    ]
+    with ShardFiles(
+        shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)
+    ) as shard_files:
+        for ids, column_by_name in read_features(
+            path,
+            sources.user_column,
+            (column,),
+            source_name=USER_VECTORS_SOURCE,
+            unusable_rows=unusable_rows,
         ):
             rows_read += len(ids)
-            unusable.looked_at(VECTOR_ROWS, len(ids))
-            vector_values = read_values(values[column], spec)
+            unusable_rows.count_checked(USER_VECTORS_SOURCE, len(ids))
+            vector_values = read_feature_values(column_by_name[column], spec)
             if vector_values.unusable_mask_by_reason:
-                named = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
-                unusable.note_rows(VECTOR_ROWS, vector_values.unusable_mask_by_reason, named)
-            is_kept = vector_values.usable & erased.keeps_users(ids)
-            used += int(is_kept.sum())
-            hashes, rows = hashes_of(ids)[is_kept], pa.array(vector_values.numbers[is_kept].ravel())
-            files.write(
+                describe_row = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
+                unusable_rows.note_rows(
+                    USER_VECTORS_SOURCE, vector_values.unusable_mask_by_reason, describe_row
+                )
+            is_kept = vector_values.usable & erased.kept_users_mask(ids)
+            used_rows += int(is_kept.sum())
+            kept_hashes, flat_vectors = (
+                hash_user_ids(ids)[is_kept],
+                pa.array(vector_values.numbers[is_kept].ravel()),
+            )
+            shard_files.write(
                 pa.table([
-                    ids.texts().filter(pa.array(is_kept)), hashes,
-                    pa.FixedSizeListArray.from_arrays(rows, dims),
-                ], schema=schema),
-                range_of(hashes, config.shards),
+                    ids.texts().filter(pa.array(is_kept)), kept_hashes,
+                    pa.FixedSizeListArray.from_arrays(flat_vectors, dims),
+                ], schema=file_schema),
+                range_of(kept_hashes, config.shards),
             )  # fmt: skip
-    if not used:
+    if not used_rows:
         requirement = f"each is a list of {dims} finite numbers, as the bundle's dimensions"
         raise SourceError(
             f"{path}: column {column!r} has no vector that can be used: "
@@ -223,11 +276,16 @@ def write_vectors(
         )
 
 
-def vectors_of(hashes: NDArray[np.uint64], table: Any) -> NDArray[np.float32]:
+def vectors_of_hashes(sorted_hashes: NDArray[np.uint64], vectors_table: Any) -> NDArray[np.float32]:
     """Return [hashes, dims], the vector of each of the sorted hashes, NaN for a hash without one."""
-    rows, dims = first_rows(hashes, table), table.schema.field(VECTOR).type.list_size
-    vectors = np.full((len(hashes), dims), np.nan, np.float32)
-    has_any = rows >= 0
-    numbers = np.asarray(table.column(VECTOR).combine_chunks().flatten()).reshape(-1, dims)
-    vectors[has_any] = numbers[rows[has_any]]
+    row_of_hash, dims = (
+        first_row_of_hashes(sorted_hashes, vectors_table),
+        vectors_table.schema.field(VECTOR_COLUMN).type.list_size,
+    )
+    vectors = np.full((len(sorted_hashes), dims), np.nan, np.float32)
+    has_vector = row_of_hash >= 0
+    numbers = np.asarray(vectors_table.column(VECTOR_COLUMN).combine_chunks().flatten()).reshape(
+        -1, dims
+    )
+    vectors[has_vector] = numbers[row_of_hash[has_vector]]
     return vectors

@@ -19,7 +19,7 @@ from cache.records import NO_ITEM
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.filters.item_attributes import passing_filters
 from precompute.partitions.catalogue import open_items
-from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_files import (PARTITION_FOLDER)
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sizes import NightShape, Pages
 from precompute.planning.trial import SEARCHED_USERS, Trial, measure_time
@@ -136,7 +136,7 @@ def _sum_page_bytes(pages: Pages, cost_by_page_bytes: Mapping[int, float]) -> in
 
 def _sample_users(trial: Trial) -> SampledVectors:
     work = ShardWork.of(trial.build, trial.bundle, 0, trial.scorers)
-    with scratch_folder(trial.build.root / PARTITION) as scratch:
+    with scratch_folder(trial.build.root / PARTITION_FOLDER) as scratch:
         chunk = work.add_tower_outputs(next(read_users(work, scratch)))
     answered_rows = np.flatnonzero(chunk.is_answered_by_model["user_tower"])[:SEARCHED_USERS]
     return chunk.outputs_by_model["user_tower"][answered_rows], chunk.seen_items.select_rows(

@@ -20,23 +20,15 @@ from cache.process.host import usable_cores
 from cache.process.redis_server import join_or_start_server
 from cache.quality.probe import probe_bytes
 from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, READY_OVERHEAD_BYTES, Entry, LocalKey, LocalTier, entry_size_bytes
-from precompute.adapters.vector_bundle import make_bundle
-from precompute.builds.reports import EMBED_ITEMS
-from precompute.builds.tables import (
-    configured_tables,
-    demand_values,
-    entity_of,
-    facet_layout,
-    layout_of,
-    metric_of,
-    scored_tables,
-)
+from precompute.adapters.vector_bundle import (make_vector_bundle)
+from precompute.builds.reports import (EMBED_ITEMS_REPORT)
+from precompute.builds.tables import (configured_tables, demand_table_values, entity_of, facet_layout, layout_of, metric_of, scored_tables)
 from precompute.bulk.headroom import floor_seconds, time_limit_remark
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, generations_at_peak, parse_time
-from precompute.partitions.catalogue import ITEM_FEATURES
-from precompute.partitions.shard_files import USER_VECTORS
+from precompute.partitions.catalogue import (ITEM_FEATURES_FILE)
+from precompute.partitions.shard_files import (USER_VECTORS_KIND)
 from precompute.planning.capacity import CapacityLimits, judge_capacity
 from precompute.planning.filter_costs import FilterCost, measure_filter_costs
 from precompute.planning.options import PlanParameters
@@ -55,7 +47,7 @@ from precompute.planning.trial import (
 )
 from precompute.reuse.lists import ENTERING_SHARE_MAX
 from precompute.scoring.towers import demand_feature_types
-from precompute.sources.times import MICROSECONDS
+from precompute.sources.times import (MICROSECONDS_PER_SECOND)
 
 ITEMS_CHANGED_SHARES: Final = (0.0, 0.001, 0.01)
 """Shares of changed items for which a plan shows a night, by default."""
@@ -76,7 +68,7 @@ DAY_S = 86_400.0
 
 MIB = 1 << 20
 
-_DAY_US = 86_400 * MICROSECONDS
+_DAY_US = 86_400 * MICROSECONDS_PER_SECOND
 
 EXACT_RANKS_MAX = 10_000
 
@@ -213,7 +205,7 @@ def forecast(
     with TemporaryDirectory(prefix="larder-plan-") as temporary_path:
         folder = Path(temporary_path)
         bundle = _open_bundle(config, folder / "bundle", cutoff_at)
-        demand_values(config, bundle)
+        demand_table_values(config, bundle)
         demand_feature_types(config, bundle)
         config = resize_lists(config, bundle, parameters.k)
         sample = draw_sample(
@@ -291,7 +283,7 @@ def resize_lists(config: NightConfig, bundle: Bundle, list_length: int | None) -
 
 def _open_bundle(config: NightConfig, folder: Path, cutoff_at: datetime | None) -> Bundle:
     if config.sources.item_vectors:
-        return make_bundle(config, folder, interactions_before=cutoff_at)
+        return make_vector_bundle(config, folder, interactions_before=cutoff_at)
     return Bundle.open(config.path(config.bundle))
 
 
@@ -304,7 +296,7 @@ def _shape_night(
     resized_bundle = replace(bundle, dims=dims)
     items_per_user = min(config.history_limit, begin_report["interactions"] / len(trial.sample.ids))
     partition_bytes = sum(path.stat().st_size for path in (root / "work/partition").iterdir())
-    facets = begin_report.get("facets") or trial.build.need(EMBED_ITEMS).get("facets") or {}
+    facets = begin_report.get("facets") or trial.build.need_report(EMBED_ITEMS_REPORT).get("facets") or {}
     list_tables = [
         table for table in tables.values() if table.kind in ("user_topk", "item_similar")
     ]
@@ -337,11 +329,11 @@ def _shape_night(
         interactions=round(user_count * begin_report["interactions"] / len(trial.sample.ids)),
         feature_bytes=_sum_file_bytes(
             path
-            for file_kind in ("features", USER_VECTORS)
+            for file_kind in ("features", USER_VECTORS_KIND)
             for path in root.glob(f"work/partition/*.{file_kind}")
         )
         / len(trial.sample.ids),
-        item_feature_bytes=_sum_file_bytes(root.glob(ITEM_FEATURES)) / item_count,
+        item_feature_bytes=_sum_file_bytes(root.glob(ITEM_FEATURES_FILE)) / item_count,
         work_bytes=round(partition_bytes * user_count / len(trial.sample.ids))
         + probe_bytes(user_count, items_per_user)
         + COPY_BYTES_PER_USER * user_count,
@@ -422,7 +414,7 @@ def find_active_share(sample: Sample, cutoff_at: datetime | None) -> float | Non
     if not (sample.times > 0).any():
         return None
     data_end_us = int(sample.times.max()) + 1
-    end_us = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
+    end_us = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS_PER_SECOND)
     active_owners = sample.owner_indices[sample.times >= end_us - _DAY_US]
     return len(np.unique(active_owners)) / len(sample.ids)
 

@@ -15,17 +15,11 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, Sources
-from precompute.partitions.shard_input import hashes_of
+from precompute.partitions.shard_input import (hash_id_rows)
 from precompute.sources.columns import Ids
 from precompute.sources.files import feature_file, source_file
-from precompute.sources.readers import (
-    NO_LISTS,
-    ColumnsOfLists,
-    Interactions,
-    read_features,
-    read_interactions,
-)
-from precompute.sources.vocabulary import Distinct
+from precompute.sources.readers import (ColumnsOfLists, Interactions, NO_COLUMNS_OF_LISTS, read_features, read_interactions)
+from precompute.sources.vocabulary import (DistinctCounter)
 
 SAMPLE_HASH_SEED = 0x5DEECE66D
 """Independent of every directory seed, so that a shard is no sample."""
@@ -110,7 +104,7 @@ def draw_sample(
     user_share: float,
     *,
     feature_columns: Sequence[str] = (),
-    list_columns: ColumnsOfLists = NO_LISTS,
+    list_columns: ColumnsOfLists = NO_COLUMNS_OF_LISTS,
     cutoff_at: datetime | None = None,
     progress: Progress = quiet,
 ) -> Sample:
@@ -118,7 +112,7 @@ def draw_sample(
 
     `feature_columns` of the user features are those of the models; a user with features alone counts, too.
     """
-    distinct_users, interactions = Distinct(), 0
+    distinct_users, interactions = DistinctCounter(), 0
     for batch in _read_interactions(config, cutoff_at):
         distinct_users.add(batch.users.hashes(SAMPLE_HASH_SEED))
         interactions += len(batch.times)
@@ -132,15 +126,15 @@ def draw_sample(
     if not distinct_users.count:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     sample_size = min(
-        len(distinct_users.smallest),
+        len(distinct_users.smallest_hashes),
         max(SAMPLED_USERS_MIN, round(user_share * distinct_users.count)),
     )
-    hash_max = distinct_users.smallest[sample_size - 1]
+    hash_max = distinct_users.smallest_hashes[sample_size - 1]
     interaction_tables = [
         _INTERACTION_SCHEMA.empty_table()
     ]  # of a night without interactions there are no others
     for batch in _read_interactions(config, cutoff_at):
-        sampled_batch = batch.only(hashes_of(batch.users, SAMPLE_HASH_SEED) <= hash_max)
+        sampled_batch = batch.only(hash_id_rows(batch.users, SAMPLE_HASH_SEED) <= hash_max)
         interaction_tables.append(
             pa.table(
                 {
@@ -193,7 +187,7 @@ def _read_user_features(
     if feature_columns:
         path = feature_file(config, "user", feature_columns[0])
         yield from read_features(
-            path, config.sources.user_column, feature_columns, lists=list_columns
+            path, config.sources.user_column, feature_columns, columns_of_lists=list_columns
         )
 
 
@@ -209,7 +203,7 @@ def _read_sampled_rows(
 ) -> Any:
     sampled_tables = []
     for user_ids, value_by_column in feature_batches:
-        is_sampled = pa.array(hashes_of(user_ids, SAMPLE_HASH_SEED) <= hash_max)
+        is_sampled = pa.array(hash_id_rows(user_ids, SAMPLE_HASH_SEED) <= hash_max)
         sampled_tables.append(
             pa.table({"user": user_ids.texts(), **value_by_column}).filter(is_sampled)
         )

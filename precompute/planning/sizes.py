@@ -7,10 +7,10 @@ from typing import Final
 from cache.format.manifest import EntityKind
 from cache.records import Layout
 from precompute.builds.tables import records_per_page
-from precompute.bundles.index import FLAT_BELOW, IndexKind, list_count
-from precompute.partitions.shard_input import COUNTED_ROWS, SLICE_BYTES, SLICE_ROWS
+from precompute.bundles.index import (FLAT_ITEMS_MAX, IndexKind, inverted_list_count)
+from precompute.partitions.shard_input import (COUNTED_ROWS_AT_ONCE, SLICE_BYTES_MAX, SLICE_ROWS_MAX)
 from precompute.scoring.shard_work import CHUNK_BYTES, CHUNKS_MAX
-from precompute.sources.readers import BATCH_BYTES, BATCH_ROWS
+from precompute.sources.readers import (BATCH_BYTES_MAX, BATCH_ROWS_MAX)
 
 HASH_BYTES = 8
 
@@ -170,8 +170,8 @@ class NightShape:
     def index_bytes(self) -> int:
         """FAISS files, one per metric; `auto` beyond the smallest catalogues as if it became an inverted file."""
         extra_bytes = 0
-        if self.index == "ivf" or (self.index == "auto" and self.items >= FLAT_BELOW):
-            extra_bytes = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * list_count(
+        if self.index == "ivf" or (self.index == "auto" and self.items >= FLAT_ITEMS_MAX):
+            extra_bytes = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * inverted_list_count(
                 self.items
             )
         elif self.index == "hnsw":
@@ -230,7 +230,7 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
     open_model_bytes = 2 * (shape.fp32_bytes + model_bytes)
     peak_bytes_by_step = {
         "train": shape.interactions * TRAINED_INTERACTION_BYTES + id_bytes + 6 * vector_bytes,
-        "begin": open_model_bytes + 3 * _batch_bytes(shape) + 2 * COUNTED_ROWS * COUNTED_ROW_BYTES + id_bytes
+        "begin": open_model_bytes + 3 * _batch_bytes(shape) + 2 * COUNTED_ROWS_AT_ONCE * COUNTED_ROW_BYTES + id_bytes
         + 3 * feature_bytes,
         "embed_items": 2 * model_bytes + feature_bytes,
         "score": 2 * slice_bytes + CHUNKS_BYTES + vector_bytes + (shape.metric_count + 1) * 3 * vector_bytes // 2
@@ -247,7 +247,7 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
 
 def _batch_bytes(shape: NightShape) -> int:
     return max(
-        BATCH_ROWS * GROUPED_ROW_BYTES, min(BATCH_BYTES, round(BATCH_ROWS * shape.feature_bytes))
+        BATCH_ROWS_MAX * GROUPED_ROW_BYTES, min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes))
     )
 
 
@@ -255,6 +255,6 @@ def _slice_bytes(shape: NightShape) -> int:
     """A slice while it is grouped: its rows, and three copies of its features."""
     interactions_per_shard = -(-shape.interactions // shape.shards)
     feature_bytes = round(shape.users / shape.shards * shape.feature_bytes)
-    return min(interactions_per_shard, SLICE_ROWS) * GROUPED_ROW_BYTES + 3 * min(
-        feature_bytes, SLICE_BYTES
+    return min(interactions_per_shard, SLICE_ROWS_MAX) * GROUPED_ROW_BYTES + 3 * min(
+        feature_bytes, SLICE_BYTES_MAX
     )

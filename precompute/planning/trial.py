@@ -19,8 +19,8 @@ from cache.format.redis_keys import Keyspace
 from cache.model.ranking import Metric
 from cache.store.artefacts import generation_path
 from cache.topk.topk import Scorer
-from precompute.builds.build import Build, fetch_items, open_bundle
-from precompute.builds.reports import BEGIN, BeginReport
+from precompute.builds.build import (Build, fetch_catalogue, open_bundle)
+from precompute.builds.reports import (BEGIN_REPORT, BeginReport)
 from precompute.builds.tables import configured_tables, metric_of, records_per_page
 from precompute.bulk.load import total_bytes
 from precompute.bulk.watch import cpu_s
@@ -29,10 +29,10 @@ from precompute.config.devices import OFF, devices
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import scoring_hooks
-from precompute.partitions.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
+from precompute.partitions.catalogue import (ITEM_IDS_FILE, ITEM_OFFSETS_FILE, ITEM_VECTORS_FILE, MODEL_INDEX_FILE, open_items)
 from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import PartitionJob
-from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_files import (PARTITION_FOLDER)
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.cards import CARDS, DEFAULT_CARD
 from precompute.planning.sampling import Sample
@@ -140,12 +140,12 @@ class Trial:
     @property
     def begin_report(self) -> BeginReport:
         """Report of the first step."""
-        return self.build.need(BEGIN)
+        return self.build.need_report(BEGIN_REPORT)
 
     def measure_recorded_share(self) -> float:
         """Share of the sample's users that will have records; to be asked first."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
-        with scratch_folder(self.build.root / PARTITION) as scratch:
+        with scratch_folder(self.build.root / PARTITION_FOLDER) as scratch:
             kept_count = sum(len(chunk.ids) for chunk in read_users(work, scratch))
         return kept_count / max(1, work.counts["entities"])
 
@@ -159,7 +159,7 @@ class Trial:
         items = open_items(self.build.root, self.begin_report)
         PartitionJob(
             NightInput(replace(config, sources=sources), items),
-            self.build.root / PARTITION,
+            self.build.root / PARTITION_FOLDER,
             feature_columns=feature_columns(self.bundle),
             dims=self.bundle.dims,
         ).run(seed=self.begin_report["user_seed"])
@@ -192,12 +192,12 @@ class Trial:
 
     def time_opening(self) -> TimeSpent:
         """Measure the time to open the bundle, as every shard does before it begins."""
-        fetch_items(self.build)
+        fetch_catalogue(self.build)
         return measure_time(lambda: open_bundle(self.build))[0]
 
     def time_sealing(self) -> TimeSpent:
         """Time of the load before its first page: the bundle opened, the items' files described."""
-        files = (IDS, OFFSETS, MODEL_INDEX, VECTORS)
+        files = (ITEM_IDS_FILE, ITEM_OFFSETS_FILE, MODEL_INDEX_FILE, ITEM_VECTORS_FILE)
         return self.time_opening().and_(
             measure_time(lambda: [self.build.describe(file) for file in files])[0]
         )
@@ -205,7 +205,7 @@ class Trial:
     def encode_sample(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """(vectors of the first chunk of users, of all items)."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
-        with scratch_folder(self.build.root / PARTITION) as scratch:
+        with scratch_folder(self.build.root / PARTITION_FOLDER) as scratch:
             chunk = work.add_tower_outputs(next(read_users(work, scratch)))
         user_vectors = chunk.outputs_by_model["user_tower"][
             chunk.is_answered_by_model["user_tower"]

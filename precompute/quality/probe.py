@@ -15,7 +15,7 @@ from cache.quality.probe import (
     write_probe,
 )
 from precompute.builds.build import Build
-from precompute.builds.reports import QUANTIZE, SampleFields, ShardReport, file_entry
+from precompute.builds.reports import (QUANTIZE_REPORT, SampleFields, ShardReport, file_entry)
 from precompute.partitions.shard_input import ShardInput
 
 
@@ -56,4 +56,4 @@ class ProbeTaker:
 
 def probe_facts(build: Build, _reports: Sequence[ShardReport]) -> Mapping[str, Any]:
     """Return the probe's file as a fact of the manifest; None without any users."""
-    return {PROBE_FACT: build.need(QUANTIZE)["probe"]}
+    return {PROBE_FACT: build.need_report(QUANTIZE_REPORT)["probe"]}

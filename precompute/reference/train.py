@@ -21,7 +21,7 @@ from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import held_out, onnx_model
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import hand_over, swap_in
+from precompute.bundles.bundle_store import (hand_over, swap_in_folder)
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.reference.matrix_factorisation import (
@@ -38,17 +38,12 @@ from precompute.reference.matrix_factorisation import (
     train_tables,
     training_shape,
 )
-from precompute.sources.columns import Ids, strings_of
+from precompute.sources.columns import (Ids, to_arrow_strings)
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import source_file, source_files
-from precompute.sources.plausibility import (
-    chosen_cut_in_words,
-    demand_least,
-    demand_several_items,
-    demand_times,
-)
+from precompute.sources.plausibility import (chosen_cut_in_words, demand_enough_ids, demand_several_items, demand_times)
 from precompute.sources.readers import feature_schema, read_features, read_interactions
-from precompute.sources.vocabulary import HashedIds, NumberedIds, Vocabulary, as_strings
+from precompute.sources.vocabulary import (HashedIds, NumberedIds, Vocabulary, to_string_chunks)
 
 HISTORY_MAX = 1024
 
@@ -127,7 +122,7 @@ def train_reference(
     demand_times(config.sources, source_paths, data_until)
     erased = ErasedEntities.of(all_erasures(config.store()))
     interaction_batches = read_interactions(
-        config.sources, Path(config.base), cutoff_at=cutoff_at, files=source_paths
+        config.sources, Path(config.base), cutoff_at=cutoff_at, interaction_files=source_paths
     )
     for batch in map(erased.leave_out, interaction_batches):
         user_ids.add(batch.users)
@@ -144,7 +139,7 @@ def train_reference(
         raise ConfigError(chosen_cut_in_words(data_until))
     user_rows, user_count = user_ids.codes()
     item_rows, item_ids = numbered_item_ids.codes(), numbered_item_ids.names
-    demand_least(user_count, len(item_ids))
+    demand_enough_ids(user_count, len(item_ids))
     categories = _read_categories(config, item_ids)
     if categories is None:
         demand_several_items(user_rows, user_count, item_rows, len(item_ids))
@@ -162,7 +157,7 @@ def train_reference(
             shape=None if reference_config.choose else SpectralShape(), progress=progress,
         )  # fmt: skip
         hand_over(config.store(), bundle)
-        swap_in(staging_folder, bundle_folder)
+        swap_in_folder(staging_folder, bundle_folder)
     finally:
         shutil.rmtree(staging_folder, ignore_errors=True)
     progress("train", 1, 1)
@@ -186,7 +181,7 @@ def _read_categories(config: NightConfig, item_ids: Any) -> Any:
     path = source_file(sources.item_features, config.path("."))
     if category_column not in feature_schema(path).names:
         return None
-    vocabulary = Vocabulary.of(as_strings(pa.chunked_array([item_ids])))
+    vocabulary = Vocabulary.of(to_string_chunks(pa.chunked_array([item_ids])))
     assert vocabulary is not None  # noqa: S101 - each id was numbered once
     category_names, item_row_parts = NumberedIds(), [np.empty(0, np.int64)]
     for item_ids_of_batch, columns in read_features(path, sources.item_column, (category_column,)):
@@ -416,7 +411,7 @@ class HoldoutCut:
             (len(self.input_histories), self.data.items),
         )
         history_rows, item_vectors = history_rows_and_vectors
-        return held_out.recalls(
+        return held_out.recall_by_user(
             histories @ history_rows,
             item_vectors,
             self.input_histories,
@@ -601,7 +596,7 @@ def compute_affinities(
     """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
     directions = unit_rows(vectors)
     if categories is not None:
-        coded_categories = pc.dictionary_encode(strings_of(categories))
+        coded_categories = pc.dictionary_encode(to_arrow_strings(categories))
         category_names, name_indexes = np.unique(
             coded_categories.dictionary.to_numpy(zero_copy_only=False).astype(str),
             return_inverse=True,

@@ -99,7 +99,7 @@ def _bundle_left_in_words(
     config: NightConfig, history: Sequence[Release], pointer: Pointer
 ) -> list[str]:
     """Say that the next night uses the model that was left, if it does; empty where this cannot be told."""
-    from precompute.bundles.bundle_store import digest_of_chosen  # pyarrow waits for the move
+    from precompute.bundles.bundle_store import chosen_bundle_digest  # pyarrow waits for the move
 
     left_id = fold_releases(
         [release for release in history if release.epoch < pointer.epoch]
@@ -109,7 +109,7 @@ def _bundle_left_in_words(
         left, now = read_manifest(store, str(left_id)), read_manifest(store, now_id)
         if (
             now.bundle_digest == left.bundle_digest
-            or digest_of_chosen(config) != left.bundle_digest
+            or chosen_bundle_digest(config) != left.bundle_digest
         ):
             return []
     except (LarderError, OSError):  # readers have moved: a remark must not undo the report

@@ -21,15 +21,7 @@ from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build, settings_digest
-from precompute.builds.reports import (
-    BEGIN,
-    NO_BASE,
-    BeginReport,
-    EmbedItemsReport,
-    ReportName,
-    ReportT,
-    shard_report,
-)
+from precompute.builds.reports import (BEGIN_REPORT, BeginReport, EmbedItemsReport, NO_BASE_ENTRY, ReportName, ReportT, shard_report_name)
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.partitions.digests import Digests
@@ -87,7 +79,7 @@ class BaseGeneration:
     @classmethod
     def open(cls, config: NightConfig, begin_report: BeginReport) -> Self | None:
         """Open the base that `begin` chose, by its report; None if it chose none, or the base can no longer be used."""
-        base_entry = begin_report.get("base") or NO_BASE
+        base_entry = begin_report.get("base") or NO_BASE_ENTRY
         generation = base_entry["generation"]
         generation_parts = None if generation is None else _read_generation(config, generation)
         if generation_parts is None:
@@ -199,7 +191,7 @@ def _read_generation(
     """A generation's build, report and manifest; None where one of them is gone, damaged or of another Larder."""
     build = Build(config, config.store(), generation)
     try:
-        begin_report = build.read_report(BEGIN)
+        begin_report = build.read_report(BEGIN_REPORT)
         manifest_bytes = build.store.read(generation_path(generation, "manifest.json"))
         if begin_report is None or manifest_bytes is None:
             return None
@@ -229,7 +221,7 @@ class BaseShard:
         cls, base: BaseGeneration, shard: int, tables: Mapping[str, Table], computed_by: str
     ) -> Self:
         """Open the base's shard and verify every file."""
-        report_name = shard_report(shard)
+        report_name = shard_report_name(shard)
         report = base.report(report_name)
         if report is None or report.get("computed_by") != computed_by:
             raise CannotCopy(OTHER_PROGRAMS_REASON)

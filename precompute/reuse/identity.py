@@ -9,10 +9,10 @@ import numpy as np
 
 from cache.format.directory import map_file
 from precompute.builds.build import Build, open_bundle
-from precompute.builds.reports import BEGIN, EMBED_ITEMS, NO_BASE, shard_report
+from precompute.builds.reports import (BEGIN_REPORT, EMBED_ITEMS_REPORT, NO_BASE_ENTRY, shard_report_name)
 from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_files import (PARTITION_FOLDER)
 from precompute.partitions.shard_input import scratch_folder
 from precompute.scoring.copies import INPUTS_REASON, reasons_path
 from precompute.scoring.items import ItemWork
@@ -31,7 +31,7 @@ ITEM_SAMPLE_SIZE: Final = 256
 def identity(candidate: Candidate) -> Measurement:
     """A random sample of the copied records has the bytes that computing them in full gives."""
     build = candidate.build
-    if build is None or (build.need(BEGIN).get("base") or NO_BASE)["generation"] is None:
+    if build is None or (build.need_report(BEGIN_REPORT).get("base") or NO_BASE_ENTRY)["generation"] is None:
         return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
@@ -40,7 +40,7 @@ def identity(candidate: Candidate) -> Measurement:
     wrong_count, compared_count, note, skipped_shards = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU that is not here, gives a model's outputs other last bits.
-        if build.need(shard_report(shard))["computed_by"] != computed_by(scorers.at(shard).device):
+        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(scorers.at(shard).device):
             skipped_shards.append(shard)
             continue
         user_work = ShardWork.of(build, bundle, shard, scorers)
@@ -76,7 +76,7 @@ def _compare_users(
 ) -> Iterator[tuple[str, str, bool]]:
     """(table, user, whether the bytes are the same) for some whose records were copied, or some of them."""
     build: Build = work.build
-    if build.need(shard_report(work.number))["users"]["reasons"] is None:
+    if build.need_report(shard_report_name(work.number))["users"]["reasons"] is None:
         return
     copied_rows = np.flatnonzero(
         map_file(build.fetch(reasons_path(work.number)), "u1") != INPUTS_REASON
@@ -88,9 +88,9 @@ def _compare_users(
     directory = candidate.evidence.directories["user"]
     first_position = sum(map(len, directory.hash_parts[: work.number]))
     hashes = np.asarray(directory.hash_parts[work.number])[copied_rows]
-    with scratch_folder(build.root / PARTITION) as scratch:
+    with scratch_folder(build.root / PARTITION_FOLDER) as scratch:
         recomputed_records_by_user_hash = recompute_users(work, hashes, scratch)
-    is_alike_by_model = build.need(EMBED_ITEMS)[
+    is_alike_by_model = build.need_report(EMBED_ITEMS_REPORT)[
         "regrouped"
     ]  # outputs of other models are not copied
     for table_name, table in work.tables.items():
@@ -112,11 +112,11 @@ def _compare_items(
     candidate: Candidate, work: ItemWork, shard: int, sample_size: int
 ) -> Iterator[tuple[str, str, bool]]:
     """(table, item, whether the bytes are the same) for some of the shard's items."""
-    bounds = work.build.need(BEGIN)["bounds"]
+    bounds = work.build.need_report(BEGIN_REPORT)["bounds"]
     ordinals = np.arange(bounds[shard], bounds[shard + 1])
     rng = _seeded_rng(candidate, shard, len(ordinals), sample_size)
     ordinals = np.sort(rng.choice(ordinals, min(sample_size, len(ordinals)), replace=False))
-    is_alike_by_model = work.build.need(EMBED_ITEMS)["regrouped"]
+    is_alike_by_model = work.build.need_report(EMBED_ITEMS_REPORT)["regrouped"]
     for table_name, table in work.tables.items():
         if table.kind == "value" and not is_alike_by_model.get(str(table.value)):
             continue

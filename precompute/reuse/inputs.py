@@ -10,29 +10,18 @@ from numpy.typing import NDArray
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
-from precompute.partitions.catalogue import item_texts
+from precompute.partitions.catalogue import (item_id_texts)
 from precompute.partitions.night_input import EventFields, NightInput
-from precompute.partitions.partition import (
-    POPULARITY,
-    UNKNOWN_ITEMS,
-    UNKNOWN_ITEMS_SEED,
-    EarlierPartition,
-    partition_files,
-)
-from precompute.partitions.shard_files import (
-    PARTITION,
-    POSITION,
-    read_batches,
-    shard_paths,
-)
-from precompute.partitions.user_tables import USER_ROWS, VECTOR_ROWS
+from precompute.partitions.partition import (EarlierPartition, POPULARITY_FILE, UNKNOWN_ITEMS_FILE, UNKNOWN_ITEMS_SEED, partition_file_paths)
+from precompute.partitions.shard_files import (PARTITION_FOLDER, POSITION_COLUMN, read_batches, shard_paths)
+from precompute.partitions.user_tables import (USER_FEATURES_SOURCE, USER_VECTORS_SOURCE)
 from precompute.reuse.base import BaseGeneration, CannotCopy
 from precompute.reuse.items import find_new_ordinals, invert_ordinals
 from precompute.sources.columns import text_hashes
 from precompute.sources.files import InputEntry
 from precompute.sources.plausibility import RowCounts
-from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
-from precompute.sources.unusable import UNKNOWN_NAMED
+from precompute.sources.readers import (EVENT_INTERACTIONS_SOURCE, INTERACTIONS_SOURCE)
+from precompute.sources.unusable import (UNKNOWN_ITEMS_NAMED_FIELD)
 
 ERASED_REASON: Final = "other erasures than the base left out"
 LATE_REASON: Final = "the base left out interactions from after its cut"
@@ -117,10 +106,10 @@ def _reuse_partition(
     base: BaseGeneration, config: NightConfig, items: ItemTable, file_count: int, event_count: int
 ) -> EarlierPartition:
     begin_report, base_items = base.begin_report, base.items
-    for source_name in partition_files(begin_report.get("user_vectors", False), config.shards):
+    for source_name in partition_file_paths(begin_report.get("user_vectors", False), config.shards):
         base.fetch_noted(source_name)
     new_ordinals = find_new_ordinals(items, base_items)
-    unknown_hashes = map_file(base.build.root / UNKNOWN_ITEMS, "<u8")
+    unknown_hashes = map_file(base.build.root / UNKNOWN_ITEMS_FILE, "<u8")
     is_new = invert_ordinals(new_ordinals, items.count) < 0
     if is_new.any() and np.isin(_item_hashes(items, is_new), unknown_hashes).any():
         raise CannotCopy(BACK_REASON)
@@ -133,24 +122,24 @@ def _reuse_partition(
     is_same_order = len(new_ordinals) == items.count and bool(
         (new_ordinals == np.arange(len(new_ordinals))).all()
     )
-    user_sources = (INTERACTIONS, USER_ROWS, VECTOR_ROWS)
+    user_sources = (INTERACTIONS_SOURCE, USER_FEATURES_SOURCE, USER_VECTORS_SOURCE)
     return EarlierPartition(
-        folder=base.build.root / PARTITION,
+        folder=base.build.root / PARTITION_FOLDER,
         seed=begin_report["user_seed"],
         files=file_count,
         event_files=event_count,
         new_ordinals=None if is_same_order else new_ordinals,
         lost_item_hashes=_item_hashes(base_items, new_ordinals < 0),
-        popularity=map_file(base.build.root / POPULARITY, "<i8"),
+        popularity=map_file(base.build.root / POPULARITY_FILE, "<i8"),
         unknown=unknown_hashes,
         interactions=begin_report["interactions"],
         unknown_items=begin_report["unknown_items"],
         row_counts=RowCounts.of_report(begin_report["rows"]),
-        unknown_examples=tuple(begin_report.get(UNKNOWN_NAMED, ())),
+        unknown_examples=tuple(begin_report.get(UNKNOWN_ITEMS_NAMED_FIELD, ())),
         unusable={
             source_name: source_report
             for source_name, source_report in begin_report["unusable"].items()
-            if source_name == EVENT_ROWS or source_name.partition(".")[0] in user_sources
+            if source_name == EVENT_INTERACTIONS_SOURCE or source_name.partition(".")[0] in user_sources
         },
     )
 
@@ -158,9 +147,9 @@ def _reuse_partition(
 def _named_by_events(base: BaseGeneration, shard_count: int, item_mask: NDArray[np.bool_]) -> bool:
     """True if an event names one of these items: a night that reads all has neither its row nor a user of it alone."""
     for shard in range(shard_count):
-        (path,) = shard_paths(base.build.root / PARTITION, shard, ("rows",))
-        for batch in read_batches(path, fields=(1, 3)):
-            ordinals = np.asarray(batch.column("ordinal"))[np.asarray(batch.column(POSITION)) > 0]
+        (path,) = shard_paths(base.build.root / PARTITION_FOLDER, shard, ("rows",))
+        for batch in read_batches(path, column_indexes=(1, 3)):
+            ordinals = np.asarray(batch.column("ordinal"))[np.asarray(batch.column(POSITION_COLUMN)) > 0]
             if item_mask[ordinals[ordinals >= 0]].any():
                 return True
     return False
@@ -170,7 +159,7 @@ def _item_hashes(items: ItemTable, item_mask: NDArray[np.bool_]) -> NDArray[np.u
     """Hashes, as a partition keeps those of unknown items, of the ids of some items."""
     if not item_mask.any():
         return np.empty(0, np.uint64)
-    return text_hashes(item_texts(items), UNKNOWN_ITEMS_SEED)[item_mask]
+    return text_hashes(item_id_texts(items), UNKNOWN_ITEMS_SEED)[item_mask]
 
 
 def _is_later(cutoff_at: datetime | None, base_cut: str | None) -> bool:

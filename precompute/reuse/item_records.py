@@ -9,9 +9,9 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
-from precompute.builds.reports import BEGIN, EMBED_ITEMS, shard_report
+from precompute.builds.reports import (BEGIN_REPORT, EMBED_ITEMS_REPORT, shard_report_name)
 from precompute.builds.tables import metric_of
-from precompute.partitions.digests import digests_file
+from precompute.partitions.digests import (item_digests_path)
 from precompute.reuse.base import (
     OTHER_PROGRAMS_REASON,
     BaseGeneration,
@@ -34,12 +34,12 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
     """Return the base's records for one shard of items that may be copied."""
     build, bundle, shard = scope.build, scope.bundle, scope.number
     tables, items = scope.tables, scope.items
-    embed_report = build.need(EMBED_ITEMS)
+    embed_report = build.need_report(EMBED_ITEMS_REPORT)
     base.demand_changes(embed_report)
-    base_report = base.report(shard_report(shard))
+    base_report = base.report(shard_report_name(shard))
     if base_report is None or base_report.get("computed_by") != computed_by(scope.device):
         raise CannotCopy(OTHER_PROGRAMS_REASON)
-    changes, bounds = ItemChanges.open(build), build.need(BEGIN)["bounds"]
+    changes, bounds = ItemChanges.open(build), build.need_report(BEGIN_REPORT)["bounds"]
     base_ordinals = invert_ordinals(changes.new_ordinals, items.count)
     shard_ordinals = np.arange(bounds[shard], bounds[shard + 1])
     first_base_ordinal, end_base_ordinal = base.begin_report["bounds"][shard : shard + 2]
@@ -61,7 +61,7 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
             model = bundle.values[str(table.value)]
             if not embed_report["regrouped"].get(model.name):
                 continue
-            digests = map_file(build.fetch(digests_file(model.name)), "<u8")
+            digests = map_file(build.fetch(item_digests_path(model.name)), "<u8")
             may_copy = find_same_inputs(base, model, digests, base_ordinals)[shard_ordinals]
         else:
             may_copy = ~changes.is_changed[shard_ordinals]

@@ -11,10 +11,10 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.store.artefacts import write_atomically
 from precompute.builds.build import Build
-from precompute.builds.reports import EMBED_ITEMS
+from precompute.builds.reports import (EMBED_ITEMS_REPORT)
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.partitions.catalogue import item_texts, ordinals_of_texts
-from precompute.partitions.digests import Digests, digests_file
+from precompute.partitions.catalogue import (item_id_texts, ordinals_of_texts)
+from precompute.partitions.digests import (Digests, item_digests_path)
 from precompute.reuse.base import OTHER_PROGRAMS_REASON, BaseGeneration, CannotCopy
 from precompute.scoring.copies import CopiedVectors
 from precompute.scoring.programs import computed_by
@@ -29,7 +29,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 def find_new_ordinals(items: ItemTable, base_items: ItemTable) -> NDArray[np.int64]:
     """Return the current ordinals of earlier items, -1 for a removed one; int64 [earlier items]."""
-    return ordinals_of_texts(items, item_texts(base_items))
+    return ordinals_of_texts(items, item_id_texts(base_items))
 
 
 def invert_ordinals(new_ordinals: NDArray[np.int64], item_count: int) -> NDArray[np.int64]:
@@ -49,7 +49,7 @@ def find_same_inputs(
     """
     if not base.has_model(model):
         return np.zeros(len(base_ordinals), np.bool_)
-    base_digests = map_file(base.fetch_noted(digests_file(model.name)), "<u8")
+    base_digests = map_file(base.fetch_noted(item_digests_path(model.name)), "<u8")
     is_same_input: NDArray[np.bool_] = base_ordinals >= 0
     kept_rows = np.flatnonzero(is_same_input)
     is_same_input[kept_rows] = base_digests[base_ordinals[kept_rows]] == digests[kept_rows]
@@ -62,11 +62,11 @@ def open_copied_vectors(
     """Return the vectors that can be copied from the base; `root` has this night's digests."""
     model = bundle.item_tower
     base.demand_dims(bundle.dims)
-    base_report = base.report(EMBED_ITEMS)
+    base_report = base.report(EMBED_ITEMS_REPORT)
     if base_report is None or base_report.get("computed_by") != computed_by(device):
         raise CannotCopy(OTHER_PROGRAMS_REASON)
     base_ordinals = invert_ordinals(find_new_ordinals(items, base.items), items.count)
-    digests = map_file(root / digests_file(model.name), "<u8")
+    digests = map_file(root / item_digests_path(model.name), "<u8")
     base_ordinals[~find_same_inputs(base, model, digests, base_ordinals)] = -1
     if not (base_ordinals >= 0).any():
         raise CannotCopy("no item has the same input")

@@ -8,7 +8,7 @@ from typing import Final, Self, TypeVar
 from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN, PriorEntry
+from precompute.builds.reports import BEGIN_REPORT, PriorEntry
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions.night_input import NightInput
@@ -47,7 +47,7 @@ class PriorIndex:
     @classmethod
     def open(cls, build: Build) -> Self:
         """Open the base that `begin` chose."""
-        return cls(BaseGeneration.open(build.config, build.need(BEGIN)))
+        return cls(BaseGeneration.open(build.config, build.need_report(BEGIN_REPORT)))
 
     @property
     def generation(self) -> str | None:

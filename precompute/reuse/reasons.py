@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from precompute.builds.reports import NO_BASE, BaseEntry, BeginReport, ShardReport
+from precompute.builds.reports import NO_BASE_ENTRY, BaseEntry, BeginReport, ShardReport
 from precompute.config.settings import NightConfig
 from precompute.reuse.reuse_fact import users_by_reason
 
@@ -43,7 +43,7 @@ def base_in_words(base_entry: BaseEntry) -> str:
 
 def base_remark(begin_report: BeginReport, _config: NightConfig) -> str:
     """Return a line on the base, after a line break."""
-    return f"\n{base_in_words(begin_report.get('base') or NO_BASE)}"
+    return f"\n{base_in_words(begin_report.get('base') or NO_BASE_ENTRY)}"
 
 
 def users_remark(reports: Sequence[ShardReport]) -> str:

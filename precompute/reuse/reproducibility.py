@@ -9,15 +9,8 @@ from cache.format.item_table import ItemTable
 from cache.model.tower import Inputs, row_count_of, select_input_rows
 from precompute.builds.build import Build, fetch_partition
 from precompute.bundles.bundle import Bundle
-from precompute.partitions.shard_files import (
-    HASH,
-    PARTITION,
-    kinds_in,
-    naming,
-    read_batches,
-    shard_paths,
-)
-from precompute.partitions.shard_input import ShardInput, read_shard, scratch_folder, users_alone
+from precompute.partitions.shard_files import (HASH_COLUMN, PARTITION_FOLDER, file_kinds_in, read_batches, shard_paths, user_naming_kinds)
+from precompute.partitions.shard_input import (ShardInput, read_shard, scratch_folder, write_selected_users)
 from precompute.reuse.base import BaseGeneration
 from precompute.scoring.items import item_inputs, open_item_features
 from precompute.scoring.towers import (
@@ -98,14 +91,14 @@ def find_regrouped_alike(
 def _read_sample_users(build: Build) -> ShardInput:
     """Return some users of the first shard, those that its files name first."""
     fetch_partition(build, 0)
-    folder, shard = build.root / PARTITION, 0
+    folder, shard = build.root / PARTITION_FOLDER, 0
     with scratch_folder(folder) as scratch:
         hash_arrays = [np.empty(0, np.uint64)]
-        for path in shard_paths(folder, shard, naming(kinds_in(folder, shard))):
-            for batch in read_batches(path, fields=[0, 1]):
-                hash_arrays.append(np.asarray(batch.column(HASH))[:REGROUPED_ROWS])
+        for path in shard_paths(folder, shard, user_naming_kinds(file_kinds_in(folder, shard))):
+            for batch in read_batches(path, column_indexes=[0, 1]):
+                hash_arrays.append(np.asarray(batch.column(HASH_COLUMN))[:REGROUPED_ROWS])
                 break
-        sample_folder = users_alone(folder, shard, np.unique(np.concatenate(hash_arrays)), scratch)
+        sample_folder = write_selected_users(folder, shard, np.unique(np.concatenate(hash_arrays)), scratch)
         return read_shard(
             sample_folder,
             shard,

@@ -12,12 +12,12 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.records import Layout
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN, EMBED_ITEMS
+from precompute.builds.reports import (BEGIN_REPORT, EMBED_ITEMS_REPORT)
 from precompute.builds.tables import metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 from precompute.partitions.digests import Digests
-from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
+from precompute.partitions.shard_files import (HASH_COLUMN, TOUCHED_KIND, read_stream)
 from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import BaseGeneration, BaseShard, CannotCopy
 from precompute.reuse.items import ItemChanges
@@ -82,7 +82,7 @@ class ShardReuse:
     def open(cls, base: BaseGeneration, scope: ShardScope) -> Self:
         """Open the base's shard of users for comparison with this night's."""
         build, bundle, shard, tables = scope.build, scope.bundle, scope.number, scope.tables
-        begin_report = build.need(BEGIN)
+        begin_report = build.need_report(BEGIN_REPORT)
         if base.begin_report["user_seed"] != begin_report["user_seed"]:
             raise CannotCopy("its hashes are of other users")
         if base.begin_report[FEATURE_ONLY_USERS_FACT] != begin_report[FEATURE_ONLY_USERS_FACT]:
@@ -103,9 +103,9 @@ class ShardReuse:
         list_tables = {
             table_name: table for table_name, table in tables.items() if table.kind == "user_topk"
         }
-        changes = ItemChanges.open(build) if base.has_changes(build.need(EMBED_ITEMS)) else None
+        changes = ItemChanges.open(build) if base.has_changes(build.need_report(EMBED_ITEMS_REPORT)) else None
         if base_shard.published is not None or list_tables.keys() & base_table_by_name.keys():
-            base.demand_changes(build.need(EMBED_ITEMS))
+            base.demand_changes(build.need_report(EMBED_ITEMS_REPORT))
         has_broken_list, list_rules = ~base_shard.has_all_tables, dict[str, ListRule]()
         if changes is not None and list_tables.keys() <= base_table_by_name.keys():
             allowed_by_table = scope.allowed_items(build)
@@ -255,7 +255,7 @@ def _find_fitting_tables(
     build: Build, base: BaseGeneration, bundle: Bundle, tables: Mapping[str, TableConfig]
 ) -> list[str]:
     """Return the tables whose records may be copied: lists of the same bundle, all others of the same model."""
-    embed_report = build.need(EMBED_ITEMS)
+    embed_report = build.need_report(EMBED_ITEMS_REPORT)
     is_alike_by_model = embed_report["regrouped"]
     has_same_vocabulary = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest
     is_fitting_by_model = {
@@ -279,8 +279,8 @@ def _find_touched_hashes(build: Build, shard: int, broken_hashes: Digests) -> Di
 
     None if the inputs of all users have to be read.
     """
-    begin_report = build.need(BEGIN)
+    begin_report = build.need_report(BEGIN_REPORT)
     if not begin_report["base"]["took_over"] or begin_report.get("user_vectors"):
         return None
-    path = build.fetch(f"work/partition/{shard:04d}.{TOUCHED}")
-    return np.union1d(np.asarray(read_stream(path).column(HASH)), broken_hashes)
+    path = build.fetch(f"work/partition/{shard:04d}.{TOUCHED_KIND}")
+    return np.union1d(np.asarray(read_stream(path).column(HASH_COLUMN)), broken_hashes)

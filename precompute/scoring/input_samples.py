@@ -15,12 +15,12 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories, Inputs, Tower, row_count_of
 from precompute.builds.build import Build, fetch_model, fetch_partition
 from precompute.builds.reports import SampleFields
-from precompute.bundles.agreement import agreement, select_rows
+from precompute.bundles.agreement import (measure_agreement, select_input_rows)
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import exact_neighbours
 from precompute.bundles.quantize import quantize_tower
 from precompute.partitions.catalogue import ItemFeatures
-from precompute.partitions.shard_files import PARTITION, read_batches, shard_paths
+from precompute.partitions.shard_files import (PARTITION_FOLDER, read_batches, shard_paths)
 from precompute.partitions.shard_input import (
     ShardInput,
     read_shard,
@@ -107,8 +107,8 @@ def _id_examples_in_words(build: Build, model: BundleModel) -> str:
     examples_by_kind = {"ids": list[str](), "features": list[str]()}
     for shard in range(build.config.shards):
         for file_kind, examples in examples_by_kind.items():
-            (path,) = shard_paths(build.root / PARTITION, shard, (file_kind,))
-            for batch in read_batches(path, fields=[0]):
+            (path,) = shard_paths(build.root / PARTITION_FOLDER, shard, (file_kind,))
+            for batch in read_batches(path, column_indexes=[0]):
                 examples += batch.column("user")[:NAMED_USERS].to_pylist()
     if not all(examples_by_kind.values()):
         return ""
@@ -164,13 +164,13 @@ def read_users_with_vectors(build: Build) -> ShardInput:
 
 def _read_slices(build: Build) -> Iterator[ShardInput]:
     """Yield all users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
-    config, folder = build.config, build.root / PARTITION
+    config, folder = build.config, build.root / PARTITION_FOLDER
     for shard in range(config.shards):
         fetch_partition(build, shard)
         yielded_count = 0
         for slice_limit in (FIRST_SLICE_COUNT, None):
             with scratch_folder(folder) as scratch:
-                slices = slice_shard(folder, shard, config.shards, scratch, first=slice_limit)
+                slices = slice_shard(folder, shard, config.shards, scratch, first_slices_max=slice_limit)
                 for slice_number in slices.numbers[yielded_count:]:
                     yield read_shard(
                         slices.folder,
@@ -258,13 +258,13 @@ def quantize_models(
             )
             continue
         ranks_items = model.name == bundle.user_tower.name
-        agreement_facts = agreement(
+        agreement_facts = measure_agreement(
             Tower.open(fp32_path, model.spec),
             Tower.open(int8_path, model.spec),
             inputs,
             np.asarray(items.vectors) if ranks_items else None,
             metric=bundle.metric,
-            excluded=exclusions if ranks_items else None,
+            excluded_ordinals=exclusions if ranks_items else None,
         )
         live_model_by_name[model.name] = LiveModel(
             True,
@@ -329,6 +329,6 @@ def _select_finite(
         )
     if len(finite_rows) == row_count_of(inputs):
         return inputs, exclusions
-    return select_rows(inputs, finite_rows), None if exclusions is None else exclusions.select_rows(
+    return select_input_rows(inputs, finite_rows), None if exclusions is None else exclusions.select_rows(
         finite_rows
     )

@@ -15,23 +15,17 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.model.tower import AnyTower, Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
-from precompute.builds.build import Build, cut_of
-from precompute.builds.reports import BEGIN, ItemScores
+from precompute.builds.build import (Build, data_until_of)
+from precompute.builds.reports import (BEGIN_REPORT, ItemScores)
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import device_of
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
-from precompute.partitions.catalogue import (
-    ITEM_FEATURES,
-    VECTORS,
-    ItemFeatures,
-    open_items,
-    write_item_features,
-)
+from precompute.partitions.catalogue import (ITEM_FEATURES_FILE, ITEM_VECTORS_FILE, ItemFeatures, open_items, write_item_features)
 from precompute.partitions.digests import write_item_digests
-from precompute.partitions.marks import are_marked, marks_file
+from precompute.partitions.marks import (marked_mask, marks_file_path)
 from precompute.scoring.copies import CopiedVectors, ItemCopies, Prior, ShardScope
 from precompute.scoring.pages import (
     Answers,
@@ -43,7 +37,7 @@ from precompute.scoring.pages import (
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind_inputs, run_named
 from precompute.sources.features import EntityValues
-from precompute.sources.unusable import NOT_FINITE, UNFIT, UnusableRows
+from precompute.sources.unusable import (NOT_FINITE_REASON, PRECISION_REASON, UnusableRows)
 
 ITEMS_AT_ONCE = 16_384
 """Items scored at once: enough for the matrix product, bounded in memory."""
@@ -70,8 +64,8 @@ def lay_out_items(
         config,
         bundle,
         root,
-        erased=erased,
-        values=values_by_item,
+        erased_raw_ids=erased,
+        event_values=values_by_item,
         event_item_ids=event_item_ids,
         unusable=unusable,
     )
@@ -81,38 +75,38 @@ def lay_out_items(
         bundle,
         items,
         root,
-        values=values_by_item,
+        event_values=values_by_item,
         event_item_ids=event_item_ids,
         unusable=unusable,
     )
     write_item_digests(bundle, items, root)
     is_nonfinite = _find_nonfinite(config, bundle, items, root, prior)
     source_name = f"outputs of {bundle.item_tower.name}"
-    unusable.looked_at(source_name, items.count)
+    unusable.count_checked(source_name, items.count)
     if is_nonfinite.any():
         is_set_by_events = np.zeros(items.count, np.bool_)
         ordinals = items.ordinals_of(list(values_by_item))
         is_set_by_events[ordinals[ordinals >= 0]] = True
         unusable.note_rows(
             source_name,
-            {NOT_FINITE: is_nonfinite},
+            {NOT_FINITE_REASON: is_nonfinite},
             lambda row: {"item": items.id_of(row)},
             is_set_by_events,
         )
         unusable.demand_some(source_name, f"the {source_name}")
-        left_out_ids = catalogue.item_texts(items).filter(pa.array(is_nonfinite))
+        left_out_ids = catalogue.item_id_texts(items).filter(pa.array(is_nonfinite))
         catalogue_fields = catalogue.write_catalogue(
             config,
             bundle,
             root,
-            erased=erased,
-            left_out=left_out_ids,
-            values=values_by_item,
+            erased_raw_ids=erased,
+            left_out_ids=left_out_ids,
+            event_values=values_by_item,
             event_item_ids=event_item_ids,
         )
         items = catalogue.open_items(root, catalogue_fields)
         columns_file = write_item_features(
-            config, bundle, items, root, values=values_by_item, event_item_ids=event_item_ids
+            config, bundle, items, root, event_values=values_by_item, event_item_ids=event_item_ids
         )
         write_item_digests(bundle, items, root)
     return catalogue_fields, columns_file
@@ -124,7 +118,7 @@ def _find_nonfinite(
     model, threads = bundle.item_tower, config.threads or usable_cores()
     kept_vectors = prior.item_vectors(bundle, items, root, device_of(config.device, 0))
     tower = Tower.open(model.path, model.spec, threads=threads)
-    features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
+    features = ItemFeatures.open(root / catalogue.ITEM_FEATURES_FILE, model.spec, items.count)
     nonfinite_masks = [
         ~find_finite_rows(vectors)
         for vectors in embed_catalogue(tower, items, features, kept_vectors)
@@ -172,7 +166,7 @@ def item_inputs(
 
 def open_item_features(build: Build, spec: TowerSpec, item_count: int) -> ItemFeatures:
     """Feature inputs of all items as `begin` pinned them."""
-    features_path = build.fetch(ITEM_FEATURES) if spec.features else build.root / ITEM_FEATURES
+    features_path = build.fetch(ITEM_FEATURES_FILE) if spec.features else build.root / ITEM_FEATURES_FILE
     return ItemFeatures.open(features_path, spec, item_count)
 
 
@@ -199,8 +193,8 @@ class ItemWork:
 
     @classmethod
     def of(cls, build: Build, bundle: Bundle, shard: int, scorers: Scorers) -> Self:
-        build.fetch(VECTORS)
-        items = open_items(build.root, build.need(BEGIN), dims=bundle.dims)
+        build.fetch(ITEM_VECTORS_FILE)
+        items = open_items(build.root, build.need_report(BEGIN_REPORT), dims=bundle.dims)
         tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.at(shard)
         models = {
             table_name: bundle.values[str(table.value)]
@@ -240,14 +234,14 @@ class ItemWork:
             has_answer = is_usable & is_finite
             self._note(
                 f"outputs of {model.name}",
-                NOT_FINITE,
+                NOT_FINITE_REASON,
                 raw_ids,
                 item_fingerprints,
                 is_usable & ~is_finite,
             )
-        cut_s = cut_of(self.build.generation)
+        cut_s = data_until_of(self.build.generation)
         records, is_unfit = encode_records(layout, item_fingerprints, answers, has_answer, cut_s)
-        self._note(f"records of {table_name}", UNFIT, raw_ids, item_fingerprints, is_unfit)
+        self._note(f"records of {table_name}", PRECISION_REASON, raw_ids, item_fingerprints, is_unfit)
         return records
 
     def records_with_copies(
@@ -268,12 +262,12 @@ class ItemWork:
         records = np.empty(len(ordinals), layout_of(self.bundle, self.tables[table_name]).dtype)
         records[~is_kept] = self.records(table_name, ordinals[~is_kept])
         records[is_kept] = base_records.select_records(
-            table_name, base_positions[is_kept], cut_of(self.build.generation)
+            table_name, base_positions[is_kept], data_until_of(self.build.generation)
         )
         copied_count = int(is_kept.sum())
-        self.unusable.looked_at(f"records of {table_name}", copied_count)
+        self.unusable.count_checked(f"records of {table_name}", copied_count)
         if table_name in self.models:
-            self.unusable.looked_at(f"outputs of {self.models[table_name].name}", copied_count)
+            self.unusable.count_checked(f"outputs of {self.models[table_name].name}", copied_count)
         return records, copied_count
 
     def _note(
@@ -284,12 +278,12 @@ class ItemWork:
         item_fingerprints: NDArray[np.uint64],
         is_unusable: NDArray[np.bool_],
     ) -> None:
-        self.unusable.looked_at(source_name, len(raw_ids))
+        self.unusable.count_checked(source_name, len(raw_ids))
         if is_unusable.any():
             is_set_by_events = None
             if self.build.config.events.enabled:
-                is_set_by_events = are_marked(
-                    self.build.fetch(marks_file("item")), item_fingerprints
+                is_set_by_events = marked_mask(
+                    self.build.fetch(marks_file_path("item")), item_fingerprints
                 )
             self.unusable.note_rows(
                 source_name,
@@ -312,7 +306,7 @@ def score_items(
 
     Records that may be copied are not computed.
     """
-    start_s, begin_report = time.perf_counter(), build.need(BEGIN)
+    start_s, begin_report = time.perf_counter(), build.need_report(BEGIN_REPORT)
     first_ordinal, end_ordinal = begin_report["bounds"][shard], begin_report["bounds"][shard + 1]
     end_ordinal = end_ordinal if items_max is None else min(end_ordinal, first_ordinal + items_max)
     work = ItemWork.of(build, bundle, shard, scorers)

@@ -19,12 +19,12 @@ from cache.records import NO_ITEM, Layout
 from cache.topk.flat import TopLists
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import (BEGIN_REPORT)
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
-from precompute.partitions.catalogue import VECTORS, open_items
-from precompute.partitions.marks import are_marked, marks_file
+from precompute.partitions.catalogue import (ITEM_VECTORS_FILE, open_items)
+from precompute.partitions.marks import (marked_mask, marks_file_path)
 from precompute.scoring.copies import (
     REASON_NAMES,
     CopiedUsers,
@@ -36,7 +36,7 @@ from precompute.scoring.pages import find_finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind_inputs, run_named
 from precompute.sources.columns import text_hashes
-from precompute.sources.unusable import NOT_FINITE, Case, UnusableRows
+from precompute.sources.unusable import (NOT_FINITE_REASON, RowCase, UnusableRows)
 
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
@@ -97,7 +97,7 @@ class Chunk:
         """Items in the users' histories, which no list of theirs holds."""
         return self.inputs.seen_items
 
-    def user_case(self, row: int) -> Case:
+    def user_case(self, row: int) -> RowCase:
         """Name of a user as a report gives it."""
         return {"user": self.ids[row].as_py()}
 
@@ -170,8 +170,8 @@ class ShardWork:
     @classmethod
     def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
         fetch_partition(build, number)
-        build.fetch(VECTORS)
-        begin_report, scoring_device = build.need(BEGIN), scorers.at(number)
+        build.fetch(ITEM_VECTORS_FILE)
+        begin_report, scoring_device = build.need_report(BEGIN_REPORT), scorers.at(number)
         tables = scored_tables(build.config, bundle, "user")
         value_names = {str(table.value) for table in tables.values() if table.kind == "value"}
         models = {
@@ -289,7 +289,7 @@ class ShardWork:
         is_copied[candidate_rows[~has_entering_item]] = True
         for model_name in self.models:
             if model_name != "user_tower":
-                chunk.unusable.looked_at(f"outputs of {model_name}", int(is_copied.sum()))
+                chunk.unusable.count_checked(f"outputs of {model_name}", int(is_copied.sum()))
         chunk.stay(is_copied)
 
     def _outputs(
@@ -319,7 +319,7 @@ class ShardWork:
                 row_histories = chunk.histories.select_rows(usable_rows)
                 inputs = bind_inputs(tower.spec, histories=row_histories, features=row_features)
                 outputs[usable_rows] = run_named(tower, inputs, named)
-        chunk.unusable.looked_at(
+        chunk.unusable.count_checked(
             f"outputs of {model_name}", int((chunk.is_usable_by_model[model_name]).sum())
         )
         chunk.is_answered_by_model[model_name] = find_finite_rows(outputs)
@@ -327,7 +327,7 @@ class ShardWork:
             is_set_by_events = self.are_set_by_events(chunk)
             chunk.unusable.note_rows(
                 f"outputs of {model_name}",
-                {NOT_FINITE: is_nonfinite},
+                {NOT_FINITE_REASON: is_nonfinite},
                 chunk.user_case,
                 is_set_by_events,
             )
@@ -337,7 +337,7 @@ class ShardWork:
         """Return a mask of a chunk's users for whom events set an input of a model, bool [users]."""
         if not self.build.config.events.enabled:
             return np.zeros(len(chunk.ids), np.bool_)
-        return are_marked(self.build.fetch(marks_file("user")), chunk.fingerprints)
+        return marked_mask(self.build.fetch(marks_file_path("user")), chunk.fingerprints)
 
     def _towers(self) -> dict[str, AnyTower]:
         return {

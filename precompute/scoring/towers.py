@@ -25,12 +25,12 @@ from cache.model.tower import (
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model, open_bundle
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import (BEGIN_REPORT)
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.devices import AUTO, share_memory
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import ShardInput
-from precompute.sources.features import demand_type, read_values
+from precompute.sources.features import (demand_column_type, read_feature_values)
 from precompute.sources.files import feature_file
 from precompute.sources.readers import feature_schema
 from precompute.sources.unusable import format_case_value
@@ -100,7 +100,7 @@ def prepare_inputs(
         if spec.history is not None and not (entities.answers_without_history and spec.features):
             is_usable_by_model[model] &= np.diff(histories.indptr) > 0
         for feature in spec.features:
-            values = read_values(entities.features[str(feature.column)], feature)
+            values = read_feature_values(entities.features[str(feature.column)], feature)
             is_usable_by_model[model] &= values.usable
             features[model][feature.name] = values.numbers
     return is_usable_by_model, histories, features
@@ -128,7 +128,7 @@ def _is_recent(entities: ShardInput) -> NDArray[np.bool_]:
 
 def computes_feature_only_users(build: Build) -> bool:
     """True if the night computes users whom the feature table alone names; its `begin` decided."""
-    return bool(build.need(BEGIN).get(FEATURE_ONLY_USERS_FACT, False))
+    return bool(build.need_report(BEGIN_REPORT).get(FEATURE_ONLY_USERS_FACT, False))
 
 
 def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
@@ -140,7 +140,7 @@ def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
             column_type = (
                 feature_schema(path, (column,), bundle.columns_of_lists).field(column).type
             )
-            demand_type(column_type, feature, f"{path}, for {model.name}")
+            demand_column_type(column_type, feature, f"{path}, for {model.name}")
 
 
 def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower:

@@ -17,22 +17,14 @@ from cache.model.tower import Histories
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.bulk.headroom import demand_disk
-from precompute.partitions.digests import Digests, of_users
-from precompute.partitions.shard_files import PARTITION, first_hash
-from precompute.partitions.shard_input import (
-    ShardInput,
-    ShardPieces,
-    group_rows,
-    joined,
-    read_tables,
-    slice_shard,
-    users_alone,
-)
+from precompute.partitions.digests import (Digests, digest_users)
+from precompute.partitions.shard_files import (PARTITION_FOLDER, first_hash)
+from precompute.partitions.shard_input import (ShardInput, ShardPieces, group_rows_by_entity, join_shard_inputs, read_tables_by_kind, slice_shard, write_selected_users)
 from precompute.scoring.copies import CopiedUsers, CopyDecisions, PublishedInputs
 from precompute.scoring.pages import GrowingFile
 from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_feature_only_users, prepare_inputs
-from precompute.sources.features import read_values
+from precompute.sources.features import (read_feature_values)
 
 ReadPart = TypeVar("ReadPart")
 
@@ -170,7 +162,7 @@ def _count_copied(work: ShardWork, user_count: int, vector_count: int) -> None:
     if user_count:
         for model_name in work.models:
             output_count = user_count - (vector_count if model_name == "user_tower" else 0)
-            work.unusable.looked_at(f"outputs of {model_name}", output_count)
+            work.unusable.count_checked(f"outputs of {model_name}", output_count)
 
 
 class Slice(NamedTuple):
@@ -184,24 +176,24 @@ class Slice(NamedTuple):
 
 def read_slices(work: ShardWork, scratch: Path) -> Iterator[Slice]:
     """Yield each slice of the shard, in hash order; with copies perhaps only users whose inputs have to be read."""
-    config, folder = work.build.config, work.build.root / PARTITION
+    config, folder = work.build.config, work.build.root / PARTITION_FOLDER
     if work.copies is not None and work.copies.touched is not None:
-        folder = users_alone(folder, work.number, work.copies.touched, scratch)
+        folder = write_selected_users(folder, work.number, work.copies.touched, scratch)
     pieces = ShardPieces.open(folder, work.number, config.shards)
     if pieces is None:
         slices = slice_shard(folder, work.number, config.shards, scratch)
         folder, numbers, slice_count = slices.folder, slices.numbers, len(slices.numbers)
     else:
-        numbers, slice_count = pieces.numbers, pieces.slices
+        numbers, slice_count = pieces.numbers, pieces.slice_count
     history_limit, computes_alone = config.history_limit, computes_feature_only_users(work.build)
     item_hashes = work.items.directory.hashes()
 
     def read(number: int) -> tuple[ShardInput, Digests]:
-        tables = read_tables(folder, number) if pieces is None else pieces.tables(number)
-        entities = group_rows(
+        tables = read_tables_by_kind(folder, number) if pieces is None else pieces.tables(number)
+        entities = group_rows_by_entity(
             tables, history_limit=history_limit, answers_without_history=computes_alone
         )
-        return entities, of_users(entities, item_hashes)
+        return entities, digest_users(entities, item_hashes)
 
     part_count = config.shards * len(numbers)
     parts_per_reader = 1 if pieces is None else PIECES_PER_READER
@@ -212,7 +204,7 @@ def read_slices(work: ShardWork, scratch: Path) -> Iterator[Slice]:
                 for slice_bound in (slice_index, slice_index + 1)
             )
             parts = list(islice(parts_in_order, end_part - first_part))
-            entities = joined([part for part, _ in parts])
+            entities = join_shard_inputs([part for part, _ in parts])
             digests = np.concatenate([digests for _, digests in parts])
             del parts
             if pieces is not None:
@@ -263,7 +255,7 @@ def feature_json_rows(
     # Two inputs may read one column: a whole number is what both take.
     for feature in sorted(spec.features, key=lambda feature: feature.dtype != "float32"):
         column_name = str(feature.column)
-        values = read_values(features[column_name], feature)
+        values = read_feature_values(features[column_name], feature)
         column_values = values.numbers.tolist()
         for row in np.flatnonzero(values.usable & is_published).tolist():
             features_of_rows[row][column_name] = column_values[row]

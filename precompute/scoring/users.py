@@ -12,23 +12,23 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories
 from cache.records import NO_ITEM
-from precompute.builds.build import Build, cut_of
+from precompute.builds.build import (Build, data_until_of)
 from precompute.builds.reports import UserScores, file_entry
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress
 from precompute.config.settings import TableConfig
-from precompute.partitions.catalogue import directory_file
-from precompute.partitions.digests import of_users
-from precompute.partitions.shard_files import PARTITION
-from precompute.partitions.shard_input import read_shard, scratch_folder, users_alone
-from precompute.partitions.stages import Stages
+from precompute.partitions.catalogue import (directory_file_path)
+from precompute.partitions.digests import (digest_users)
+from precompute.partitions.shard_files import (PARTITION_FOLDER)
+from precompute.partitions.shard_input import (read_shard, scratch_folder, write_selected_users)
+from precompute.partitions.stages import (StreamStages)
 from precompute.scoring.copies import REASON_NAMES, CopyDecisions, inputs_path, reasons_path
 from precompute.scoring.pages import Answers, GrowingFile, PageFile, describe_pages, encode_records
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_feature_only_users
 from precompute.scoring.user_reading import read_users, split_into_chunks, time_reads
-from precompute.sources.unusable import UNFIT
+from precompute.sources.unusable import (PRECISION_REASON)
 
 
 def score_users(
@@ -41,9 +41,9 @@ def score_users(
     """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
     start_s = time.perf_counter()
     work = ShardWork.of(build, bundle, shard, scorers)
-    directory_path, inputs_file_path = directory_file("user", shard), inputs_path(shard)
+    directory_path, inputs_file_path = directory_file_path("user", shard), inputs_path(shard)
     with ExitStack() as stack:
-        scratch = stack.enter_context(scratch_folder(build.root / PARTITION))
+        scratch = stack.enter_context(scratch_folder(build.root / PARTITION_FOLDER))
         page_files = {
             table_name: stack.enter_context(
                 PageFile(build.path(work.pages_path(table_name)), layout, build.config.page_bytes)
@@ -59,12 +59,12 @@ def score_users(
         reasons = None
         if work.copies is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_path(shard))))
-        stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
-        read_chunks = stages.ahead(time_reads(work, read_users(work, scratch, digests_file)))
+        stages = stack.enter_context(StreamStages())  # last, so stopped before anything they use is gone
+        read_chunks = stages.run_ahead(time_reads(work, read_users(work, scratch, digests_file)))
         encoded_chunks = stages.map_values(
             work.add_tower_outputs, work.open_towers_first(read_chunks), workers=work.worker_count
         )
-        scored_chunks = stages.ahead(work.score_chunks(encoded_chunks))
+        scored_chunks = stages.run_ahead(work.score_chunks(encoded_chunks))
         for chunk in stages.map_values(
             partial(add_records, work), scored_chunks, workers=work.worker_count
         ):
@@ -124,14 +124,14 @@ def compute_own_records(
             )
             is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible_counts
             chunk.short_list_count += int((is_short & has_answer).sum())
-    cut_s = cut_of(work.build.generation)
+    cut_s = data_until_of(work.build.generation)
     records, is_unfit = encode_records(
         work.layouts[table_name], chunk.fingerprints, answers, has_answer, cut_s
     )
     if is_unfit.any():
         is_set_by_events = work.are_set_by_events(chunk)
         chunk.unusable.note_rows(
-            f"records of {table_name}", {UNFIT: is_unfit}, chunk.user_case, is_set_by_events
+            f"records of {table_name}", {PRECISION_REASON: is_unfit}, chunk.user_case, is_set_by_events
         )
     if table.kind != "user_topk" and work.copies is not None and table_name in work.copies.tables:
         unchanged_rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
@@ -139,7 +139,7 @@ def compute_own_records(
             table_name, chunk.copied.unchanged_positions[unchanged_rows], cut_s
         )
         has_answer = has_answer | (chunk.copied.unchanged_positions >= 0)
-    chunk.unusable.looked_at(f"records of {table_name}", int(has_answer.sum()))
+    chunk.unusable.count_checked(f"records of {table_name}", int(has_answer.sum()))
     return records
 
 
@@ -151,8 +151,8 @@ def _with_copies(
     copied_rows = copied_users.copied_rows
     if work.copies is None or not len(copied_rows):
         return chunk_records
-    chunk.unusable.looked_at(f"records of {table_name}", len(copied_rows))
-    cut_s = cut_of(work.build.generation)
+    chunk.unusable.count_checked(f"records of {table_name}", len(copied_rows))
+    cut_s = data_until_of(work.build.generation)
     if len(copied_rows) == len(copied_users.hashes):
         return work.copies.records(table_name, copied_users.copied_positions, cut_s)
     records = np.empty(len(copied_users.hashes), chunk_records.dtype)
@@ -175,7 +175,7 @@ def write_records(
         page_files[table_name].append(chunk.records_by_table.pop(table_name))
     copied_users = chunk.copied
     directory_writer.write_array(copied_users.hashes.astype("<u8", copy=False))
-    work.unusable.take_in(chunk.unusable.to_json())
+    work.unusable.add_report(chunk.unusable.to_json())
     work.counts["scored"] += len(copied_users.hashes)
     work.counts["short"] += chunk.short_list_count
     reason_numbers = copied_users.reason_numbers()
@@ -216,7 +216,7 @@ def recompute_users(
     work: ShardWork, hashes: NDArray[np.uint64], scratch: Path
 ) -> dict[int, dict[str, bytes]]:
     """Return the records of the users with these sorted hashes by hash and table, computed without copies."""
-    folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
+    folder = write_selected_users(work.build.root / PARTITION_FOLDER, work.number, hashes, scratch)
     history_limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(
         folder,
@@ -224,7 +224,7 @@ def recompute_users(
         history_limit=history_limit,
         answers_without_history=computes_feature_only_users(work.build),
     )
-    digests = of_users(entities, work.items.directory.hashes())
+    digests = digest_users(entities, work.items.directory.hashes())
     for chunk, _ in split_into_chunks(
         work, CopyDecisions.without_copies(entities, digests), entities
     )[0]:

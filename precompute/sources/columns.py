@@ -19,26 +19,26 @@ UnusableMaskByReason = dict[str, NDArray[np.bool_]]
 """Reason -> mask of the rows that are unusable for it; no reason without a row."""
 
 # Of Unicode 15, table 3-7; RE2 takes binary as bytes.
-_UTF_8 = (
+_UTF_8_PATTERN = (
     r"^(?:[\x00-\x7F]|[\xC2-\xDF][\x80-\xBF]|\xE0[\xA0-\xBF][\x80-\xBF]|[\xE1-\xEC\xEE\xEF][\x80-\xBF]{2}"
     r"|\xED[\x80-\x9F][\x80-\xBF]|\xF0[\x90-\xBF][\x80-\xBF]{2}|[\xF1-\xF3][\x80-\xBF]{3}"
     r"|\xF4[\x80-\x8F][\x80-\xBF]{2})*$"
 )
 
-_HASHED_AT_ONCE = 1 << 18
-WORDS_FOR_NOTHING = (
+_ROWS_HASHED_AT_ONCE = 1 << 18
+MISSING_VALUE_WORDS = (
     "NULL", "null", "Null", "<NULL>", "<null>", "(null)", "\\N", "NaN", "nan", "NAN", "-NaN", "-nan", "NaT", "NA",
     "<NA>", "#NA", "N/A", "n/a", "#N/A", "#N/A N/A", "None", "none", "NONE", "<none>", "(none)", "undefined",
     "#NULL!", "#REF!", "#VALUE!", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
 """Texts that programs write for a missing value; `nil`, `na` and the like are also names, so they are not here."""
 _DECIMAL_DIGITS_MAX = 76
-FLOAT = r"^[+-]?(\d+(\.0+|,0{1,2})|\d([.,]\d+)?[eE][+]\d+)$"
+WHOLE_AS_FRACTION_PATTERN = r"^[+-]?(\d+(\.0+|,0{1,2})|\d([.,]\d+)?[eE][+]\d+)$"
 """Pattern of whole numbers that a program wrote as fractions."""
-_WHOLE_NUMBER = r"^[+-]?\d+$"
-_SHARE_OF_FLOATS = 0.9
+_WHOLE_NUMBER_PATTERN = r"^[+-]?\d+$"
+_FLOAT_SHARE_MAX = 0.9
 """Share of a column's ids that must be such texts for it to be refused."""
-_SHARE_AMONG_WHOLE_NUMBERS = 0.05
+_MIXED_FLOAT_SHARE_MAX = 0.05
 """Share at which it is refused if all others are whole numbers, as in joined files: 17 and 17.0 are then one id."""
 
 
@@ -58,12 +58,19 @@ class Ids:
 
         Raises pa.ArrowInvalid for text that is not UTF-8.
         """
-        if pa.types.is_string(column.type) and (names_and_codes := _sorted(column)) is not None:
+        if (
+            pa.types.is_string(column.type)
+            and (names_and_codes := _encode_by_sorting(column)) is not None
+        ):
             names_and_codes[0].validate(full=True)
             return cls(*names_and_codes)
-        coded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
-        coded.validate(full=True)
-        names, codes = _used(coded.dictionary, np.asarray(coded.indices.cast(pa.int32())))
+        encoded_column = (
+            column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
+        )
+        encoded_column.validate(full=True)
+        names, codes = _drop_unused_names(
+            encoded_column.dictionary, np.asarray(encoded_column.indices.cast(pa.int32()))
+        )
         return cls(names.cast(pa.string()), codes)
 
     def __len__(self) -> int:
@@ -71,15 +78,15 @@ class Ids:
 
     def raws(self) -> list[bytes]:
         """Return the names as records' raw ids."""
-        return raws_of(self.names)
+        return to_raw_ids(self.names)
 
     def hashes(self, seed: int) -> NDArray[np.uint64]:
         """Return uint64[names], equal to `cache.format.ids.hash_ids`."""
         return text_hashes(self.names, seed)
 
-    def only(self, rows: NDArray[np.bool_]) -> Self:
+    def only(self, row_mask: NDArray[np.bool_]) -> Self:
         """Return some of the rows."""
-        return type(self)(*_used(self.names, self.codes[rows]))
+        return type(self)(*_drop_unused_names(self.names, self.codes[row_mask]))
 
     def name_of(self, row: int) -> str:
         """Return the id of a row."""
@@ -90,259 +97,288 @@ class Ids:
         return self.names.take(pa.array(self.codes))
 
 
-def _sorted(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
+def _encode_by_sorting(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
     """Return (names, codes) by sorting hashes, faster than a hash table beyond the caches; None if not possible.
 
     Two ids with one hash would become one, so a second hash of each row has to agree with it: 128 bits in all.
     """
-    hashes, fingerprints = (hashes_of_texts(texts, seed) for seed in (0, FINGERPRINT_SEED))
+    hashes, fingerprints = (native_text_hashes(texts, seed) for seed in (0, FINGERPRINT_SEED))
     if hashes is None or fingerprints is None:
         return None
     order = np.argsort(hashes)
-    placed = hashes[order]
+    sorted_hashes = hashes[order]
     is_first = np.ones(len(order), np.bool_)
-    is_first[1:] = placed[1:] != placed[:-1]
-    placed = fingerprints[order]
-    if (placed[1:] != placed[:-1])[~is_first[1:]].any():
+    is_first[1:] = sorted_hashes[1:] != sorted_hashes[:-1]
+    sorted_hashes = fingerprints[order]
+    if (sorted_hashes[1:] != sorted_hashes[:-1])[~is_first[1:]].any():
         return None
     codes = np.empty(len(order), np.int32)
     codes[order] = np.cumsum(is_first, dtype=np.int32) - 1
     return texts.take(pa.array(order[is_first])), codes
 
 
-def hashes_of_texts(texts: Any, seed: int) -> NDArray[np.uint64] | None:
+def native_text_hashes(texts: Any, seed: int) -> NDArray[np.uint64] | None:
     """Return uint64[n] of an Arrow string array; None without the compiled part, or for too long a text."""
-    _, cuts, data = texts.buffers()
-    if cuts is None or data is None:
+    _, offsets_buffer, text_buffer = texts.buffers()
+    if offsets_buffer is None or text_buffer is None:
         return None
-    ends = np.frombuffer(cuts, np.int32)[texts.offset : texts.offset + len(texts) + 1]
-    raw_hashes = loader.kernels.text_hashes(data, ends, seed)
+    text_offsets = np.frombuffer(offsets_buffer, np.int32)[
+        texts.offset : texts.offset + len(texts) + 1
+    ]
+    raw_hashes = loader.kernels.text_hashes(text_buffer, text_offsets, seed)
     return None if raw_hashes is None else np.frombuffer(raw_hashes, np.uint64)
 
 
 def text_hashes(texts: Any, seed: int) -> NDArray[np.uint64]:
     """Return uint64[n] of Arrow strings, contiguous or chunked, equal to `cache.format.ids.hash_ids`."""
-    chunks = texts.chunks if isinstance(texts, pa.ChunkedArray) else [texts]
+    text_chunks = texts.chunks if isinstance(texts, pa.ChunkedArray) else [texts]
     hash_parts = [np.empty(0, np.uint64)]
-    for chunk in chunks:
-        for start in range(0, len(chunk), _HASHED_AT_ONCE):
-            part = chunk.slice(start, _HASHED_AT_ONCE)
-            hashes = hashes_of_texts(part, seed)
-            hash_parts.append(hash_ids(raws_of(part), seed) if hashes is None else hashes)
+    for text_chunk in text_chunks:
+        for start_row in range(0, len(text_chunk), _ROWS_HASHED_AT_ONCE):
+            chunk_part = text_chunk.slice(start_row, _ROWS_HASHED_AT_ONCE)
+            hashes = native_text_hashes(chunk_part, seed)
+            hash_parts.append(hash_ids(to_raw_ids(chunk_part), seed) if hashes is None else hashes)
     return np.concatenate(hash_parts)
 
 
-def strings_of(texts: Sequence[str] | pa.Array) -> Any:
+def to_arrow_strings(texts: Sequence[str] | pa.Array) -> Any:
     """Convert texts to Arrow strings, unless they are already."""
     return texts if isinstance(texts, pa.Array) else pa.array(list(texts), pa.string())
 
 
-def raws_of(texts: Any) -> list[bytes]:
+def to_raw_ids(id_texts: Any) -> list[bytes]:
     """Return Arrow strings as records' raw ids."""
-    raws: list[bytes] = texts.cast(pa.binary()).to_pylist()
-    return raws
+    raw_ids: list[bytes] = id_texts.cast(pa.binary()).to_pylist()
+    return raw_ids
 
 
-def _used(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]:
+def _drop_unused_names(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]:
     """Return the names that have a row, and the rows' codes among them."""
-    used = np.zeros(len(names), np.bool_)
-    used[codes] = True
-    if used.all():
+    used_name_mask = np.zeros(len(names), np.bool_)
+    used_name_mask[codes] = True
+    if used_name_mask.all():
         return names, codes
-    new_codes = np.cumsum(used, dtype=np.int32) - 1
-    return names.filter(pa.array(used)), new_codes[codes]
+    new_codes = np.cumsum(used_name_mask, dtype=np.int32) - 1
+    return names.filter(pa.array(used_name_mask)), new_codes[codes]
 
 
 def demand_columns(
     column_names: Sequence[str], required_names: Sequence[str], path: SourceFile
 ) -> None:
     """Raise SourceError naming the first missing column."""
-    for name in required_names:
-        if name not in column_names:
+    for required_name in required_names:
+        if required_name not in column_names:
             raise SourceError(
-                f"{path} has no column {name!r}; it has {', '.join(column_names)}", column=name
+                f"{path} has no column {required_name!r}; it has {', '.join(column_names)}",
+                column=required_name,
             )
 
 
-def demand_once(column_names: Sequence[str], name: str, path: SourceFile) -> None:
+def demand_unrepeated_column(
+    column_names: Sequence[str], column_name: str, path: SourceFile
+) -> None:
     """Raise SourceError for a name that more than one column has."""
-    if (count := list(column_names).count(name)) > 1:
+    if (count := list(column_names).count(column_name)) > 1:
         raise SourceError(
-            f"{path} has {count} columns {name!r}: which of them is meant? Leave one, or give the others another name",
-            column=name,
+            f"{path} has {count} columns {column_name!r}: which of them is meant? Leave one, or give the others "
+            "another name",
+            column=column_name,
         )
 
 
 def normalise_column(column: Any) -> Any:
     """Convert a column to a type that readers support: views to texts, run-ends and nested dictionaries expanded."""
-    kind = column.type
-    if isinstance(kind, pa.BaseExtensionType):
+    arrow_type = column.type
+    if isinstance(arrow_type, pa.BaseExtensionType):
         return normalise_column(column.storage)
-    if pa.types.is_run_end_encoded(kind):
+    if pa.types.is_run_end_encoded(arrow_type):
         return normalise_column(pc.run_end_decode(column))
-    if pa.types.is_dictionary(kind):
-        values = normalise_column(column.dictionary)
-        if values.type == kind.value_type:
+    if pa.types.is_dictionary(arrow_type):
+        dictionary_values = normalise_column(column.dictionary)
+        if dictionary_values.type == arrow_type.value_type:
             return column
-        return pa.DictionaryArray.from_arrays(column.indices, values)
-    target_type = plain_type(kind)
-    return column if target_type == kind else column.cast(target_type)
+        return pa.DictionaryArray.from_arrays(column.indices, dictionary_values)
+    target_type = normalised_type(arrow_type)
+    return column if target_type == arrow_type else column.cast(target_type)
 
 
-def plain_batch(batch: Any) -> Any:
+def normalise_batch(batch: Any) -> Any:
     """Return a record batch with normalised columns: not all other types can be filtered."""
     return pa.RecordBatch.from_arrays(
         [normalise_column(column) for column in batch.columns], batch.schema.names
     )
 
 
-def plain_type(kind: Any) -> Any:
+def normalised_type(arrow_type: Any) -> Any:
     """Return the type to which `normalise_column` converts columns of a type."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return plain_type(kind.storage_type)
-    if pa.types.is_run_end_encoded(kind):
-        return plain_type(kind.value_type)
-    if pa.types.is_string_view(kind):
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        return normalised_type(arrow_type.storage_type)
+    if pa.types.is_run_end_encoded(arrow_type):
+        return normalised_type(arrow_type.value_type)
+    if pa.types.is_string_view(arrow_type):
         return pa.string()
-    if pa.types.is_binary_view(kind):
+    if pa.types.is_binary_view(arrow_type):
         return pa.binary()
-    if pa.types.is_list(kind):
-        return pa.list_(plain_type(kind.value_type))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(plain_type(kind.value_type))
-    return kind
+    if pa.types.is_list(arrow_type):
+        return pa.list_(normalised_type(arrow_type.value_type))
+    if pa.types.is_large_list(arrow_type):
+        return pa.large_list(normalised_type(arrow_type.value_type))
+    return arrow_type
 
 
-def without_codes(column: Any) -> Any:
+def normalise_and_decode(column: Any) -> Any:
     """Normalise a column and decode its dictionary."""
     column = normalise_column(column)
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
-def _whole_texts(column: Any, path: SourceFile, name: str) -> Any:
+def _decimals_as_texts(column: Any, path: SourceFile, column_name: str) -> Any:
     """Convert decimals to texts of whole numbers; raise SourceError for fractions."""
     try:
         return column.cast(pa.decimal256(_DECIMAL_DIGITS_MAX, 0)).cast(pa.string())
     except pa.ArrowInvalid:
         raise SourceError(
-            f"{path}: column {name!r} is {column.type} and holds fractions; ids are strings or whole numbers: is it "
+            f"{path}: column {column_name!r} is {column.type} and holds fractions; ids are strings or whole numbers: "
+            "is it "
             "the column of ids?",
-            column=name,
+            column=column_name,
         ) from None
 
 
-def read_ids(column: Any, path: SourceFile, name: str) -> tuple[Ids, UnusableMaskByReason]:
+def read_ids(column: Any, path: SourceFile, column_name: str) -> tuple[Ids, UnusableMaskByReason]:
     """Return the ids of a column, and masks of the rows without a usable id (whose ids are meaningless).
 
     Raises SourceError for a column of a type that holds no ids.
     """
     column = normalise_column(column)
-    is_coded = pa.types.is_dictionary(column.type)
-    kind = column.type.value_type if is_coded else column.type
-    if pa.types.is_decimal(kind):
-        column, is_coded = _whole_texts(without_codes(column), path, name), False
-        kind = column.type
-    if not (pa.types.is_null(kind) or pa.types.is_integer(kind) or is_text(kind)):
-        raise SourceError(
-            f"{path}: column {name!r} is {kind}; ids are strings or integers{_remedy(kind)}",
-            column=name,
+    is_dictionary = pa.types.is_dictionary(column.type)
+    arrow_type = column.type.value_type if is_dictionary else column.type
+    if pa.types.is_decimal(arrow_type):
+        column, is_dictionary = (
+            _decimals_as_texts(normalise_and_decode(column), path, column_name),
+            False,
         )
-    nulls = column.null_count + (column.dictionary.null_count if is_coded else 0)
-    if not nulls:
+        arrow_type = column.type
+    if not (
+        pa.types.is_null(arrow_type) or pa.types.is_integer(arrow_type) or is_text_type(arrow_type)
+    ):
+        raise SourceError(
+            f"{path}: column {column_name!r} is {arrow_type}; ids are strings or integers{_id_type_remedy(arrow_type)}",
+            column=column_name,
+        )
+    null_count = column.null_count + (column.dictionary.null_count if is_dictionary else 0)
+    if not null_count:
         try:
             ids = Ids.of(column)
         except pa.ArrowInvalid:
             pass
         else:
-            lengths = pc.min_max(pc.binary_length(ids.names)).as_py()
+            length_bounds = pc.min_max(pc.binary_length(ids.names)).as_py()
             if not len(ids) or (
-                1 <= lengths["min"] <= lengths["max"] <= ID_BYTES_MAX
-                and not pc.any(_says_nothing(ids.names)).as_py()
+                1 <= length_bounds["min"] <= length_bounds["max"] <= ID_BYTES_MAX
+                and not pc.any(_missing_word_mask(ids.names)).as_py()
             ):
-                _demand_no_floats(ids.names, kind, path, name)
+                _demand_no_floats(ids.names, arrow_type, path, column_name)
                 return ids, {}
-    return _ids_one_by_one(column, path, name)
+    return _read_ids_by_row(column, path, column_name)
 
 
-def _demand_no_floats(names: Any, kind: Any, path: SourceFile, name: str) -> None:
+def _demand_no_floats(id_texts: Any, arrow_type: Any, path: SourceFile, column_name: str) -> None:
     """Raise SourceError for ids such as 42.0, which no request will ask for."""
-    if not is_text(kind) or not len(names):
+    if not is_text_type(arrow_type) or not len(id_texts):
         return
-    if as_rows(pc.match_substring_regex(names[:100], FLOAT)).mean() < _SHARE_AMONG_WHOLE_NUMBERS:
+    if (
+        as_numpy_mask(pc.match_substring_regex(id_texts[:100], WHOLE_AS_FRACTION_PATTERN)).mean()
+        < _MIXED_FLOAT_SHARE_MAX
+    ):
         return  # a look at all of them takes as long as the rest of reading
-    is_float = as_rows(pc.match_substring_regex(names, FLOAT))
+    is_float = as_numpy_mask(pc.match_substring_regex(id_texts, WHOLE_AS_FRACTION_PATTERN))
     float_share = is_float.mean()
-    is_mixed = float_share >= _SHARE_AMONG_WHOLE_NUMBERS and bool(
-        (is_float | as_rows(pc.match_substring_regex(names, _WHOLE_NUMBER))).all()
+    has_floats_among_whole_numbers = float_share >= _MIXED_FLOAT_SHARE_MAX and bool(
+        (is_float | as_numpy_mask(pc.match_substring_regex(id_texts, _WHOLE_NUMBER_PATTERN))).all()
     )
-    if float_share >= _SHARE_OF_FLOATS or is_mixed:
-        example = names[int(is_float.argmax())].as_py()
+    if float_share >= _FLOAT_SHARE_MAX or has_floats_among_whole_numbers:
+        float_like_id = id_texts[int(is_float.argmax())].as_py()
         raise SourceError(
-            f"{path}: column {name!r} holds ids such as {example!r}: a program took whole numbers for fractions, as "
+            f"{path}: column {column_name!r} holds ids such as {float_like_id!r}: a program took whole numbers for "
+            "fractions, as "
             'pandas does where one is missing: write them as whole numbers (pandas: astype("Int64") before to_csv or '
             "to_parquet; in spreadsheets format the column as text)",
-            column=name,
+            column=column_name,
         )
 
 
-def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, UnusableMaskByReason]:
+def _read_ids_by_row(
+    column: Any, path: SourceFile, column_name: str
+) -> tuple[Ids, UnusableMaskByReason]:
     if pa.types.is_dictionary(column.type):
-        codes = pc.min_max(column.indices).as_py()
-        if len(column) and not 0 <= (codes["min"] or 0) <= (codes["max"] or 0) < max(
+        code_bounds = pc.min_max(column.indices).as_py()
+        if len(column) and not 0 <= (code_bounds["min"] or 0) <= (code_bounds["max"] or 0) < max(
             1, len(column.dictionary)
         ):
             raise SourceError(
-                f"{path}: column {name!r} has codes out of bounds of its dictionary: copy the file again"
+                f"{path}: column {column_name!r} has codes out of bounds of its dictionary: copy the file again"
             )
         column = column.dictionary_decode()
-    if not is_text(column.type):
+    if not is_text_type(column.type):
         column = column.cast(pa.string())
-    raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
-    lengths = pc.fill_null(pc.binary_length(raw), 1)
-    bad_mask_by_reason = {
-        f"{name}: {unusable.NO_ID}": as_rows(pc.or_(raw.is_null(), _says_nothing(raw))),
-        f"{name}: {unusable.LENGTH}": as_rows(
-            pc.or_(pc.less(lengths, 1), pc.greater(lengths, ID_BYTES_MAX))
-        ),
-        f"{name}: {unusable.NOT_UTF_8}": ~is_utf_8(raw),
-    }
-    usable = ~np.logical_or.reduce(list(bad_mask_by_reason.values()))
-    _demand_no_floats(
-        raw.filter(pa.array(usable)).cast(pa.string()).unique(), pa.string(), path, name
+    raw_ids = column.cast(
+        pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
     )
-    texts = pc.if_else(pa.array(usable), raw, pa.scalar(b"-", raw.type)).cast(pa.string())
-    return Ids.of(texts), {
-        reason: rows for reason, rows in bad_mask_by_reason.items() if rows.any()
+    id_lengths = pc.fill_null(pc.binary_length(raw_ids), 1)
+    bad_mask_by_reason = {
+        f"{column_name}: {unusable.NO_ID_REASON}": as_numpy_mask(
+            pc.or_(raw_ids.is_null(), _missing_word_mask(raw_ids))
+        ),
+        f"{column_name}: {unusable.ID_LENGTH_REASON}": as_numpy_mask(
+            pc.or_(pc.less(id_lengths, 1), pc.greater(id_lengths, ID_BYTES_MAX))
+        ),
+        f"{column_name}: {unusable.NOT_UTF_8_REASON}": ~utf_8_mask(raw_ids),
+    }
+    is_usable = ~np.logical_or.reduce(list(bad_mask_by_reason.values()))
+    _demand_no_floats(
+        raw_ids.filter(pa.array(is_usable)).cast(pa.string()).unique(),
+        pa.string(),
+        path,
+        column_name,
+    )
+    id_texts = pc.if_else(pa.array(is_usable), raw_ids, pa.scalar(b"-", raw_ids.type)).cast(
+        pa.string()
+    )
+    return Ids.of(id_texts), {
+        reason: bad_mask for reason, bad_mask in bad_mask_by_reason.items() if bad_mask.any()
     }
 
 
-def _says_nothing(texts: Any) -> Any:
+def _missing_word_mask(texts: Any) -> Any:
     """Return an Arrow mask of the strings, or binaries, that mean a missing value."""
-    return pc.is_in(texts, value_set=pa.array(WORDS_FOR_NOTHING).cast(texts.type))
+    return pc.is_in(texts, value_set=pa.array(MISSING_VALUE_WORDS).cast(texts.type))
 
 
-def is_utf_8(raw: Any) -> NDArray[np.bool_]:
+def utf_8_mask(binary_column: Any) -> NDArray[np.bool_]:
     """Return a mask of the rows of an Arrow binary array that are UTF-8 or missing."""
-    return as_rows(pc.fill_null(pc.match_substring_regex(raw, _UTF_8), True))
+    return as_numpy_mask(
+        pc.fill_null(pc.match_substring_regex(binary_column, _UTF_8_PATTERN), True)
+    )
 
 
-def is_text(kind: Any) -> bool:
+def is_text_type(arrow_type: Any) -> bool:
     """True if an Arrow type holds strings."""
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return bool(pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type))
 
 
-def _remedy(kind: Any) -> str:
-    if pa.types.is_floating(kind):
+def _id_type_remedy(arrow_type: Any) -> str:
+    if pa.types.is_floating(arrow_type):
         return " (pandas makes floats of integers where one is missing: write the column as Int64)"
-    if pa.types.is_nested(kind) and not pa.types.is_struct(kind):
+    if pa.types.is_nested(arrow_type) and not pa.types.is_struct(arrow_type):
         return " (write a row for each of a list's values: in pandas explode, in SQL unnest)"
-    if pa.types.is_struct(kind):
+    if pa.types.is_struct(arrow_type):
         return " (write the field that holds the id as a column of its own)"
-    if pa.types.is_temporal(kind) or pa.types.is_boolean(kind):
+    if pa.types.is_temporal(arrow_type) or pa.types.is_boolean(arrow_type):
         return " (is it the column of ids? Name another one in [sources], or write the column as strings)"
     return " (write the column as strings)"
 
 
-def as_rows(mask: Any) -> NDArray[np.bool_]:
+def as_numpy_mask(arrow_mask: Any) -> NDArray[np.bool_]:
     """Convert an Arrow mask without nulls to numpy."""
-    return np.asarray(mask, np.bool_)
+    return np.asarray(arrow_mask, np.bool_)

@@ -17,24 +17,26 @@ from numpy.typing import NDArray
 from cache.config.night import Sources
 from cache.errors import SourceError
 from precompute.sources import files
-from precompute.sources.files import UTF_8_MARK, SourceFile, readable
+from precompute.sources.files import UTF_8_BYTE_ORDER_MARK, SourceFile, open_for_arrow
 
-PIECE_BYTES = 1 << 21
+PARSED_PIECE_BYTES = 1 << 21
 """Bytes of a file that are parsed at once, more if one row is longer."""
 ROW_BYTES_MAX = 64 << 20
 """Bytes of the longest row that is read; a quote open for longer counts as never closed."""
-LINES_SUSPECT: Final = 4
+SUSPECT_LINE_COUNT: Final = 4
 """Lines of one quoted value that each look like a row, from which on a single value suffices to refuse a file."""
-BLANKS: Final = " \t\r\n\v\f"
+BLANK_CHARACTERS: Final = " \t\r\n\v\f"
 """Characters to strip from an id or a column's name."""
 
-NO_COLUMN_NAMES: Final = "has no line of column names: put one above, e.g. user,item,timestamp"
-ROW_IN_QUOTES: Final = (
+NO_COLUMN_NAMES_REASON: Final = (
+    "has no line of column names: put one above, e.g. user,item,timestamp"
+)
+ROW_IN_QUOTES_REMEDY: Final = (
     "each row stands between quotes as a whole: put them around single values, or leave them out"
 )
-_NUMBER_OR_DATE = re.compile(r"[+-]?\d+(\.\d*)?$|\.\d+$|\d{4}-\d{2}-\d{2}")
+_NUMBER_OR_DATE_PATTERN = re.compile(r"[+-]?\d+(\.\d*)?$|\.\d+$|\d{4}-\d{2}-\d{2}")
 
-_NOT_QUOTED = (
+_UNCLOSED_QUOTE_REMEDY = (
     'if quotes in this file do not enclose values, set [sources] quote = ""; if a backslash stands before quotes that '
     'are part of a value, set escape = "\\\\"'
 )
@@ -53,21 +55,28 @@ class Dialect:
         """Return the dialect of the settings."""
         return cls(sources.separator.encode(), sources.quote.encode(), sources.escape.encode())
 
-    def with_bare_quotes(self, text: bytes) -> bytes:
+    def with_bare_quotes(self, csv_text: bytes) -> bytes:
         """Return rows without characters before an opening quote: blanks, and byte order marks of joined files."""
-        if UTF_8_MARK in text:
-            text = text.removeprefix(UTF_8_MARK).replace(b"\n" + UTF_8_MARK, b"\n")
-        if not self.quote or self.separator + b" " + self.quote not in text:
-            return text
-        blanks = rb"(?<=%s) +(?=%s)" % (re.escape(self.separator), re.escape(self.quote))
-        return re.sub(blanks, b"", text)
+        if UTF_8_BYTE_ORDER_MARK in csv_text:
+            csv_text = csv_text.removeprefix(UTF_8_BYTE_ORDER_MARK).replace(
+                b"\n" + UTF_8_BYTE_ORDER_MARK, b"\n"
+            )
+        if not self.quote or self.separator + b" " + self.quote not in csv_text:
+            return csv_text
+        blanks_pattern = rb"(?<=%s) +(?=%s)" % (re.escape(self.separator), re.escape(self.quote))
+        return re.sub(blanks_pattern, b"", csv_text)
 
-    def with_nulls(self, text: bytes) -> bytes:
+    def with_nulls(self, csv_text: bytes) -> bytes:
         r"""Return text in which a field `\N`, which an escape would make `N`, is empty."""
-        if not self.escape or (null_text := self.escape + b"N") not in text:
-            return text
-        around = re.escape(self.separator) + rb"\r\n"
-        return re.sub(rb"(?<![^%s])%s(?![^%s])" % (around, re.escape(null_text), around), b"", text)
+        if not self.escape or (null_text := self.escape + b"N") not in csv_text:
+            return csv_text
+        boundary_characters = re.escape(self.separator) + rb"\r\n"
+        return re.sub(
+            rb"(?<![^%s])%s(?![^%s])"
+            % (boundary_characters, re.escape(null_text), boundary_characters),
+            b"",
+            csv_text,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,14 +88,18 @@ class QuotePositions:
     """Mask: the text after the quote is within a value."""
 
     @classmethod
-    def of(cls, data: NDArray[np.uint8], dialect: Dialect, escaped: NDArray[np.int64]) -> Self:
+    def of(
+        cls, text_bytes: NDArray[np.uint8], dialect: Dialect, escaped_offsets: NDArray[np.int64]
+    ) -> Self:
         """Find quotes by RFC 4180: one opens a value only at a field's start, two within a value are one."""
         if not dialect.quote:
             return cls(np.empty(0, np.int64), np.empty(0, np.bool_))
-        quote_offsets = np.flatnonzero(data == dialect.quote[0])
-        if len(escaped):
-            quote_offsets = quote_offsets[~np.isin(quote_offsets, escaped)]
-        can_open = _one_of(dialect.separator + b"\r\n", data[np.maximum(quote_offsets - 1, 0)])
+        quote_offsets = np.flatnonzero(text_bytes == dialect.quote[0])
+        if len(escaped_offsets):
+            quote_offsets = quote_offsets[~np.isin(quote_offsets, escaped_offsets)]
+        can_open = _mask_of_characters(
+            dialect.separator + b"\r\n", text_bytes[np.maximum(quote_offsets - 1, 0)]
+        )
         can_open |= quote_offsets == 0
         is_second = np.zeros(len(quote_offsets), np.bool_)
         is_second[1:] = quote_offsets[1:] - quote_offsets[:-1] == 1
@@ -95,22 +108,22 @@ class QuotePositions:
             is_inside = np.append(is_second[1:], False)
             is_inside[::2] = True
             return cls(quote_offsets, is_inside)
-        return cls(quote_offsets, _states(can_open, is_second) != _OUTSIDE)
+        return cls(quote_offsets, _states_after_quotes(can_open, is_second) != _OUTSIDE_VALUE)
 
-    def inside(self, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def mask_inside_values(self, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask of the offsets that are within a quoted value."""
         if not len(self.offsets):
             return np.zeros(len(offsets), np.bool_)
-        count = np.searchsorted(self.offsets, offsets)
-        return np.asarray((count > 0) & self.is_inside[count - 1])
+        preceding_quote_counts = np.searchsorted(self.offsets, offsets)
+        return np.asarray((preceding_quote_counts > 0) & self.is_inside[preceding_quote_counts - 1])
 
     @property
-    def open_at(self) -> int | None:
+    def unclosed_quote_offset(self) -> int | None:
         """Offset of the quote whose value is not closed at the end of the text; None if there is none."""
         if not len(self.offsets) or not self.is_inside[-1]:
             return None
-        outside = np.flatnonzero(~self.is_inside)
-        return int(self.offsets[outside[-1] + 1 if len(outside) else 0])
+        quotes_ending_outside = np.flatnonzero(~self.is_inside)
+        return int(self.offsets[quotes_ending_outside[-1] + 1 if len(quotes_ending_outside) else 0])
 
     @property
     def closing(self) -> NDArray[np.int64]:
@@ -119,42 +132,52 @@ class QuotePositions:
         return self.offsets[was_inside & ~self.is_inside]
 
 
-_OUTSIDE, _INSIDE, _FIRST_OF_TWO = 0, 1, 2
-_STEPS = np.indices((3, 3, 3)).reshape(3, 27).T.astype(np.uint8)
+_OUTSIDE_VALUE, _INSIDE_VALUE, _FIRST_OF_TWO_QUOTES = 0, 1, 2
+_NEXT_STATE_BY_STEP = np.indices((3, 3, 3)).reshape(3, 27).T.astype(np.uint8)
 """Result of a step, by its code, for each state: uint8 [27, 3]; a code has a digit to base 3 for each state."""
-_DIGITS = np.array([9, 3, 1], np.uint8)
-_THEN = (_STEPS[:, _STEPS] @ _DIGITS).T.copy()
+_STATE_DIGIT_FACTORS = np.array([9, 3, 1], np.uint8)
+_COMPOSED_STEP_CODES = (_NEXT_STATE_BY_STEP[:, _NEXT_STATE_BY_STEP] @ _STATE_DIGIT_FACTORS).T.copy()
 """Code of one step and then another: uint8 [27, 27]."""
-_SCANNED_AT_ONCE = 64
+_STEPS_SCANNED_AT_ONCE = 64
 
 
-def _states(can_open: NDArray[np.bool_], is_second: NDArray[np.bool_]) -> NDArray[np.uint8]:
+def _states_after_quotes(
+    can_open: NDArray[np.bool_], is_second: NDArray[np.bool_]
+) -> NDArray[np.uint8]:
     """Return the state after each quote of a text that begins outside of values."""
-    is_first = np.append(is_second[1:], False)
-    codes = _DIGITS[_OUTSIDE] * np.where(can_open, np.uint8(_INSIDE), np.uint8(_OUTSIDE))
-    codes += _DIGITS[_INSIDE] * np.where(is_first, np.uint8(_FIRST_OF_TWO), np.uint8(_OUTSIDE))
-    codes += _DIGITS[_FIRST_OF_TWO] * np.uint8(_INSIDE)
-    return np.asarray(_STEPS[_scanned(codes), _OUTSIDE])
+    is_first_of_two = np.append(is_second[1:], False)
+    step_codes = _STATE_DIGIT_FACTORS[_OUTSIDE_VALUE] * np.where(
+        can_open, np.uint8(_INSIDE_VALUE), np.uint8(_OUTSIDE_VALUE)
+    )
+    step_codes += _STATE_DIGIT_FACTORS[_INSIDE_VALUE] * np.where(
+        is_first_of_two, np.uint8(_FIRST_OF_TWO_QUOTES), np.uint8(_OUTSIDE_VALUE)
+    )
+    step_codes += _STATE_DIGIT_FACTORS[_FIRST_OF_TWO_QUOTES] * np.uint8(_INSIDE_VALUE)
+    return np.asarray(_NEXT_STATE_BY_STEP[_compose_step_prefixes(step_codes), _OUTSIDE_VALUE])
 
 
-def _scanned(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _compose_step_prefixes(step_codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the codes of all steps up to each, composed: within rows of a matrix first, then from row to row."""
-    if len(codes) <= 1:
-        return codes
-    rows = -(-len(codes) // _SCANNED_AT_ONCE)
-    padded = np.zeros(rows * _SCANNED_AT_ONCE, np.uint8)
-    padded[: len(codes)] = codes
-    columns = np.ascontiguousarray(padded.reshape(rows, _SCANNED_AT_ONCE).T)
-    for number in range(1, _SCANNED_AT_ONCE):
-        columns[number] = _THEN[columns[number - 1], columns[number]]
-    if rows > 1:
-        prefix_codes = _scanned(columns[-1, :-1])
-        columns[:, 1:] = _THEN[prefix_codes, columns[:, 1:]]
-    return columns.T.reshape(-1)[: len(codes)]
+    if len(step_codes) <= 1:
+        return step_codes
+    matrix_row_count = -(-len(step_codes) // _STEPS_SCANNED_AT_ONCE)
+    padded_codes = np.zeros(matrix_row_count * _STEPS_SCANNED_AT_ONCE, np.uint8)
+    padded_codes[: len(step_codes)] = step_codes
+    code_columns = np.ascontiguousarray(
+        padded_codes.reshape(matrix_row_count, _STEPS_SCANNED_AT_ONCE).T
+    )
+    for column_index in range(1, _STEPS_SCANNED_AT_ONCE):
+        code_columns[column_index] = _COMPOSED_STEP_CODES[
+            code_columns[column_index - 1], code_columns[column_index]
+        ]
+    if matrix_row_count > 1:
+        prefix_codes = _compose_step_prefixes(code_columns[-1, :-1])
+        code_columns[:, 1:] = _COMPOSED_STEP_CODES[prefix_codes, code_columns[:, 1:]]
+    return code_columns.T.reshape(-1)[: len(step_codes)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class CsvPiece:
     """Complete rows of a file, the first of them in line `line`.
 
     `row_ends` are the offsets after each row, or None if no value holds a line break, so that every line ends one.
@@ -165,32 +188,38 @@ class Piece:
     line_break: bytes
     row_ends: NDArray[np.int64] | None
 
-    def line_of(self, offset: int) -> int:
+    def line_number_of(self, offset: int) -> int:
         """Return the number of the line with an offset of the text."""
         return self.line + self.text.count(self.line_break, 0, offset)
 
-    def lines_of_rows(self) -> NDArray[np.int64]:
+    def line_numbers_of_rows(self) -> NDArray[np.int64]:
         """Return int64[rows], the number of each row's first line; empty lines between rows do not count."""
         line_ends = _line_ends(self.text, self.line_break)
-        ends = line_ends if self.row_ends is None else self.row_ends
-        starts = np.concatenate([np.zeros(1, np.int64), ends])
-        starts = starts[starts < len(self.text)]
-        starts = starts[~_one_of(b"\r\n", np.frombuffer(self.text, np.uint8)[starts])]
-        return np.asarray(self.line + np.searchsorted(line_ends, starts, "right"))
+        row_ends = line_ends if self.row_ends is None else self.row_ends
+        row_starts = np.concatenate([np.zeros(1, np.int64), row_ends])
+        row_starts = row_starts[row_starts < len(self.text)]
+        row_starts = row_starts[
+            ~_mask_of_characters(b"\r\n", np.frombuffer(self.text, np.uint8)[row_starts])
+        ]
+        return np.asarray(self.line + np.searchsorted(line_ends, row_starts, "right"))
 
-    def behind_first_row(self) -> tuple[bytes, Self]:
+    def split_first_row(self) -> tuple[bytes, Self]:
         """Return (the first row, the rows after it)."""
         if self.row_ends is None:
-            row, row_break, _ = self.text.partition(self.line_break)
-            end = len(row) + len(row_break)
+            first_row, row_break, _ = self.text.partition(self.line_break)
+            first_row_end = len(first_row) + len(row_break)
             row_ends = None
         else:
-            end = int(self.row_ends[0]) if len(self.row_ends) else len(self.text)
-            row_ends = self.row_ends[1:] - end
-        line = self.line_of(end)
-        return self.text[:end], type(self)(self.text[end:], line, self.line_break, row_ends)
+            first_row_end = int(self.row_ends[0]) if len(self.row_ends) else len(self.text)
+            row_ends = self.row_ends[1:] - first_row_end
+        next_line_number = self.line_number_of(first_row_end)
+        return self.text[:first_row_end], type(self)(
+            self.text[first_row_end:], next_line_number, self.line_break, row_ends
+        )
 
-    def suspect_values(self, separator: bytes, fields: int) -> tuple[int, list[tuple[int, int]]]:
+    def suspect_values(
+        self, separator: bytes, field_count: int
+    ) -> tuple[int, list[tuple[int, int]]]:
         """Return (number of multi-line values, (first line, number of lines) of those that look like swallowed rows).
 
         Each line of these has as many fields as a row, read without quotes: an unclosed quote runs on to the next one.
@@ -199,28 +228,34 @@ class Piece:
             return 0, []
         line_ends = _line_ends(self.text, self.line_break)
         separator_offsets = np.flatnonzero(np.frombuffer(self.text, np.uint8) == separator[0])
-        counts = np.diff(np.searchsorted(separator_offsets, line_ends), prepend=0)
+        separator_counts = np.diff(np.searchsorted(separator_offsets, line_ends), prepend=0)
         last_lines = np.searchsorted(line_ends, self.row_ends)
         first_lines = np.concatenate([np.zeros(1, np.int64), last_lines[:-1] + 1])
-        lengths = last_lines - first_lines + 1
-        alike = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts == fields - 1)])
-        is_alike = alike[last_lines + 1] - alike[first_lines] == lengths
-        several = lengths > 1
-        suspects = np.flatnonzero(several & is_alike)
-        suspect_spans = [(self.line + int(first_lines[row]), int(lengths[row])) for row in suspects]
-        return int(several.sum()), suspect_spans
+        line_counts = last_lines - first_lines + 1
+        alike_line_counts = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum(separator_counts == field_count - 1)]
+        )
+        is_like_rows = (
+            alike_line_counts[last_lines + 1] - alike_line_counts[first_lines] == line_counts
+        )
+        is_multi_line = line_counts > 1
+        suspect_rows = np.flatnonzero(is_multi_line & is_like_rows)
+        suspect_spans = [
+            (self.line + int(first_lines[row]), int(line_counts[row])) for row in suspect_rows
+        ]
+        return int(is_multi_line.sum()), suspect_spans
 
 
 class CsvFile:
     """CSV file that is read once, front to back: the names of its columns, then its rows."""
 
     def __init__(self, raw: Any, path: SourceFile, dialect: Dialect) -> None:
-        self._raw, self._path, self._dialect = raw, path, dialect
-        self._unparsed_bytes, self._line, self._line_break = b"", 1, b"\n"
-        header, self._first = self._read_header()
-        self.names: list[str] = _names_in(header, dialect, path)
+        self._byte_stream, self._source_file, self._dialect = raw, path, dialect
+        self._unparsed_bytes, self._next_line_number, self._line_break = b"", 1, b"\n"
+        header, self._first_piece = self._read_header()
+        self.names: list[str] = _column_names_in(header, dialect, path)
         """Names of the columns, without blanks around them."""
-        self.has_long_values = self._first.row_ends is not None
+        self.has_long_values = self._first_piece.row_ends is not None
         """True if a value read so far holds a line break."""
 
     @classmethod
@@ -228,7 +263,7 @@ class CsvFile:
     def opened(cls, path: SourceFile, sources: Sources) -> Iterator[Self]:
         """Open the file and read its header; raise SourceError if it has none."""
         dialect = Dialect.of(sources)
-        with readable(path) as path_or_stream:
+        with open_for_arrow(path) as path_or_stream:
             if not isinstance(path_or_stream, Path):
                 yield cls(path_or_stream, path, dialect)
                 return
@@ -246,66 +281,72 @@ class CsvFile:
         naming the line of a quote that swallows rows.
         """
         column_indexes = [self.names.index(name) for name in column_names]
-        values, suspects, first_suspect = 0, 0, 0
-        for piece in self._pieces():
+        multi_line_count, suspect_count, first_suspect_line = 0, 0, 0
+        for piece in self._iterate_pieces():
             self.has_long_values |= piece.row_ends is not None
-            several, suspect_spans = piece.suspect_values(self._dialect.separator, len(self.names))
-            values, suspects = values + several, suspects + len(suspect_spans)
-            first_suspect = first_suspect or (suspect_spans[0][0] if suspect_spans else 0)
-            for line, lines in suspect_spans:
-                if lines >= LINES_SUSPECT:
-                    raise self._swallows(line, lines)
-            columns = self._columns(piece, column_indexes, skip_line)
+            piece_multi_line_count, suspect_spans = piece.suspect_values(
+                self._dialect.separator, len(self.names)
+            )
+            multi_line_count, suspect_count = (
+                multi_line_count + piece_multi_line_count,
+                suspect_count + len(suspect_spans),
+            )
+            first_suspect_line = first_suspect_line or (suspect_spans[0][0] if suspect_spans else 0)
+            for line_number, line_count in suspect_spans:
+                if line_count >= SUSPECT_LINE_COUNT:
+                    raise self._unclosed_quote_error(line_number, line_count)
+            columns = self._parse_columns(piece, column_indexes, skip_line)
             if len(columns[0]):
                 yield pa.record_batch(columns, list(column_names))
-        if 2 * suspects > values:
-            raise self._swallows(first_suspect, 2)
+        if 2 * suspect_count > multi_line_count:
+            raise self._unclosed_quote_error(first_suspect_line, 2)
 
     def find_line_of_names(self) -> tuple[int, list[str]] | None:
         """Return (number, fields) of the first line below the header that has its names in another order, in any case.
 
         It reads the rest of the file.
         """
-        header = [name.lower() for name in self.names]
-        names = sorted(header)
-        for piece in self._pieces():
-            for number, line in enumerate(piece.text.split(self._line_break)):
-                if names[-1].encode() not in line.lower():
+        header_names = [name.lower() for name in self.names]
+        sorted_names = sorted(header_names)
+        for piece in self._iterate_pieces():
+            for line_index, line in enumerate(piece.text.split(self._line_break)):
+                if sorted_names[-1].encode() not in line.lower():
                     continue
                 with suppress(csv.Error):
-                    fields = _fields(line.decode(errors="replace"), self._dialect)
-                    lowered = [field.lower() for field in fields]
-                    if lowered != header and sorted(lowered) == names:
-                        return piece.line + number, fields
+                    fields = _split_row(line.decode(errors="replace"), self._dialect)
+                    lowered_fields = [field.lower() for field in fields]
+                    if lowered_fields != header_names and sorted(lowered_fields) == sorted_names:
+                        return piece.line + line_index, fields
         return None
 
-    def _swallows(self, line: int, lines: int) -> SourceError:
+    def _unclosed_quote_error(self, line_number: int, line_count: int) -> SourceError:
         return SourceError(
-            f"{self._path}, line {line}: a quote is not closed: its value would take {lines} lines or more, each of "
-            f"which looks like a row; {_NOT_QUOTED}",
-            line=line,
+            f"{self._source_file}, line {line_number}: a quote is not closed: its value would take {line_count} lines "
+            "or more, each of "
+            f"which looks like a row; {_UNCLOSED_QUOTE_REMEDY}",
+            line=line_number,
         )
 
-    def _columns(
-        self, piece: Piece, column_indexes: Sequence[int], skip_line: Callable[[int], None]
+    def _parse_columns(
+        self, piece: CsvPiece, column_indexes: Sequence[int], skip_line: Callable[[int], None]
     ) -> list[Any]:
-        lines: list[NDArray[np.int64]] = []
+        row_line_numbers: list[NDArray[np.int64]] = []
 
-        def skip(row: Any) -> str:
-            if not lines:
-                lines.append(piece.lines_of_rows())
-            skip_line(int(lines[0][row.number - 1]))
+        def note_skipped_row(row: Any) -> str:
+            if not row_line_numbers:
+                row_line_numbers.append(piece.line_numbers_of_rows())
+            skip_line(int(row_line_numbers[0][row.number - 1]))
             return "skip"
 
-        text = self._dialect.with_nulls(piece.text)
-        titles = [str(number) for number in range(len(self.names))]
-        read = [titles[column_index] for column_index in column_indexes]
-        is_quoted = self._dialect.quote in text if self._dialect.quote else False
+        csv_text = self._dialect.with_nulls(piece.text)
+        number_titles = [str(number) for number in range(len(self.names))]
+        read_titles = [number_titles[column_index] for column_index in column_indexes]
+        is_quoted = self._dialect.quote in csv_text if self._dialect.quote else False
         table = pa.csv.read_csv(
-            pa.py_buffer(text),
+            pa.py_buffer(csv_text),
             # Without threads, else rows have no numbers.
             read_options=pa.csv.ReadOptions(
-                use_threads=False, column_names=titles, block_size=len(text) + 1
+                use_threads=False, column_names=number_titles, block_size=len(csv_text) + 1
             ),
             parse_options=pa.csv.ParseOptions(
                 delimiter=self._dialect.separator.decode(),
@@ -313,129 +354,152 @@ class CsvFile:
                 quote_char=self._dialect.quote.decode() if is_quoted else False,
                 escape_char=self._dialect.escape.decode() or False,
                 newlines_in_values=piece.row_ends is not None,
-                invalid_row_handler=skip,
+                invalid_row_handler=note_skipped_row,
             ),
             # Left alone, the reader infers types: "007" would become 7, and one odd time would end the file.
             convert_options=pa.csv.ConvertOptions(
-                column_types=dict.fromkeys(read, pa.binary()),
-                include_columns=read,
+                column_types=dict.fromkeys(read_titles, pa.binary()),
+                include_columns=read_titles,
                 strings_can_be_null=False,
             ),
         )
-        columns = (table.column(title).combine_chunks().view(pa.string()) for title in read)
-        return [pc.ascii_trim(column, characters=BLANKS) for column in columns]
+        columns = (table.column(title).combine_chunks().view(pa.string()) for title in read_titles)
+        return [pc.ascii_trim(column, characters=BLANK_CHARACTERS) for column in columns]
 
-    def _read_header(self) -> tuple[bytes, Piece]:
-        start = self._read(PIECE_BYTES)
-        if reason := files.unreadable_by_text(start):
-            raise SourceError(f"{self._path} {reason}")
-        while start.startswith(UTF_8_MARK):
-            start = start.removeprefix(UTF_8_MARK)
-        if b"\n" not in start and b"\r" in start:
+    def _read_header(self) -> tuple[bytes, CsvPiece]:
+        first_block = self._read_block(PARSED_PIECE_BYTES)
+        if reason := files.unreadable_text_reason(first_block):
+            raise SourceError(f"{self._source_file} {reason}")
+        while first_block.startswith(UTF_8_BYTE_ORDER_MARK):
+            first_block = first_block.removeprefix(UTF_8_BYTE_ORDER_MARK)
+        if b"\n" not in first_block and b"\r" in first_block:
             self._line_break = b"\r"
-        self._unparsed_bytes = start.lstrip(b"\r\n")
-        self._line += start.count(self._line_break, 0, len(start) - len(self._unparsed_bytes))
-        first = next(self._pieces_of_file(), None)
-        if first is None:
+        self._unparsed_bytes = first_block.lstrip(b"\r\n")
+        self._next_line_number += first_block.count(
+            self._line_break, 0, len(first_block) - len(self._unparsed_bytes)
+        )
+        first_piece = next(self._read_pieces(), None)
+        if first_piece is None:
             raise SourceError(
-                f"cannot read {self._path}: it is empty; a CSV file begins with a line of column names"
+                f"cannot read {self._source_file}: it is empty; a CSV file begins with a line of column names"
             )
-        return first.behind_first_row()
+        return first_piece.split_first_row()
 
-    def _pieces(self) -> Iterator[Piece]:
-        if self._first.text:
-            yield self._first
-        yield from self._pieces_of_file()
+    def _iterate_pieces(self) -> Iterator[CsvPiece]:
+        if self._first_piece.text:
+            yield self._first_piece
+        yield from self._read_pieces()
 
-    def _pieces_of_file(self) -> Iterator[Piece]:
+    def _read_pieces(self) -> Iterator[CsvPiece]:
         """Yield the remaining file in pieces that end with a row."""
-        is_over = False
-        while not is_over:
-            block = self._read(max(PIECE_BYTES, len(self._unparsed_bytes)))
-            is_over = not block
-            text = self._dialect.with_bare_quotes(self._unparsed_bytes + block)
-            if not text:
+        is_file_read = False
+        while not is_file_read:
+            block = self._read_block(max(PARSED_PIECE_BYTES, len(self._unparsed_bytes)))
+            is_file_read = not block
+            unparsed_text = self._dialect.with_bare_quotes(self._unparsed_bytes + block)
+            if not unparsed_text:
                 return
-            end, row_ends = self._end_of_rows(text, is_over)
-            self._unparsed_bytes = text[end:]
-            if end:
-                line = self._line
-                self._line += text.count(self._line_break, 0, end)
-                yield Piece(text[:end], line, self._line_break, row_ends)
+            rows_end, row_ends = self._find_row_ends(unparsed_text, is_file_read)
+            self._unparsed_bytes = unparsed_text[rows_end:]
+            if rows_end:
+                first_line_number = self._next_line_number
+                self._next_line_number += unparsed_text.count(self._line_break, 0, rows_end)
+                yield CsvPiece(
+                    unparsed_text[:rows_end], first_line_number, self._line_break, row_ends
+                )
 
-    def _read(self, size_bytes: int) -> bytes:
-        block: bytes = self._raw.read(size_bytes)
+    def _read_block(self, size_bytes: int) -> bytes:
+        block: bytes = self._byte_stream.read(size_bytes)
         return block
 
-    def _end_of_rows(self, text: bytes, is_over: bool) -> tuple[int, NDArray[np.int64] | None]:
+    def _find_row_ends(
+        self, text: bytes, is_file_read: bool
+    ) -> tuple[int, NDArray[np.int64] | None]:
         """Return (offset after the last complete row, offsets after each row if a value holds a line break).
 
         Raises SourceError for a quote that is not closed, or is escaped by a character that the settings do not name.
         """
         dialect = self._dialect
-        signs = [sign for sign in (dialect.quote, dialect.escape) if sign and sign in text]
-        if not signs:
-            return self._demand_end(
-                len(text) if is_over else text.rfind(self._line_break) + 1, text
+        present_signs = [sign for sign in (dialect.quote, dialect.escape) if sign and sign in text]
+        if not present_signs:
+            return self._demand_row_end(
+                len(text) if is_file_read else text.rfind(self._line_break) + 1, text
             ), None
-        data = np.frombuffer(text, np.uint8)
-        escaped = _escaped(data, dialect.escape)
-        quoting = QuotePositions.of(data, dialect, escaped)
+        text_bytes = np.frombuffer(text, np.uint8)
+        escaped_offsets = _escaped_offsets(text_bytes, dialect.escape)
+        quote_positions = QuotePositions.of(text_bytes, dialect, escaped_offsets)
         if dialect.quote and not dialect.escape and b"\\" + dialect.quote in text:
-            self._demand_plain_quotes(data, quoting)
-        ends = _line_ends(text, self._line_break, is_over=is_over)
-        within = quoting.inside(ends)
-        if len(escaped):
-            within |= np.isin(ends - 1, escaped)
-        row_ends = ends[~within]
-        opened = quoting.open_at
-        if opened is not None and (is_over or len(text) - opened > ROW_BYTES_MAX):
-            line = self._line + text.count(self._line_break, 0, opened)
+            self._demand_plain_quotes(text_bytes, quote_positions)
+        line_ends = _line_ends(text, self._line_break, is_complete=is_file_read)
+        is_within_value = quote_positions.mask_inside_values(line_ends)
+        if len(escaped_offsets):
+            is_within_value |= np.isin(line_ends - 1, escaped_offsets)
+        row_ends = line_ends[~is_within_value]
+        unclosed_offset = quote_positions.unclosed_quote_offset
+        if unclosed_offset is not None and (
+            is_file_read or len(text) - unclosed_offset > ROW_BYTES_MAX
+        ):
+            line_number = self._next_line_number + text.count(self._line_break, 0, unclosed_offset)
             raise SourceError(
-                f"{self._path}, line {line}: a quote is not closed; {_NOT_QUOTED}", line=line
+                f"{self._source_file}, line {line_number}: a quote is not closed; {_UNCLOSED_QUOTE_REMEDY}",
+                line=line_number,
             )
-        end = len(text) if is_over else int(row_ends[-1]) if len(row_ends) else 0
-        return self._demand_end(end, text), row_ends if within[ends <= end].any() else None
+        last_row_end = len(text) if is_file_read else int(row_ends[-1]) if len(row_ends) else 0
+        return self._demand_row_end(last_row_end, text), row_ends if is_within_value[
+            line_ends <= last_row_end
+        ].any() else None
 
-    def _demand_end(self, end: int, text: bytes) -> int:
+    def _demand_row_end(self, last_row_end: int, text: bytes) -> int:
         """Return the end of the last complete row, 0 to read more first; raise SourceError beyond ROW_BYTES_MAX."""
-        if not end and len(text) > ROW_BYTES_MAX:
+        if not last_row_end and len(text) > ROW_BYTES_MAX:
             raise SourceError(
-                f"{self._path}, line {self._line}: it is longer than {ROW_BYTES_MAX >> 20} MiB; is this a CSV file?"
+                f"{self._source_file}, line {self._next_line_number}: it is longer than {ROW_BYTES_MAX >> 20} MiB; is "
+                "this a CSV file?"
             )
-        return end
+        return last_row_end
 
-    def _demand_plain_quotes(self, data: NDArray[np.uint8], quoting: QuotePositions) -> None:
+    def _demand_plain_quotes(
+        self, text_bytes: NDArray[np.uint8], quote_positions: QuotePositions
+    ) -> None:
         """Raise SourceError for a backslash before a quote that does not end its field."""
-        closing = quoting.closing
-        closing = closing[(closing > 0) & (closing + 1 < len(data))]
-        closing = closing[data[closing - 1] == ord("\\")]
+        closing_offsets = quote_positions.closing
+        closing_offsets = closing_offsets[
+            (closing_offsets > 0) & (closing_offsets + 1 < len(text_bytes))
+        ]
+        closing_offsets = closing_offsets[text_bytes[closing_offsets - 1] == ord("\\")]
         dialect = self._dialect
-        odd = closing[~_one_of(dialect.separator + dialect.quote + b"\r\n", data[closing + 1])]
-        if len(odd):
-            line = self._line + bytes(data[: odd[0]]).count(self._line_break)
+        backslashed_offsets = closing_offsets[
+            ~_mask_of_characters(
+                dialect.separator + dialect.quote + b"\r\n", text_bytes[closing_offsets + 1]
+            )
+        ]
+        if len(backslashed_offsets):
+            line_number = self._next_line_number + bytes(
+                text_bytes[: backslashed_offsets[0]]
+            ).count(self._line_break)
             raise SourceError(
-                f'{self._path}, line {line}: a backslash stands before a quote: set [sources] escape = "\\\\"',
-                line=line,
+                f"{self._source_file}, line {line_number}: a backslash stands before a quote: set [sources] escape = "
+                '"\\\\"',
+                line=line_number,
             )
 
 
-def is_like_a_row(names: Sequence[str]) -> bool:
+def is_like_a_row(column_names: Sequence[str]) -> bool:
     """True if one of the names of columns is a number or a date, as in a file without a line of names."""
-    return any(_NUMBER_OR_DATE.match(name) for name in names)
+    return any(_NUMBER_OR_DATE_PATTERN.match(column_name) for column_name in column_names)
 
 
-def _names_in(header: bytes, dialect: Dialect, path: SourceFile) -> list[str]:
+def _column_names_in(header_row: bytes, dialect: Dialect, path: SourceFile) -> list[str]:
     """Return the names in a file's first row, stripped."""
     try:
-        return _fields(header.decode("utf-8"), dialect)
+        return _split_row(header_row.decode("utf-8"), dialect)
     except csv.Error as error:
         raise SourceError(
             f"{path}: its first line, of column names, cannot be read: {error}"
         ) from None
 
 
-def _fields(row: str, dialect: Dialect) -> list[str]:
+def _split_row(row: str, dialect: Dialect) -> list[str]:
     """Return the fields of one row, stripped; raise csv.Error for a row that cannot be read."""
     reader = csv.reader(
         [row],
@@ -444,31 +508,31 @@ def _fields(row: str, dialect: Dialect) -> list[str]:
         quoting=csv.QUOTE_MINIMAL if dialect.quote else csv.QUOTE_NONE,
         escapechar=dialect.escape.decode() or None,
     )
-    return [field.strip(BLANKS) for field in next(reader)]
+    return [field.strip(BLANK_CHARACTERS) for field in next(reader)]
 
 
-def _line_ends(text: bytes, line_break: bytes, *, is_over: bool = True) -> NDArray[np.int64]:
-    """Return the offsets after each line; the last line may lack its break if the text `is_over`."""
-    ends = np.flatnonzero(np.frombuffer(text, np.uint8) == line_break[0]) + 1
-    if is_over and (not len(ends) or ends[-1] < len(text)):
-        ends = np.append(ends, len(text))
-    return ends
+def _line_ends(text: bytes, line_break: bytes, *, is_complete: bool = True) -> NDArray[np.int64]:
+    """Return the offsets after each line; the last line may lack its break if the text `is_complete`."""
+    line_ends = np.flatnonzero(np.frombuffer(text, np.uint8) == line_break[0]) + 1
+    if is_complete and (not len(line_ends) or line_ends[-1] < len(text)):
+        line_ends = np.append(line_ends, len(text))
+    return line_ends
 
 
-def _one_of(signs: bytes, values: NDArray[np.uint8]) -> NDArray[np.bool_]:
+def _mask_of_characters(characters: bytes, text_bytes: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Return a mask of the values that are one of some characters."""
-    is_sign = np.zeros(256, np.bool_)
-    is_sign[np.frombuffer(signs, np.uint8)] = True
-    return np.asarray(is_sign[values])
+    is_character = np.zeros(256, np.bool_)
+    is_character[np.frombuffer(characters, np.uint8)] = True
+    return np.asarray(is_character[text_bytes])
 
 
-def _escaped(data: NDArray[np.uint8], escape: bytes) -> NDArray[np.int64]:
+def _escaped_offsets(text_bytes: NDArray[np.uint8], escape: bytes) -> NDArray[np.int64]:
     """Return the offsets of escaped characters; in a run of escapes every other one is escaped itself."""
     if not escape:
         return np.empty(0, np.int64)
-    escape_offsets = np.flatnonzero(data == escape[0])
+    escape_offsets = np.flatnonzero(text_bytes == escape[0])
     if not len(escape_offsets):
         return escape_offsets
-    is_start = np.concatenate([np.ones(1, np.bool_), np.diff(escape_offsets) != 1])
-    starts = np.flatnonzero(is_start)[np.cumsum(is_start) - 1]
-    return np.asarray(escape_offsets[(np.arange(len(escape_offsets)) - starts) % 2 == 0] + 1)
+    is_run_start = np.concatenate([np.ones(1, np.bool_), np.diff(escape_offsets) != 1])
+    run_starts = np.flatnonzero(is_run_start)[np.cumsum(is_run_start) - 1]
+    return np.asarray(escape_offsets[(np.arange(len(escape_offsets)) - run_starts) % 2 == 0] + 1)

@@ -25,11 +25,11 @@ from cache.store.write_once import pack_files, read_files
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 
-WRITE_TRIES = 16
-FOLDER = "erasures"
+WRITE_TRIES_MAX = 16
+ERASURES_FOLDER = "erasures"
 
-_REQUEST = re.compile(r"([0-9]{12})\.json")
-_FILE = re.compile(r"[0-9]{12}\.(json|done|forgotten)")
+_REQUEST_NAME_PATTERN = re.compile(r"([0-9]{12})\.json")
+_FILE_NAME_PATTERN = re.compile(r"[0-9]{12}\.(json|done|forgotten)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class ErasedEntities:
     users: frozenset[bytes] = frozenset()
     items: frozenset[bytes] = frozenset()
     numbers: tuple[int, ...] = ()
-    _texts: tuple[Any, Any] = field(init=False, repr=False, compare=False)
+    _erased_texts_by_side: tuple[Any, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        texts = (
-            pa.array(sorted(raw.decode() for raw in raw_ids), pa.string())
+        id_texts = (
+            pa.array(sorted(raw_id.decode() for raw_id in raw_ids), pa.string())
             for raw_ids in (self.users, self.items)
         )
-        object.__setattr__(self, "_texts", tuple(texts))
+        object.__setattr__(self, "_erased_texts_by_side", tuple(id_texts))
 
     @classmethod
     def of(cls, erasures: Iterable[Erasure]) -> "ErasedEntities":
@@ -91,151 +91,151 @@ class ErasedEntities:
         """Return a digest of the sources and the erased set, so that it changes the generation; unchanged if empty."""
         if not (self.users or self.items):
             return inputs_digest
-        hasher = sha256(inputs_digest.encode())
-        for kind, ids in (("user", self.users), ("item", self.items)):
-            for raw in sorted(ids):
-                hasher.update(f"|{kind}:{len(raw)}:".encode() + raw)
-        return hasher.hexdigest()
+        digest_hasher = sha256(inputs_digest.encode())
+        for kind, raw_ids in (("user", self.users), ("item", self.items)):
+            for raw_id in sorted(raw_ids):
+                digest_hasher.update(f"|{kind}:{len(raw_id)}:".encode() + raw_id)
+        return digest_hasher.hexdigest()
 
     def leave_out(self, batch: Interactions) -> Interactions:
         """Return the interactions without those of erased users and items."""
-        users, items = self._texts
+        users, items = self._erased_texts_by_side
         if not len(users) and not len(items):
             return batch
-        return batch.only(_keeps(batch.users, users) & _keeps(batch.items, items))
+        return batch.only(_kept_mask(batch.users, users) & _kept_mask(batch.items, items))
 
-    def keeps_users(self, ids: Ids) -> NDArray[np.bool_]:
+    def kept_users_mask(self, ids: Ids) -> NDArray[np.bool_]:
         """Return a mask of the rows of user ids that are not erased."""
-        return _keeps(ids, self._texts[0])
+        return _kept_mask(ids, self._erased_texts_by_side[0])
 
 
 NO_ERASURES = ErasedEntities()
 
 
-def _keeps(ids: Ids, erased: Any) -> NDArray[np.bool_]:
-    is_kept = np.asarray(pc.invert(pc.is_in(ids.names, value_set=erased)))
+def _kept_mask(ids: Ids, erased_texts: Any) -> NDArray[np.bool_]:
+    is_kept = np.asarray(pc.invert(pc.is_in(ids.names, value_set=erased_texts)))
     return np.asarray(is_kept[ids.codes], np.bool_)
 
 
 def all_erasures(store: ArtefactStore) -> list[Erasure]:
     """Return every request, oldest first; raise CorruptArtefact for an unreadable one: none may be skipped."""
-    file_names = frozenset(store.names(FOLDER))
-    files, loose = read_files(
+    file_names = frozenset(store.names(ERASURES_FOLDER))
+    content_by_name, unpacked_names = read_files(
         store,
-        FOLDER,
+        ERASURES_FOLDER,
         file_names,
-        [file_name for file_name in sorted(file_names) if _FILE.fullmatch(file_name)],
+        [file_name for file_name in sorted(file_names) if _FILE_NAME_PATTERN.fullmatch(file_name)],
     )
     erasures = []
     for number in sorted(
-        int(request_match[1]) for name in file_names if (request_match := _REQUEST.fullmatch(name))
+        int(request_match[1]) for name in file_names if (request_match := _REQUEST_NAME_PATTERN.fullmatch(name))
     ):
-        erasure = _read(files, number)
-        if (closing_record := _read_note(files, number, "done", file_names)) is not None:
+        erasure = _parse_erasure(content_by_name, number)
+        if (closing_record := _parse_closing_record(content_by_name, number, "done", file_names)) is not None:
             erasure = replace(erasure, done_at=closing_record["at"])
-        if (closing_record := _read_note(files, number, "forgotten", file_names)) is not None:
+        if (closing_record := _parse_closing_record(content_by_name, number, "forgotten", file_names)) is not None:
             erasure = replace(
                 erasure, forgotten_at=closing_record["at"], reason=closing_record["reason"]
             )
         erasures.append(erasure)
-    pack_files(store, FOLDER, {name: files[name] for name in loose})
+    pack_files(store, ERASURES_FOLDER, {name: content_by_name[name] for name in unpacked_names})
     return erasures
 
 
-def find_erasure(erasures: Iterable[Erasure], raw: bytes, kind: EntityKind) -> Erasure | None:
+def find_erasure(erasures: Iterable[Erasure], raw_id: bytes, kind: EntityKind) -> Erasure | None:
     """Return the erasure in force for an entity, None if there is none."""
     entity_erasures = (
-        erasure for erasure in erasures if erasure.raw == raw and erasure.kind == kind
+        erasure for erasure in erasures if erasure.raw == raw_id and erasure.kind == kind
     )
     return next((erasure for erasure in entity_erasures if erasure.is_in_force), None)
 
 
-def request(
+def request_erasure(
     store: ArtefactStore,
-    raw: bytes,
+    raw_id: bytes,
     kind: EntityKind,
     *,
-    at: float,
+    requested_at: float,
     was_blocked: bool = False,
     existing_erasures: Sequence[Erasure] | None = None,
 ) -> Erasure:
     """Record a request, unless one is in force. `existing_erasures` were just read."""
-    for _ in range(WRITE_TRIES):
+    for _ in range(WRITE_TRIES_MAX):
         erasures = all_erasures(store) if existing_erasures is None else existing_erasures
-        if (existing_erasure := find_erasure(erasures, raw, kind)) is not None:
+        if (existing_erasure := find_erasure(erasures, raw_id, kind)) is not None:
             return existing_erasure
         number = max((erasure.number for erasure in erasures), default=0) + 1
-        new_erasure = Erasure(number, raw.decode(), kind, at, was_blocked)
-        fields = ("number", "entity", "kind", "at", "was_blocked")
-        body = _json({name: getattr(new_erasure, name) for name in fields} | version_stamp(ERASURE))
-        if store.write_once(_path(number, "json"), body):
+        new_erasure = Erasure(number, raw_id.decode(), kind, requested_at, was_blocked)
+        field_names = ("number", "entity", "kind", "at", "was_blocked")
+        body = _to_json_bytes({name: getattr(new_erasure, name) for name in field_names} | version_stamp(ERASURE))
+        if store.write_once(_erasure_path(number, "json"), body):
             return new_erasure
         existing_erasures = None
-    raise Conflict(f"{WRITE_TRIES} other erasures were being written at the same time; try again")
+    raise Conflict(f"{WRITE_TRIES_MAX} other erasures were being written at the same time; try again")
 
 
-def mark_done(store: ArtefactStore, erasure: Erasure, *, at: float) -> Erasure:
+def mark_done(store: ArtefactStore, erasure: Erasure, *, done_at: float) -> Erasure:
     """Record that no generation holds the entity any more; return the updated erasure."""
-    store.write_once(_path(erasure.number, "done"), _json({"at": at}))
-    return replace(erasure, done_at=at)
+    store.write_once(_erasure_path(erasure.number, "done"), _to_json_bytes({"at": done_at}))
+    return replace(erasure, done_at=done_at)
 
 
-def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, at: float, reason: str) -> None:
+def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, forgotten_at: float, reason: str) -> None:
     """Re-admit the entity to later nights."""
-    store.write_once(_path(erasure.number, "forgotten"), _json({"at": at, "reason": reason}))
+    store.write_once(_erasure_path(erasure.number, "forgotten"), _to_json_bytes({"at": forgotten_at, "reason": reason}))
 
 
-def demand_unerased(store: ArtefactStore, items: Collection[bytes]) -> None:
+def demand_unerased(store: ArtefactStore, raw_items: Collection[bytes]) -> None:
     """Raise Conflict for an item that an erasure keeps blocked."""
-    erased = ErasedEntities.of(all_erasures(store)).items if items else frozenset()
-    if erased_items := sorted(erased & frozenset(items)):
+    all_erased_items = ErasedEntities.of(all_erasures(store)).items if raw_items else frozenset()
+    if erased_items := sorted(all_erased_items & frozenset(raw_items)):
         raise Conflict(
             f"item {erased_items[0].decode()!r} is erased, so it stays blocked; to re-admit it: "
             f"erase {erased_items[0].decode()} --as item --forget --reason ..."
         )
 
 
-def still_erased(store: ArtefactStore, entities: Collection[bytes]) -> list[str]:
+def describe_erased_users(store: ArtefactStore, raw_entities: Collection[bytes]) -> list[str]:
     """Describe those of the entities that are erased users: they get no list, blocked or not."""
-    erased = ErasedEntities.of(all_erasures(store)).users if entities else frozenset()
+    erased_users = ErasedEntities.of(all_erasures(store)).users if raw_entities else frozenset()
     return [
-        f"user {raw.decode()!r} is erased and stays so; to re-admit: erase {raw.decode()} --forget --reason ..."
-        for raw in sorted(erased & frozenset(entities))
+        f"user {raw_user.decode()!r} is erased and stays so; to re-admit: erase {raw_user.decode()} --forget --reason " "..."
+        for raw_user in sorted(erased_users & frozenset(raw_entities))
     ]
 
 
-def _read(files: Mapping[str, bytes], number: int) -> Erasure:
-    data = _load(files, _path(number, "json"))
+def _parse_erasure(content_by_name: Mapping[str, bytes], erasure_number: int) -> Erasure:
+    document = _parse_json_file(content_by_name, _erasure_path(erasure_number, "json"))
     try:
-        demand_readable(ERASURE, version_of(data), _path(number, "json"))
-        data.pop(FORMAT_FIELD, None)
-        canonical_id(data["entity"])
-        if data["number"] != number or data["kind"] not in ("user", "item"):
+        demand_readable(ERASURE, version_of(document), _erasure_path(erasure_number, "json"))
+        document.pop(FORMAT_FIELD, None)
+        canonical_id(document["entity"])
+        if document["number"] != erasure_number or document["kind"] not in ("user", "item"):
             raise ValueError("number or kind do not fit")
-        return Erasure(**data)
+        return Erasure(**document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptArtefact(f"{_path(number, 'json')} is no erasure: {error}") from error
+        raise CorruptArtefact(f"{_erasure_path(erasure_number, 'json')} is no erasure: {error}") from error
 
 
-def _read_note(
-    files: Mapping[str, bytes], number: int, suffix: str, file_names: Collection[str]
+def _parse_closing_record(
+    content_by_name: Mapping[str, bytes], erasure_number: int, suffix: str, file_names: Collection[str]
 ) -> dict[str, Any] | None:
-    path = _path(number, suffix)
-    is_there = path.removeprefix(f"{FOLDER}/") in file_names
-    return {"at": 0.0, "reason": "", **_load(files, path)} if is_there else None
+    path = _erasure_path(erasure_number, suffix)
+    is_recorded = path.removeprefix(f"{ERASURES_FOLDER}/") in file_names
+    return {"at": 0.0, "reason": "", **_parse_json_file(content_by_name, path)} if is_recorded else None
 
 
-def _load(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
+def _parse_json_file(content_by_name: Mapping[str, bytes], path: str) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = orjson.loads(files.get(path.removeprefix(f"{FOLDER}/"), b""))
+        document: dict[str, Any] = orjson.loads(content_by_name.get(path.removeprefix(f"{ERASURES_FOLDER}/"), b""))
     except orjson.JSONDecodeError as error:
         raise CorruptArtefact(f"{path} cannot be read: {error}") from error
     return document
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+def _to_json_bytes(document: dict[str, Any]) -> bytes:
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
-def _path(number: int, kind: str) -> str:
-    return f"{FOLDER}/{number:012d}.{kind}"
+def _erasure_path(erasure_number: int, file_suffix: str) -> str:
+    return f"{ERASURES_FOLDER}/{erasure_number:012d}.{file_suffix}"

@@ -17,15 +17,21 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from cache.format.manifest import EntityKind
 from cache.model.tower_spec import InputSpec
-from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows, is_text, is_utf_8
-from precompute.sources.unusable import EVENTS, UnusableRows
+from precompute.sources.columns import (
+    Ids,
+    UnusableMaskByReason,
+    as_numpy_mask,
+    is_text_type,
+    utf_8_mask,
+)
+from precompute.sources.unusable import EVENTS_SOURCE_PREFIX, UnusableRows
 
 EntityValues = Mapping[bytes, Mapping[str, Any]]
 """Newest values by id and attribute, None for one that was cleared."""
 
-NO_VALUES: Final[EntityValues] = MappingProxyType({})
+NO_ENTITY_VALUES: Final[EntityValues] = MappingProxyType({})
 
-_LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_LIST_TYPE_PREDICATES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 _FeatureBatch = tuple[Ids, dict[str, Any]]
 
@@ -47,46 +53,55 @@ class FeatureValues:
         return is_usable
 
 
-def read_values(column: Any, spec: InputSpec) -> FeatureValues:
-    """An Arrow array as an input; raises SourceError for what `demand_type` refuses, never for a row."""
-    demand_type(column.type, spec, "features")
+def read_feature_values(column: Any, spec: InputSpec) -> FeatureValues:
+    """An Arrow array as an input; raises SourceError for what `demand_column_type` refuses, never for a row."""
+    demand_column_type(column.type, spec, "features")
     if spec.width is None:
-        return _scalars(column, spec)
+        return _read_scalars(column, spec)
     if not _is_list(column.type):  # one value a row, for an input [n, 1]
-        alone = _scalars(column, replace(spec, width=None))
-        return replace(alone, numbers=alone.numbers.reshape(-1, 1))
-    missing, widths = as_rows(column.is_null()), pc.list_value_length(column)
-    is_wide = as_rows(pc.fill_null(pc.equal(widths, spec.width), False))
-    fitting_lists = column if is_wide.all() else column.filter(pa.array(is_wide))
-    inner = _scalars(fitting_lists.flatten(), replace(spec, width=None))
-    numbers = inner.numbers.reshape(-1, spec.width)
-    rows: UnusableMaskByReason = {
+        scalar_values = _read_scalars(column, replace(spec, width=None))
+        return replace(scalar_values, numbers=scalar_values.numbers.reshape(-1, 1))
+    missing_mask, list_widths = as_numpy_mask(column.is_null()), pc.list_value_length(column)
+    has_right_width = as_numpy_mask(pc.fill_null(pc.equal(list_widths, spec.width), False))
+    fitting_lists = column if has_right_width.all() else column.filter(pa.array(has_right_width))
+    element_values = _read_scalars(fitting_lists.flatten(), replace(spec, width=None))
+    numbers = element_values.numbers.reshape(-1, spec.width)
+    bad_mask_by_reason: UnusableMaskByReason = {
         reason: np.asarray(element_mask.reshape(-1, spec.width).any(axis=1))
         for reason, element_mask in {
-            f"{spec.column}: a null in a list": inner.missing,
-            **inner.unusable_mask_by_reason,
+            f"{spec.column}: a null in a list": element_values.missing,
+            **element_values.unusable_mask_by_reason,
         }.items()
     }
-    if not is_wide.all():
+    if not has_right_width.all():
         filler = "" if spec.dtype == "string" else 0
-        spread = np.full((len(column), spec.width), filler, numbers.dtype)
-        spread[is_wide] = numbers
-        numbers = spread
-        rows = {reason: _spread(row_mask, is_wide) for reason, row_mask in rows.items()}
-    rows[f"{spec.column}: not of width {spec.width}"] = ~is_wide & ~missing
+        spread_numbers = np.full((len(column), spec.width), filler, numbers.dtype)
+        spread_numbers[has_right_width] = numbers
+        numbers = spread_numbers
+        bad_mask_by_reason = {
+            reason: _spread_mask(row_mask, has_right_width)
+            for reason, row_mask in bad_mask_by_reason.items()
+        }
+    bad_mask_by_reason[f"{spec.column}: not of width {spec.width}"] = (
+        ~has_right_width & ~missing_mask
+    )
     return FeatureValues(
-        numbers, missing, {reason: row_mask for reason, row_mask in rows.items() if row_mask.any()}
+        numbers,
+        missing_mask,
+        {reason: row_mask for reason, row_mask in bad_mask_by_reason.items() if row_mask.any()},
     )
 
 
-def _scalars(column: Any, spec: InputSpec) -> FeatureValues:
-    missing = as_rows(column.is_null())
+def _read_scalars(column: Any, spec: InputSpec) -> FeatureValues:
+    missing_mask = as_numpy_mask(column.is_null())
     if spec.dtype == "string":
-        is_read = is_utf_8(column.cast(pa.large_binary()))
-        is_kept = pa.array(is_read & ~missing)
-        texts = pc.if_else(is_kept, column, pa.scalar("", column.type))
-        bad_mask_by_reason = {} if is_read.all() else {f"{spec.column}: not UTF-8": ~is_read}
-        return FeatureValues(np.array(texts.to_pylist(), object), missing, bad_mask_by_reason)
+        is_utf_8_text = utf_8_mask(column.cast(pa.large_binary()))
+        is_usable_text = pa.array(is_utf_8_text & ~missing_mask)
+        texts = pc.if_else(is_usable_text, column, pa.scalar("", column.type))
+        bad_mask_by_reason = (
+            {} if is_utf_8_text.all() else {f"{spec.column}: not UTF-8": ~is_utf_8_text}
+        )
+        return FeatureValues(np.array(texts.to_pylist(), object), missing_mask, bad_mask_by_reason)
     source_numbers = np.asarray(pc.fill_null(column, 0) if column.null_count else column)
     with np.errstate(over="ignore", invalid="ignore"):
         numbers = source_numbers.astype(spec.dtype)
@@ -95,82 +110,91 @@ def _scalars(column: Any, spec: InputSpec) -> FeatureValues:
     else:
         reason, fits = f"too large for {spec.dtype}", np.asarray(numbers == source_numbers)
     return FeatureValues(
-        numbers, missing, {} if fits.all() else {f"{spec.column}: {reason}": ~fits}
+        numbers, missing_mask, {} if fits.all() else {f"{spec.column}: {reason}": ~fits}
     )
 
 
-def union_of_masks(reports: Iterable[UnusableMaskByReason]) -> UnusableMaskByReason:
+def union_of_masks(mask_mappings: Iterable[UnusableMaskByReason]) -> UnusableMaskByReason:
     """Masks of several inputs of one column as one: by reason, the rows that any of them cannot use."""
-    union: UnusableMaskByReason = {}
-    for report in reports:
-        for reason, row_mask in report.items():
-            union[reason] = row_mask | union[reason] if reason in union else row_mask
-    return union
+    union_by_reason: UnusableMaskByReason = {}
+    for mask_by_reason in mask_mappings:
+        for reason, row_mask in mask_by_reason.items():
+            union_by_reason[reason] = (
+                row_mask | union_by_reason[reason] if reason in union_by_reason else row_mask
+            )
+    return union_by_reason
 
 
-def _spread(partial_mask: NDArray[np.bool_], where: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    full_mask = np.zeros(len(where), np.bool_)
-    full_mask[where] = partial_mask
+def _spread_mask(
+    partial_mask: NDArray[np.bool_], spread_to_mask: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    full_mask = np.zeros(len(spread_to_mask), np.bool_)
+    full_mask[spread_to_mask] = partial_mask
     return full_mask
 
 
-def demand_type(kind: Any, spec: InputSpec, where: str) -> None:
+def demand_column_type(arrow_type: Any, spec: InputSpec, table_name: str) -> None:
     """Raise SourceError unless a column of this Arrow type can hold the input's values."""
-    is_list = _is_list(kind)
-    value = kind.value_type if is_list else kind
-    fits = {
-        "string": is_text(value),
-        "float32": pa.types.is_floating(value) or pa.types.is_integer(value),
-        "int32": pa.types.is_integer(value),
-        "int64": pa.types.is_integer(value),
+    is_list = _is_list(arrow_type)
+    element_type = arrow_type.value_type if is_list else arrow_type
+    fits_by_dtype = {
+        "string": is_text_type(element_type),
+        "float32": pa.types.is_floating(element_type) or pa.types.is_integer(element_type),
+        "int32": pa.types.is_integer(element_type),
+        "int64": pa.types.is_integer(element_type),
     }
-    width = kind.list_size if pa.types.is_fixed_size_list(kind) else spec.width
-    is_shaped = width == spec.width is not None if is_list else spec.width in (None, 1)
-    if not fits[spec.dtype] or not is_shaped:
-        shape = "" if spec.width is None else f", lists of width {spec.width}"
+    width = arrow_type.list_size if pa.types.is_fixed_size_list(arrow_type) else spec.width
+    has_right_width = width == spec.width is not None if is_list else spec.width in (None, 1)
+    if not fits_by_dtype[spec.dtype] or not has_right_width:
+        shape_text = "" if spec.width is None else f", lists of width {spec.width}"
         raise SourceError(
-            f"{where}: column {spec.column!r} is {kind}, the model's input {spec.name!r} wants {spec.dtype}{shape}",
+            f"{table_name}: column {spec.column!r} is {arrow_type}, the model's input {spec.name!r} wants "
+            f"{spec.dtype}{shape_text}",
             column=spec.column,
         )
 
 
-def _is_list(kind: Any) -> bool:
-    return any(is_kind(kind) for is_kind in _LIST_TYPES)
+def _is_list(arrow_type: Any) -> bool:
+    return any(is_list_type(arrow_type) for is_list_type in _LIST_TYPE_PREDICATES)
 
 
-def wide(column: Any) -> Any:
+def with_64_bit_offsets(column: Any) -> Any:
     """The column with offsets of 64 bits: all rows of a catalogue hold more numbers than 32 bits can count."""
-    kind = column.type
-    if pa.types.is_list(kind):
-        return column.cast(pa.large_list(kind.value_type))
-    if pa.types.is_string(kind) or pa.types.is_binary(kind):
-        return column.cast(pa.large_string() if pa.types.is_string(kind) else pa.large_binary())
+    arrow_type = column.type
+    if pa.types.is_list(arrow_type):
+        return column.cast(pa.large_list(arrow_type.value_type))
+    if pa.types.is_string(arrow_type) or pa.types.is_binary(arrow_type):
+        return column.cast(
+            pa.large_string() if pa.types.is_string(arrow_type) else pa.large_binary()
+        )
     return column
 
 
-def without_long_texts(column: Any, text_bytes: int) -> tuple[Any, NDArray[np.bool_]]:
-    """(The column with null for each row that holds a text of over `text_bytes`, mask of these rows, bool [n])."""
+def without_long_texts(column: Any, text_bytes_max: int) -> tuple[Any, NDArray[np.bool_]]:
+    """(The column with null for each row that holds a text of over `text_bytes_max`, mask of these rows, bool [n])."""
     is_list = _is_list(column.type)
-    if not is_text(column.type.value_type if is_list else column.type):
+    if not is_text_type(column.type.value_type if is_list else column.type):
         return column, np.zeros(len(column), np.bool_)
     texts = column.flatten() if is_list else column
-    is_long = as_rows(pc.fill_null(pc.greater(pc.binary_length(texts), text_bytes), False))
+    is_long = as_numpy_mask(
+        pc.fill_null(pc.greater(pc.binary_length(texts), text_bytes_max), False)
+    )
     if not is_long.any():
         return column, np.zeros(len(column), np.bool_)
-    rows = np.asarray(pc.list_parent_indices(column))[is_long] if is_list else is_long
+    long_text_rows = np.asarray(pc.list_parent_indices(column))[is_long] if is_list else is_long
     has_long_text = np.zeros(len(column), np.bool_)
-    has_long_text[rows] = True
+    has_long_text[long_text_rows] = True
     return pc.if_else(pa.array(has_long_text), pa.scalar(None, column.type), column), has_long_text
 
 
-def digest_of_values(values: EntityValues, columns: Iterable[str]) -> str:
+def digest_of_event_values(event_values: EntityValues, column_names: Iterable[str]) -> str:
     """Digest of the values of some attributes; empty where none was set."""
-    attribute_names = set(columns)
+    attribute_names = set(column_names)
     values_by_id = {
-        raw.decode(): of_entity
-        for raw, value_by_attribute in values.items()
+        raw.decode(): digested_values
+        for raw, value_by_attribute in event_values.items()
         if (
-            of_entity := {
+            digested_values := {
                 name: value for name, value in value_by_attribute.items() if name in attribute_names
             }
         )
@@ -181,148 +205,166 @@ def digest_of_values(values: EntityValues, columns: Iterable[str]) -> str:
 
 def with_event_values(
     batches: Iterable[_FeatureBatch],
-    values: EntityValues,
+    event_values: EntityValues,
     *,
     kind: EntityKind,
     unusable: UnusableRows,
     inputs: Iterable[InputSpec] = (),
-    adds: Collection[bytes] = (),
+    addable_ids: Collection[bytes] = (),
 ) -> Iterator[_FeatureBatch]:
     """Batches of a feature table whose columns have the values that events set.
 
     A value that is not of its column's type, or that one of `inputs` cannot use, is noted as of the events, and then
-    there is none, as for one that was cleared. Of ids that no row has it `adds` a row for these.
+    there is none, as for one that was cleared. Of ids that no row has it `addable_ids` a row for these.
     """
     remaining_batches = iter(batches)
-    first = next(remaining_batches, None) if values else None
-    if first is None:
+    first_batch = next(remaining_batches, None) if event_values else None
+    if first_batch is None:
         yield from remaining_batches
         return
-    types = {name: column.type for name, column in first[1].items()}
-    columns = read_set_values(types, values, kind, list(inputs), unusable)
-    raws = sorted(set().union(*columns.values()))
-    names = pa.array([raw.decode() for raw in raws], pa.string())
-    has_row = np.zeros(len(raws), np.bool_)
-    for ids, column_by_name in chain([first], remaining_batches):
-        codes = np.asarray(pc.fill_null(pc.index_in(ids.names, value_set=names), -1))
-        has_row[codes[codes >= 0]] = True
-        rows = codes[ids.codes]
+    type_by_column = {name: column.type for name, column in first_batch[1].items()}
+    values_by_column = read_event_values(type_by_column, event_values, kind, list(inputs), unusable)
+    valued_ids = sorted(set().union(*values_by_column.values()))
+    valued_id_texts = pa.array([raw.decode() for raw in valued_ids], pa.string())
+    has_row = np.zeros(len(valued_ids), np.bool_)
+    for ids, column_by_name in chain([first_batch], remaining_batches):
+        valued_id_indexes = np.asarray(
+            pc.fill_null(pc.index_in(ids.names, value_set=valued_id_texts), -1)
+        )
+        has_row[valued_id_indexes[valued_id_indexes >= 0]] = True
+        row_id_indexes = valued_id_indexes[ids.codes]
         yield (
             ids,
             {
-                name: _with_set_values(column, rows, raws, columns[name])
+                name: _with_event_values(column, row_id_indexes, valued_ids, values_by_column[name])
                 for name, column in column_by_name.items()
             },
         )
-    if adds and (more := [raw for raw in _rows_of_new(raws, has_row, columns) if raw in adds]):
-        ids = Ids.of(pa.array([raw.decode() for raw in more], pa.string()))
+    if addable_ids and (
+        added_ids := [
+            raw
+            for raw in _new_ids_with_values(valued_ids, has_row, values_by_column)
+            if raw in addable_ids
+        ]
+    ):
+        ids = Ids.of(pa.array([raw.decode() for raw in added_ids], pa.string()))
         yield (
             ids,
             {
-                name: _array([columns[name].get(raw) for raw in more], type_)
-                for name, type_ in types.items()
+                name: _arrow_array(
+                    [values_by_column[name].get(raw) for raw in added_ids], column_type
+                )
+                for name, column_type in type_by_column.items()
             },
         )
 
 
-def _rows_of_new(
-    raws: Sequence[bytes], has_row: Any, columns: Mapping[str, Mapping[bytes, Any]]
+def _new_ids_with_values(
+    valued_ids: Sequence[bytes], has_row: Any, values_by_column: Mapping[str, Mapping[bytes, Any]]
 ) -> list[bytes]:
     """Ids that no row had, and that have a value."""
     return [
         raw
-        for raw, is_there in zip(raws, has_row.tolist(), strict=True)
-        if not is_there
-        and any(value_by_id.get(raw) is not None for value_by_id in columns.values())
+        for raw, id_has_row in zip(valued_ids, has_row.tolist(), strict=True)
+        if not id_has_row
+        and any(value_by_id.get(raw) is not None for value_by_id in values_by_column.values())
     ]
 
 
-def read_set_values(
-    types: Mapping[str, Any],
-    values: EntityValues,
+def read_event_values(
+    type_by_column: Mapping[str, Any],
+    event_values: EntityValues,
     kind: EntityKind,
-    inputs: Sequence[InputSpec],
+    input_specs: Sequence[InputSpec],
     unusable: UnusableRows,
 ) -> dict[str, dict[bytes, Any]]:
     """Values by column and id, as Arrow takes them; None for one that was cleared, or cannot be used and is noted."""
-    columns: dict[str, dict[bytes, Any]] = {name: {} for name in types}
-    reasons_by_column: dict[str, dict[bytes, str]] = {name: {} for name in types}
-    for raw, value_by_attribute in values.items():
-        for name in value_by_attribute.keys() & types.keys():
-            fits = _fitting(value_by_attribute[name], types[name])
-            columns[name][raw] = fits[0] if fits else None
-            if not fits:
-                reasons_by_column[name][raw] = f"{name}: no {types[name]}"
-    for spec in inputs:
-        if value_by_id := columns.get(str(spec.column)):
-            unfit = read_values(
-                _array(list(value_by_id.values()), types[str(spec.column)]), spec
+    values_by_column: dict[str, dict[bytes, Any]] = {name: {} for name in type_by_column}
+    reasons_by_column: dict[str, dict[bytes, str]] = {name: {} for name in type_by_column}
+    for raw, value_by_attribute in event_values.items():
+        for name in value_by_attribute.keys() & type_by_column.keys():
+            fitted = _fit_value(value_by_attribute[name], type_by_column[name])
+            values_by_column[name][raw] = fitted[0] if fitted else None
+            if not fitted:
+                reasons_by_column[name][raw] = f"{name}: no {type_by_column[name]}"
+    for spec in input_specs:
+        if value_by_id := values_by_column.get(str(spec.column)):
+            unusable_mask_by_reason = read_feature_values(
+                _arrow_array(list(value_by_id.values()), type_by_column[str(spec.column)]), spec
             ).unusable_mask_by_reason
-            for reason, rows in unfit.items():
-                for row in np.flatnonzero(rows).tolist():
+            for reason, unusable_mask in unusable_mask_by_reason.items():
+                for row in np.flatnonzero(unusable_mask).tolist():
                     reasons_by_column[str(spec.column)].setdefault(list(value_by_id)[row], reason)
-    for name, value_by_id in columns.items():
+    for name, value_by_id in values_by_column.items():
         if value_by_id:
-            unusable.looked_at(f"{EVENTS}.{name}", len(value_by_id))
+            unusable.count_checked(f"{EVENTS_SOURCE_PREFIX}.{name}", len(value_by_id))
         for raw, reason in reasons_by_column[name].items():
             value_by_id[raw] = None
-            unusable.note(f"{EVENTS}.{name}", reason, 1, [{kind: raw.decode()}])
-    return columns
+            unusable.note(f"{EVENTS_SOURCE_PREFIX}.{name}", reason, 1, [{kind: raw.decode()}])
+    return values_by_column
 
 
-def _with_set_values(
-    column: Any, rows: Any, raws: Sequence[bytes], value_by_id: Mapping[bytes, Any]
+def _with_event_values(
+    column: Any, row_id_indexes: Any, valued_ids: Sequence[bytes], value_by_id: Mapping[bytes, Any]
 ) -> Any:
-    """The column with the values of these ids; `rows` has the place of each row's id among them, -1 for another."""
+    """The column with the values of these ids; `row_id_indexes` has the index of each row's id among them, else -1."""
     changed_rows = [
-        row for row in np.flatnonzero(rows >= 0).tolist() if raws[rows[row]] in value_by_id
+        row
+        for row in np.flatnonzero(row_id_indexes >= 0).tolist()
+        if valued_ids[row_id_indexes[row]] in value_by_id
     ]
     if not changed_rows:
         return column
-    new_values = _array([value_by_id[raws[rows[row]]] for row in changed_rows], column.type)
+    new_values = _arrow_array(
+        [value_by_id[valued_ids[row_id_indexes[row]]] for row in changed_rows], column.type
+    )
     take_indexes = np.arange(len(column))
     take_indexes[changed_rows] = len(column) + np.arange(len(changed_rows))
     return pa.concat_arrays([column, new_values]).take(pa.array(take_indexes))
 
 
-def _array(values: list[Any], kind: Any) -> Any:
-    if pa.types.is_dictionary(kind):
-        return pa.array(values, kind.value_type).dictionary_encode().cast(kind)
-    return pa.array(values, kind)
+def _arrow_array(values: list[Any], arrow_type: Any) -> Any:
+    if pa.types.is_dictionary(arrow_type):
+        return pa.array(values, arrow_type.value_type).dictionary_encode().cast(arrow_type)
+    return pa.array(values, arrow_type)
 
 
-def _fitting(value: Any, kind: Any) -> tuple[Any] | None:
+def _fit_value(value: Any, arrow_type: Any) -> tuple[Any] | None:
     """The value as Arrow takes it for a type that features have, in a tuple; None if it is of another kind."""
     if value is None:
         return (None,)
-    if pa.types.is_dictionary(kind):
-        return _fitting(value, kind.value_type)
+    if pa.types.is_dictionary(arrow_type):
+        return _fit_value(value, arrow_type.value_type)
     fitted_value: Any
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if (
+        pa.types.is_list(arrow_type)
+        or pa.types.is_large_list(arrow_type)
+        or pa.types.is_fixed_size_list(arrow_type)
+    ):
         if not isinstance(value, list):
             return None
-        parts = [_fitting(element, kind.value_type) for element in value]
+        fitted_elements = [_fit_value(element, arrow_type.value_type) for element in value]
         fitted_value = (
             None
-            if None in parts
-            else [fitted_element[0] for fitted_element in parts if fitted_element]
+            if None in fitted_elements
+            else [fitted_element[0] for fitted_element in fitted_elements if fitted_element]
         )
-    elif is_text(kind):
+    elif is_text_type(arrow_type):
         fitted_value = value if isinstance(value, str) else None
     else:
-        fitted_value = _number(value, kind)
+        fitted_value = _fit_number(value, arrow_type)
     if fitted_value is None:
         return None
     try:
-        pa.scalar(fitted_value, kind)
+        pa.scalar(fitted_value, arrow_type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         return None
     return (fitted_value,)
 
 
-def _number(value: Any, kind: Any) -> int | float | None:
+def _fit_number(value: Any, arrow_type: Any) -> int | float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if pa.types.is_integer(kind):
+    if pa.types.is_integer(arrow_type):
         return int(value) if float(value).is_integer() else None
-    return float(value) if pa.types.is_floating(kind) else None
+    return float(value) if pa.types.is_floating(arrow_type) else None

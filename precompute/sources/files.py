@@ -25,45 +25,45 @@ from cache.format.manifest import EntityKind
 from cache.store.object_store import without_secrets
 from precompute.config.settings import NightConfig
 
-COPY_BYTES_LEAST = 4096
+COPY_BYTES_MIN = 4096
 """Bytes from which on two files with the same bytes count as copies."""
 
-COPIES_LOOKED_AT = 20
+COMPARED_COPIES_MAX = 20
 """Files of equal sizes that are compared before a night."""
 
-_NOTE_BEGINNINGS: Final = (".", "~", "#")
+_NOTE_PREFIXES: Final = (".", "~", "#")
 """Prefixes of other programs' files: hidden ones, lock files (`~$a.csv`), recovery files of editors (`#a.csv#`)."""
 
-_NOTE_ENDINGS: Final = (
+_NOTE_SUFFIXES: Final = (
     "~", ".bak", ".crc", ".crdownload", ".lck", ".lock", ".part", ".partial", ".swp", ".temp", ".tmp", "._COPYING_",
 )  # fmt: skip
 """Endings of backups, locks, checksums, and unfinished files."""
 
-_NOTE_FOLDERS: Final = frozenset({"lost+found"})
-_SETTINGS_FILE: Final = "larder.toml"
-_WILDCARD: Final = re.compile(r"[*?\[]")
-_RECURSIVE: Final = "**"
+_NOTE_FOLDER_NAMES: Final = frozenset({"lost+found"})
+_SETTINGS_FILE_NAME: Final = "larder.toml"
+_WILDCARD_PATTERN: Final = re.compile(r"[*?\[]")
+_RECURSIVE_WILDCARD: Final = "**"
 
-_TABLE_MARKERS: Final = {
+_TABLE_KIND_BY_FOLDER: Final = {
     "_delta_log": "a Delta table", ".hoodie": "a Hudi table", "_spark_metadata": "the output of a Spark stream",
 }  # fmt: skip
 """Folders that only a table of this kind has."""
 
-_ICEBERG_METADATA: Final = re.compile(
+_ICEBERG_METADATA_PATTERN: Final = re.compile(
     r"(v\d+|\d{5}-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text"
 )
 
-UTF_8_MARK: Final = b"\xef\xbb\xbf"
-IS_UTF_16: Final = "is UTF-16: convert it to UTF-8, e.g. with iconv -f utf-16 -t utf-8"
-NOT_GZIP: Final = (
+UTF_8_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+UTF_16_REASON: Final = "is UTF-16: convert it to UTF-8, e.g. with iconv -f utf-16 -t utf-8"
+NOT_GZIP_REASON: Final = (
     "is not compressed with gzip, as its name says: give it another name, or compress it"
 )
-IS_JSON: Final = "JSON is not read: write it as Parquet or CSV"
+JSON_REASON: Final = "JSON is not read: write it as Parquet or CSV"
 _CONVERT_REMEDY: Final = "write it as Parquet or CSV"
 _UNPACK_REMEDY: Final = "this compression is not read: unpack it, or compress it with gzip"
 
 _REASON_BY_ENDING: Final = {
-    **dict.fromkeys((".json", ".jsonl", ".ndjson", ".jl", ".geojson"), IS_JSON),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson", ".jl", ".geojson"), JSON_REASON),
     **dict.fromkeys(
         (".orc", ".avro", ".feather", ".arrow"), f"only Parquet, CSV and lines are read: {_CONVERT_REMEDY}"
     ),
@@ -80,7 +80,7 @@ _REASON_BY_ENDING: Final = {
 }  # fmt: skip
 """Ending -> reason why such files are not read, and the remedy."""
 
-_MAGIC: Final = (
+_REASON_BY_FIRST_BYTES: Final = (
     (b"PAR1\x15", "is Parquet by its first bytes: rename it to end in .parquet"),
     (b"\x1f\x8b", "is compressed with gzip by its first bytes: rename it to end in .gz, such as .csv.gz"),
     (b"\x28\xb5\x2f\xfd", "is compressed as zstd: unpack it, or compress it with gzip"),
@@ -92,10 +92,10 @@ _MAGIC: Final = (
     (b"Obj\x01", f"is Avro by its first bytes: {_CONVERT_REMEDY}"),
     (b"SQLite format 3\x00", f"is an SQLite database by its first bytes: {_CONVERT_REMEDY}"),
 )  # fmt: skip
-_UTF_32_MARKS: Final = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
-_UTF_16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
-_PAGE_STARTS: Final = (b"<!doctype", b"<html", b"<?xml")
-_BLANKS: Final = b" \t\r\n"
+_UTF_32_BYTE_ORDER_MARKS: Final = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
+_UTF_16_BYTE_ORDER_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
+_MARKUP_PREFIXES: Final = (b"<!doctype", b"<html", b"<?xml")
+_BLANK_BYTES: Final = b" \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ SourceFile = Path | RemoteFile
 
 
 @contextmanager
-def readable(file: SourceFile) -> Iterator[Any]:
+def open_for_arrow(file: SourceFile) -> Iterator[Any]:
     """Yield input for Arrow's readers: the path of a local file, which they map, or an open remote one."""
     if isinstance(file, Path):
         yield file
@@ -144,50 +144,51 @@ def readable(file: SourceFile) -> Iterator[Any]:
         yield pa.CompressedInputStream(arrow_file, "gzip") if file.suffix == ".gz" else arrow_file
 
 
-def source_file(name: str, base: Path) -> SourceFile:
-    """Return the file of this name, an URL or a path relative to `base`, without checking that it exists.
+def source_file(file_name: str, base_folder: Path) -> SourceFile:
+    """Return the file of this name, an URL or a path relative to `base_folder`, without checking that it exists.
 
     Raises SourceError for a folder, and for a pattern that is the name of no file.
     """
-    is_local = "://" not in name
-    is_pattern = "*" in name and not (is_local and (base / name).exists())
-    if is_pattern or (is_local and (base / name).is_dir()):
+    is_local = "://" not in file_name
+    is_pattern = "*" in file_name and not (is_local and (base_folder / file_name).exists())
+    if is_pattern or (is_local and (base_folder / file_name).is_dir()):
         raise SourceError(
-            f"{name} is a {'pattern of files' if is_pattern else 'folder'}: features and vectors are read from one "
+            f"{file_name} is a {'pattern of files' if is_pattern else 'folder'}: features and vectors are read from "
+            "one "
             "Parquet file, so write them into one and name that in [sources]"
         )
     if is_local:
-        return base / name
-    return RemoteFile(name, _file_system(name)[0])
+        return base_folder / file_name
+    return RemoteFile(file_name, _file_system(file_name)[0])
 
 
 def feature_file(config: NightConfig, entity: EntityKind, column: str) -> SourceFile:
     """Return the file of an entity's features; raise SourceError if none is configured for a model's `column`."""
-    name = f"{entity}_features"
-    if not (file := getattr(config.sources, name)):
+    setting_name = f"{entity}_features"
+    if not (file_name := getattr(config.sources, setting_name)):
         raise SourceError(
-            f"the model wants the {entity} feature {column!r}, but sources.{name} is not set",
+            f"the model wants the {entity} feature {column!r}, but sources.{setting_name} is not set",
             column=column,
         )
-    return source_file(file, config.path("."))
+    return source_file(file_name, config.path("."))
 
 
-def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
+def source_files(patterns: Sequence[str], base_folder: Path) -> list[SourceFile]:
     """Return the files that the patterns name, sorted within each, without repetitions.
 
     `select_files` says which files of a folder are data, and which tables are refused. Raises SourceError for a
     pattern without a file.
     """
     file_by_identity: dict[str, SourceFile] = {}
-    plain_folders: set[str] = set()
+    checked_folders: set[str] = set()
     for pattern in patterns:
         is_remote = "://" in pattern
-        named = (
-            _remote_files(pattern, plain_folders)
+        identified_files = (
+            _remote_files(pattern, checked_folders)
             if is_remote
-            else _local_files(pattern, base, plain_folders)
+            else _local_files(pattern, base_folder, checked_folders)
         )
-        for identity, file in named:
+        for identity, file in identified_files:
             file_by_identity.setdefault(identity, file)
     return list(file_by_identity.values())
 
@@ -201,20 +202,20 @@ class InputFiles:
     tables: tuple[SourceFile, ...] = ()
 
     @classmethod
-    def of(cls, config: NightConfig, events: Sequence[SourceFile] = ()) -> Self:
+    def of(cls, config: NightConfig, event_files: Sequence[SourceFile] = ()) -> Self:
         """List all input files of a night but its bundle."""
         sources, base = config.sources, config.path(".")
-        names = (
+        table_names = (
             sources.user_features,
             sources.item_features,
             sources.user_vectors,
             sources.item_vectors,
         )
-        tables = (source_files([name], base) for name in names if name)
+        table_files = (source_files([table_name], base) for table_name in table_names if table_name)
         return cls(
             tuple(source_files(sources.interactions, base)),
-            tuple(events),
-            tuple(chain.from_iterable(tables)),
+            tuple(event_files),
+            tuple(chain.from_iterable(table_files)),
         )
 
     @property
@@ -223,9 +224,11 @@ class InputFiles:
         return [*self.interactions, *self.events, *self.tables]
 
 
-def all_files(config: NightConfig, events: Sequence[SourceFile] = ()) -> list[SourceFile]:
-    """Return all inputs of a night but its bundle: interactions, then those of `events`, then tables."""
-    return InputFiles.of(config, events).all
+def all_input_files(
+    config: NightConfig, event_files: Sequence[SourceFile] = ()
+) -> list[SourceFile]:
+    """Return all inputs of a night but its bundle: interactions, then those of `event_files`, then tables."""
+    return InputFiles.of(config, event_files).all
 
 
 class InputEntry(TypedDict):
@@ -236,51 +239,53 @@ class InputEntry(TypedDict):
     sha256: str
 
 
-def pin(files: Sequence[SourceFile]) -> tuple[str, list[InputEntry]]:
+def digest_files(files: Sequence[SourceFile]) -> tuple[str, list[InputEntry]]:
     """Return the digest over the contents of all input files, and their list for the manifest."""
     file_entries: list[InputEntry] = []
     for path in files:
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             size_bytes = file.seek(0, os.SEEK_END)
-        file_entries.append({"name": path.name, "size_bytes": size_bytes, "sha256": digest})
+        file_entries.append({"name": path.name, "size_bytes": size_bytes, "sha256": sha256})
     return digest_of(file_entries), file_entries
 
 
 def digest_of(file_entries: Sequence[InputEntry]) -> str:
     """Return the digest over the contents of input files, from the list that `pin` made."""
-    hasher = hashlib.sha256()
+    digest_hasher = hashlib.sha256()
     for file_entry in file_entries:
-        hasher.update(bytes.fromhex(file_entry["sha256"]))
-    return hasher.hexdigest()
+        digest_hasher.update(bytes.fromhex(file_entry["sha256"]))
+    return digest_hasher.hexdigest()
 
 
-def copies_in_words(file_entries: Sequence[InputEntry]) -> list[str]:
+def copies_remarks(file_entries: Sequence[InputEntry]) -> list[str]:
     """Return remarks on files with the same bytes in a list of `pin`; small ones, such as headers, may be alike."""
-    names: dict[str, list[str]] = {}
+    names_by_sha256: dict[str, list[str]] = {}
     for file_entry in file_entries:
-        if file_entry["size_bytes"] >= COPY_BYTES_LEAST:
-            names.setdefault(file_entry["sha256"], []).append(file_entry["name"])
+        if file_entry["size_bytes"] >= COPY_BYTES_MIN:
+            names_by_sha256.setdefault(file_entry["sha256"], []).append(file_entry["name"])
     return [
         f"{' and '.join(copy_names[:3])} hold the same bytes, so their rows count {len(copy_names)} times: leave one "
         "of them"
-        for copy_names in names.values()
+        for copy_names in names_by_sha256.values()
         if len(copy_names) > 1
     ]
 
 
 def find_copy_remarks(files: Sequence[SourceFile]) -> list[str]:
     """Return the remarks on copies before a night, from this host's files of equal size."""
-    sizes: dict[int, list[Path]] = {}
+    files_by_size: dict[int, list[Path]] = {}
     for file in files:
         if isinstance(file, Path):
-            sizes.setdefault(file.stat().st_size, []).append(file)
-    alike = [group for size, group in sizes.items() if len(group) > 1 and size >= COPY_BYTES_LEAST]
-    looked_at = list(chain.from_iterable(alike))[:COPIES_LOOKED_AT]
-    return copies_in_words(pin(looked_at)[1])
+            files_by_size.setdefault(file.stat().st_size, []).append(file)
+    same_size_groups = [
+        group for size, group in files_by_size.items() if len(group) > 1 and size >= COPY_BYTES_MIN
+    ]
+    compared_files = list(chain.from_iterable(same_size_groups))[:COMPARED_COPIES_MAX]
+    return copies_remarks(digest_files(compared_files)[1])
 
 
-def changed_at(file: SourceFile) -> float:
+def modified_at(file: SourceFile) -> float:
     """Return the time of a file's last write, Unix seconds."""
     if isinstance(file, Path):
         return file.stat().st_mtime
@@ -296,7 +301,7 @@ class FolderEntry(NamedTuple):
     is_folder: bool
 
 
-class Storage(Protocol):
+class FolderStorage(Protocol):
     """Interface of a file system that lists folders, local or behind a URL. Paths are its own, with slashes."""
 
     def children(self, folder: str) -> Iterable[FolderEntry]:
@@ -313,7 +318,7 @@ class Storage(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class SelectedPaths:
     """Paths below `folder` that a pattern names, sorted; `notes` matched it, too, but are no data."""
 
     folder: str
@@ -321,51 +326,60 @@ class Selection:
     notes: tuple[str, ...] = ()
 
 
-def select_files(storage: Storage, folder: str, pattern: str) -> Selection:
+def select_files(storage: FolderStorage, folder: str, pattern: str) -> SelectedPaths:
     """Select the data files below a folder that a pattern of parts with slashes names; no wildcard: all of that folder.
 
     Raises SourceError for a table whose log says which of its files count.
     """
-    parts = [part for part in pattern.split("/") if part not in ("", ".")]
-    folder, parts = _without_fixed(storage, folder, parts)
-    tables: dict[str, str] = {}
-    literal = frozenset(part for part in parts if not _WILDCARD.search(part))
+    pattern_parts = [
+        pattern_part for pattern_part in pattern.split("/") if pattern_part not in ("", ".")
+    ]
+    folder, pattern_parts = _split_fixed_folder(storage, folder, pattern_parts)
+    kind_by_table: dict[str, str] = {}
+    literal_parts = frozenset(
+        pattern_part for pattern_part in pattern_parts if not _WILDCARD_PATTERN.search(pattern_part)
+    )
     data_paths: set[str] = set()
-    notes: set[str] = set()
-    for entry in _walk(storage, folder, "", parts):
-        if (marked := _marked_table(entry)) is not None:
-            tables[marked[0]] = marked[1]
+    note_paths: set[str] = set()
+    for entry in _walk_matching(storage, folder, "", pattern_parts):
+        if (marked_table := _marked_table(entry)) is not None:
+            kind_by_table[marked_table[0]] = marked_table[1]
         *folders, name = path = entry.path.split("/")
-        if entry.is_folder or not _is_named(path, parts):
+        if entry.is_folder or not _matches_pattern(path, pattern_parts):
             continue
-        holds_data = (name in literal or is_data(name)) and all(
-            part in literal or is_data(part, is_folder=True) for part in folders
+        holds_data = (name in literal_parts or is_data_name(name)) and all(
+            pattern_part in literal_parts or is_data_name(pattern_part, is_folder=True)
+            for pattern_part in folders
         )
-        (data_paths if holds_data else notes).add(entry.path)
-    for table, kind in tables.items():
-        if any(_is_within(path, table) for path in data_paths):
-            raise refused_table(f"{folder}/{table}".rstrip("/"), kind)
-    by_parts = sorted(data_paths, key=lambda path: path.split("/"))
-    return Selection(folder, tuple(by_parts), tuple(sorted(notes)))
+        (data_paths if holds_data else note_paths).add(entry.path)
+    for table_folder, kind in kind_by_table.items():
+        if any(_is_within(path, table_folder) for path in data_paths):
+            raise refused_table_error(f"{folder}/{table_folder}".rstrip("/"), kind)
+    sorted_paths = sorted(data_paths, key=lambda path: path.split("/"))
+    return SelectedPaths(folder, tuple(sorted_paths), tuple(sorted(note_paths)))
 
 
-def _without_fixed(storage: Storage, folder: str, parts: Sequence[str]) -> tuple[str, list[str]]:
+def _split_fixed_folder(
+    storage: FolderStorage, folder: str, pattern_parts: Sequence[str]
+) -> tuple[str, list[str]]:
     """Return (folder of a pattern's fixed first parts, remaining parts); a name with brackets may be a folder's."""
-    remaining_parts = list(parts)
+    remaining_parts = list(pattern_parts)
     while remaining_parts:
         part = remaining_parts[0]
-        joined = part if not folder else f"{folder.rstrip('/')}/{part}"
-        if _WILDCARD.search(part) and ("*" in part or not storage.exists(joined)):
+        joined_folder = part if not folder else f"{folder.rstrip('/')}/{part}"
+        if _WILDCARD_PATTERN.search(part) and ("*" in part or not storage.exists(joined_folder)):
             break
-        folder, remaining_parts = joined, remaining_parts[1:]
-    return folder, remaining_parts or [_RECURSIVE]
+        folder, remaining_parts = joined_folder, remaining_parts[1:]
+    return folder, remaining_parts or [_RECURSIVE_WILDCARD]
 
 
-def _walk(storage: Storage, root: str, below: str, parts: Sequence[str]) -> Iterator[FolderEntry]:
+def _walk_matching(
+    storage: FolderStorage, root_folder: str, relative_folder: str, pattern_parts: Sequence[str]
+) -> Iterator[FolderEntry]:
     """Yield entries that the remaining pattern may name, and those that mark a folder as a table with a log."""
-    folder = f"{root.rstrip('/')}/{below}".rstrip("/") or root
-    prefix = f"{below}/" if below else ""
-    if not parts or parts[0] == _RECURSIVE:
+    folder = f"{root_folder.rstrip('/')}/{relative_folder}".rstrip("/") or root_folder
+    prefix = f"{relative_folder}/" if relative_folder else ""
+    if not pattern_parts or pattern_parts[0] == _RECURSIVE_WILDCARD:
         for entry in storage.descendants(folder):
             yield FolderEntry(prefix + entry.path, entry.is_folder)
         return
@@ -376,26 +390,35 @@ def _walk(storage: Storage, root: str, below: str, parts: Sequence[str]) -> Iter
                 yield FolderEntry(
                     f"{prefix}metadata/{metadata_entry.path}", metadata_entry.is_folder
                 )
-        if entry.is_folder and fnmatchcase(entry.path, parts[0]):
-            yield from _walk(storage, root, prefix + entry.path, parts[1:])
+        if entry.is_folder and fnmatchcase(entry.path, pattern_parts[0]):
+            yield from _walk_matching(storage, root_folder, prefix + entry.path, pattern_parts[1:])
 
 
-def _is_named(path: Sequence[str], parts: Sequence[str]) -> bool:
+def _matches_pattern(path_parts: Sequence[str], pattern_parts: Sequence[str]) -> bool:
     """True if a pattern's parts name the path, or a folder above it."""
-    if not parts or not path:
-        return not parts
-    if parts[0] == _RECURSIVE:
-        return any(_is_named(path[skipped:], parts[1:]) for skipped in range(len(path)))
-    return fnmatchcase(path[0], parts[0]) and _is_named(path[1:], parts[1:])
+    if not pattern_parts or not path_parts:
+        return not pattern_parts
+    if pattern_parts[0] == _RECURSIVE_WILDCARD:
+        return any(
+            _matches_pattern(path_parts[skipped_count:], pattern_parts[1:])
+            for skipped_count in range(len(path_parts))
+        )
+    return fnmatchcase(path_parts[0], pattern_parts[0]) and _matches_pattern(
+        path_parts[1:], pattern_parts[1:]
+    )
 
 
 def _marked_table(entry: FolderEntry) -> tuple[str, str] | None:
     """Return (folder of the table, its kind) if an entry belongs to a table's log."""
-    *above, name = entry.path.split("/")
-    if entry.is_folder and name in _TABLE_MARKERS:
-        return "/".join(above), _TABLE_MARKERS[name]
-    if not entry.is_folder and above[-1:] == ["metadata"] and _ICEBERG_METADATA.fullmatch(name):
-        return "/".join(above[:-1]), "an Iceberg table"
+    *parent_folders, name = entry.path.split("/")
+    if entry.is_folder and name in _TABLE_KIND_BY_FOLDER:
+        return "/".join(parent_folders), _TABLE_KIND_BY_FOLDER[name]
+    if (
+        not entry.is_folder
+        and parent_folders[-1:] == ["metadata"]
+        and _ICEBERG_METADATA_PATTERN.fullmatch(name)
+    ):
+        return "/".join(parent_folders[:-1]), "an Iceberg table"
     return None
 
 
@@ -403,26 +426,26 @@ def _is_within(path: str, folder: str) -> bool:
     return not folder or path.startswith(f"{folder}/")
 
 
-def is_data(name: str, *, is_folder: bool = False) -> bool:
+def is_data_name(name: str, *, is_folder: bool = False) -> bool:
     """True if a file, or a folder, of this name holds data: prefix and ending are not another program's.
 
     Folders such as `_day=1` are values of a partition.
     """
     if name.startswith("_"):
         return is_folder and "=" in name
-    if name.startswith(_NOTE_BEGINNINGS):
+    if name.startswith(_NOTE_PREFIXES):
         return False
     if is_folder:
-        return name not in _NOTE_FOLDERS
-    return name != _SETTINGS_FILE and not name.endswith(_NOTE_ENDINGS)
+        return name not in _NOTE_FOLDER_NAMES
+    return name != _SETTINGS_FILE_NAME and not name.endswith(_NOTE_SUFFIXES)
 
 
-def tables_among(entries: Iterable[FolderEntry]) -> dict[str, str]:
+def table_kind_by_folder(entries: Iterable[FolderEntry]) -> dict[str, str]:
     """Return folder -> kind of each table that has a log among the entries."""
     return dict(filter(None, map(_marked_table, entries)))
 
 
-def demand_plain_folder(storage: Storage, folder: str, *, checked_folders: set[str]) -> None:
+def demand_plain_folder(storage: FolderStorage, folder: str, *, checked_folders: set[str]) -> None:
     """Raise SourceError if a folder, or one above it, is a table whose log says which of its files count.
 
     Folders in `checked_folders` are skipped, and those checked are added.
@@ -433,23 +456,23 @@ def demand_plain_folder(storage: Storage, folder: str, *, checked_folders: set[s
             return
         checked_folders.add(str(folder_path))
         try:
-            kind = _kind_of_table(storage, str(folder_path))
+            kind = _table_kind_of(storage, str(folder_path))
         except Exception:  # who may read the files may not be allowed to look at folders above them
             return
         if kind is not None:
-            raise refused_table(str(folder_path), kind)
+            raise refused_table_error(str(folder_path), kind)
 
 
-def _kind_of_table(storage: Storage, folder: str) -> str | None:
-    for name, kind in _TABLE_MARKERS.items():
+def _table_kind_of(storage: FolderStorage, folder: str) -> str | None:
+    for name, kind in _TABLE_KIND_BY_FOLDER.items():
         if storage.exists(f"{folder}/{name}"):
             return kind
-    metadata = storage.children(f"{folder}/metadata")
-    is_iceberg = any(_ICEBERG_METADATA.fullmatch(entry.path) for entry in metadata)
+    metadata_entries = storage.children(f"{folder}/metadata")
+    is_iceberg = any(_ICEBERG_METADATA_PATTERN.fullmatch(entry.path) for entry in metadata_entries)
     return "an Iceberg table" if is_iceberg else None
 
 
-def refused_table(folder: str, kind: str) -> SourceError:
+def refused_table_error(folder: str, kind: str) -> SourceError:
     """Return the error for a table whose log says which of its files count."""
     return SourceError(
         f"{folder} is {kind}: its log says which of its files count, and Larder does not read that log. Write its rows "
@@ -459,55 +482,60 @@ def refused_table(folder: str, kind: str) -> SourceError:
 
 
 def _local_files(
-    pattern: str, base: Path, plain_folders: set[str]
+    pattern: str, base_folder: Path, checked_folders: set[str]
 ) -> Iterator[tuple[str, SourceFile]]:
     """Yield the local files that a pattern names, each with its real path, which identifies it."""
-    storage, full = LocalStorage(), base / pattern
-    if full.is_file():
-        paths = [full]
+    storage, full_path = LocalStorage(), base_folder / pattern
+    if full_path.is_file():
+        paths = [full_path]
     else:
-        root = Path(full.anchor) if Path(pattern).is_absolute() else base
-        selected = select_files(storage, str(root), str(full.relative_to(root)))
-        paths = [Path(selected.folder, path) for path in selected.paths]
-        _demand_some(selected, str(full))
+        root_folder = Path(full_path.anchor) if Path(pattern).is_absolute() else base_folder
+        selection = select_files(storage, str(root_folder), str(full_path.relative_to(root_folder)))
+        paths = [Path(selection.folder, path) for path in selection.paths]
+        _demand_matches(selection, str(full_path))
     for path in paths:
         # Not `resolve`: a table's log lies beside the link that is read, too.
-        demand_plain_folder(storage, os.path.abspath(path.parent), checked_folders=plain_folders)  # noqa: PTH100
+        demand_plain_folder(storage, os.path.abspath(path.parent), checked_folders=checked_folders)  # noqa: PTH100
         yield os.path.realpath(path), path
 
 
-def _remote_files(url: str, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile]]:
+def _remote_files(url: str, checked_folders: set[str]) -> Iterator[tuple[str, SourceFile]]:
     """Yield the files behind a URL that a pattern names, each with a key that identifies it."""
     fs, path = _file_system(url)
     with _driver_errors(url):
         fs.invalidate_cache()
         if fs.isfile(path):
-            names, folder = [path], PurePosixPath(path).parent.as_posix()
+            file_paths, folder = [path], PurePosixPath(path).parent.as_posix()
         elif "://" in path:  # over HTTP a path is a URL, and a folder a page of links
-            names, folder = sorted(fs.glob(path)), ""
-            names = [name for name in names if is_data(PurePosixPath(name).name)]
-            _demand_some(Selection("", tuple(names)), without_secrets(url))
+            file_paths, folder = sorted(fs.glob(path)), ""
+            file_paths = [name for name in file_paths if is_data_name(PurePosixPath(name).name)]
+            _demand_matches(SelectedPaths("", tuple(file_paths)), without_secrets(url))
         else:
-            selected = select_files(RemoteStorage(fs), "/" if path.startswith("/") else "", path)
-            _demand_some(selected, without_secrets(url))
-            folder = selected.folder
-            names = [f"{folder.rstrip('/')}/{below}" for below in selected.paths]
+            selection = select_files(RemoteStorage(fs), "/" if path.startswith("/") else "", path)
+            _demand_matches(selection, without_secrets(url))
+            folder = selection.folder
+            file_paths = [
+                f"{folder.rstrip('/')}/{relative_path}" for relative_path in selection.paths
+            ]
         if "://" not in path:
-            demand_plain_folder(RemoteStorage(fs), folder, checked_folders=plain_folders)
-        for name in names:
-            yield name, RemoteFile(url if name == path else fs.unstrip_protocol(name), fs)
+            demand_plain_folder(RemoteStorage(fs), folder, checked_folders=checked_folders)
+        for file_path in file_paths:
+            yield (
+                file_path,
+                RemoteFile(url if file_path == path else fs.unstrip_protocol(file_path), fs),
+            )
 
 
-def _demand_some(selected: Selection, pattern_text: str) -> None:
-    if selected.paths:
+def _demand_matches(selection: SelectedPaths, pattern_text: str) -> None:
+    if selection.paths:
         return
-    examples = ", ".join(selected.notes[:3])
-    notes = (
+    examples = ", ".join(selection.notes[:3])
+    notes_text = (
         f": what matches are notes of other programs by their names ({examples})"
         if examples
         else ""
     )
-    raise SourceError(f"no source file matches {pattern_text}{notes}", pattern=pattern_text)
+    raise SourceError(f"no source file matches {pattern_text}{notes_text}", pattern=pattern_text)
 
 
 class LocalStorage:
@@ -515,32 +543,38 @@ class LocalStorage:
 
     def children(self, folder: str) -> Iterator[FolderEntry]:
         """Yield files and folders directly in a folder."""
-        yield from (FolderEntry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _scan(folder))
+        yield from (
+            FolderEntry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _list_folder(folder)
+        )
 
     def descendants(self, folder: str) -> Iterator[FolderEntry]:
         """Yield files and folders at any depth, without the contents of other programs' own folders."""
-        return self._below(folder, "", frozenset({os.path.realpath(folder)}))
+        return self._walk_below(folder, "", frozenset({os.path.realpath(folder)}))
 
     def exists(self, path: str) -> bool:
         """True if a file or folder has this path."""
         return Path(path).exists()
 
-    def _below(self, folder: str, prefix: str, above: frozenset[str]) -> Iterator[FolderEntry]:
-        for dir_entry in sorted(_scan(folder), key=lambda dir_entry: dir_entry.name):
+    def _walk_below(
+        self, folder: str, prefix: str, real_folders_above: frozenset[str]
+    ) -> Iterator[FolderEntry]:
+        for dir_entry in sorted(_list_folder(folder), key=lambda dir_entry: dir_entry.name):
             path, is_folder = prefix + dir_entry.name, dir_entry.is_dir()
             if not is_folder and not dir_entry.is_file():
                 continue
             yield FolderEntry(path, is_folder)
-            if is_folder and is_data(dir_entry.name, is_folder=True):
-                real = os.path.realpath(dir_entry.path)
-                if real not in above:  # a link to a folder above it
-                    yield from self._below(dir_entry.path, f"{path}/", above | {real})
+            if is_folder and is_data_name(dir_entry.name, is_folder=True):
+                real_folder = os.path.realpath(dir_entry.path)
+                if real_folder not in real_folders_above:  # a link to a folder above it
+                    yield from self._walk_below(
+                        dir_entry.path, f"{path}/", real_folders_above | {real_folder}
+                    )
 
 
-def _scan(folder: str) -> list[os.DirEntry[str]]:
+def _list_folder(folder: str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as entries:
-            return list(entries)
+        with os.scandir(folder) as dir_entries:
+            return list(dir_entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except PermissionError as error:
@@ -569,9 +603,9 @@ class RemoteStorage:
     def descendants(self, folder: str) -> Iterator[FolderEntry]:
         """Yield files and folders at any depth, by one listing."""
         entry_by_path = self.fs.find(folder, withdirs=True, detail=True)
-        above = folder.strip("/")
+        listed_folder = folder.strip("/")
         for name, entry in entry_by_path.items():
-            if path := name.strip("/").removeprefix(above).strip("/"):
+            if path := name.strip("/").removeprefix(listed_folder).strip("/"):
                 yield FolderEntry(path, entry["type"] == "directory")
 
     def exists(self, path: str) -> bool:
@@ -599,7 +633,7 @@ def _file_system(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-def unreadable_by_name(name: str) -> str | None:
+def unreadable_name_reason(name: str) -> str | None:
     """Return the reason why files of this name are not read, None if the name is fine."""
     base_name = name.lower().removesuffix(".gz")
     return next(
@@ -607,58 +641,65 @@ def unreadable_by_name(name: str) -> str | None:
     )
 
 
-def unreadable_by_text(head: bytes) -> str | None:
+def unreadable_text_reason(first_bytes: bytes) -> str | None:
     """Return the reason why a file with these first bytes is no UTF-8 text table, None if it may be one."""
-    for magic, reason in _MAGIC:
-        if head.startswith(magic):
+    for magic, reason in _REASON_BY_FIRST_BYTES:
+        if first_bytes.startswith(magic):
             return reason
-    if head.startswith(_UTF_32_MARKS):
+    if first_bytes.startswith(_UTF_32_BYTE_ORDER_MARKS):
         return "is UTF-32: convert it to UTF-8, e.g. with iconv -f utf-32 -t utf-8"
-    if head.startswith(_UTF_16_MARKS):
-        return IS_UTF_16
-    begin = head[:4096]
-    while begin.startswith(UTF_8_MARK):
-        begin = begin.removeprefix(UTF_8_MARK)
-    if b"\x00" in begin.partition(b"\n")[0]:
+    if first_bytes.startswith(_UTF_16_BYTE_ORDER_MARKS):
+        return UTF_16_REASON
+    text_start = first_bytes[:4096]
+    while text_start.startswith(UTF_8_BYTE_ORDER_MARK):
+        text_start = text_start.removeprefix(UTF_8_BYTE_ORDER_MARK)
+    if b"\x00" in text_start.partition(b"\n")[0]:
         return "has zero bytes in its first line: if it is UTF-16, convert it, e.g. with iconv -f utf-16le -t utf-8"
-    start = begin.lstrip(_BLANKS)
-    if start.lower().startswith(_PAGE_STARTS):
+    nonblank_start = text_start.lstrip(_BLANK_BYTES)
+    if nonblank_start.lower().startswith(_MARKUP_PREFIXES):
         return "is a page of HTML or XML: is it what you meant to download?"
-    if (start[:1] == b"{" and start[1:].lstrip(_BLANKS)[:1] in (b'"', b"}")) or (
-        start[:1] == b"[" and start[1:].lstrip(_BLANKS)[:1] in (b"{", b"[", b'"')
+    if (
+        nonblank_start[:1] == b"{" and nonblank_start[1:].lstrip(_BLANK_BYTES)[:1] in (b'"', b"}")
+    ) or (
+        nonblank_start[:1] == b"["
+        and nonblank_start[1:].lstrip(_BLANK_BYTES)[:1] in (b"{", b"[", b'"')
     ):
-        return f"looks like JSON: {IS_JSON}"
+        return f"looks like JSON: {JSON_REASON}"
     return None
 
 
-def holds_data_unread(name: str) -> bool:
+def is_unreadable_data_name(name: str) -> bool:
     """True if a file that is not read holds data by its name; other ones, such as settings, may be JSON, too."""
     base_name = name.lower().removesuffix(".gz")
     if base_name.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
         return True
-    stem = base_name.rpartition(".")[0]
+    name_stem = base_name.rpartition(".")[0]
     return _REASON_BY_ENDING.get(
         f".{base_name.rpartition('.')[2]}"
-    ) == _UNPACK_REMEDY and stem.endswith(
+    ) == _UNPACK_REMEDY and name_stem.endswith(
         (".csv", ".tsv", ".parquet", ".txt", ".json", ".jsonl", ".ndjson")
     )
 
 
-def looks_like_rows(head: bytes) -> str | None:
+def find_row_separator(first_bytes: bytes) -> str | None:
     """Return the separator that all first lines have equally often, None if there is none."""
-    lines = [line for line in head.split(b"\n")[:20] if line.strip()]
-    if len(lines) > 2 and not head.endswith(b"\n"):
+    lines = [line for line in first_bytes.split(b"\n")[:20] if line.strip()]
+    if len(lines) > 2 and not first_bytes.endswith(b"\n"):
         lines.pop()
-    for sign in (b"::", b"\t", b",", b";", b"|", b"\x01"):
-        counts = {line.count(sign) for line in lines}
-        if len(counts) == 1 and counts != {0} and (len(lines) > 1 or sign == b"\t"):
-            return sign.decode()
+    for separator in (b"::", b"\t", b",", b";", b"|", b"\x01"):
+        separator_counts = {line.count(separator) for line in lines}
+        if (
+            len(separator_counts) == 1
+            and separator_counts != {0}
+            and (len(lines) > 1 or separator == b"\t")
+        ):
+            return separator.decode()
     return None
 
 
-def name_of_sign(sign: str) -> str:
+def separator_in_words(separator: str) -> str:
     """Return a separator as messages name it."""
-    return {"\t": "a tab", "\x01": "the sign \\u0001"}.get(sign, repr(sign))
+    return {"\t": "a tab", "\x01": "the sign \\u0001"}.get(separator, repr(separator))
 
 
 def is_gzip(path: Path) -> bool:

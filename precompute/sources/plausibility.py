@@ -19,54 +19,54 @@ from numpy.typing import NDArray
 
 from cache.config.night import Sources
 from cache.errors import ConfigError, LarderError, SourceError
-from precompute.sources.csv_files import BLANKS
+from precompute.sources.csv_files import BLANK_CHARACTERS
 from precompute.sources.files import SourceFile
 from precompute.sources.readers import (
-    INTERACTIONS,
+    INTERACTIONS_SOURCE,
     Interactions,
     column_names,
     read_interactions,
 )
-from precompute.sources.times import MICROSECONDS, YEAR_1980_S
-from precompute.sources.unusable import HEADER, SourceReport, UnusableRows, remedy
+from precompute.sources.times import MICROSECONDS_PER_SECOND, YEAR_1980_S
+from precompute.sources.unusable import HEADER_REASON, SourceReport, UnusableRows, remedy
 
 DAY_S: Final = 86_400
-JUDGED_ROWS: Final = 20
+JUDGED_ROWS_MIN: Final = 20
 """Rows below which shares of rows are not judged."""
 
-ONE_ID_SHARE: Final = 0.2
+ONE_ID_SHARE_MAX: Final = 0.2
 """Share of all rows that a single user or item seldom has: such an id often stands for a missing one."""
 
-ONCE_SHARE: Final = 0.9
+ITEMS_ONCE_SHARE_MAX: Final = 0.9
 """Share of distinct items among rows from which on nearly each item comes once."""
 
-UNKNOWN_SHARE: Final = 0.2
+UNKNOWN_IDS_SHARE_MAX: Final = 0.2
 """Share of rows whose ids another table lacks from which on the ids of both may have two forms."""
 
-SWAPPED_SHARE: Final = 0.5
+SWAPPED_ITEMS_SHARE_MAX: Final = 0.5
 """Share of items that are also users from which on columns may be swapped somewhere."""
 
-LISTS_SHARE: Final = 0.5
+LIST_FIELDS_SHARE_MAX: Final = 0.5
 """Share of fields with several words from which on a column may hold lists."""
 
-EARLY_US: Final = YEAR_1980_S * MICROSECONDS
+YEAR_1980_US: Final = YEAR_1980_S * MICROSECONDS_PER_SECOND
 """Bound before which times among later ones indicate a second unit, or stand for none."""
 
-OLDEST_US: Final = int(datetime(1990, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
+YEAR_1990_US: Final = int(datetime(1990, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
 """Bound before which all times indicate a wrong unit."""
 
-FEW_USERS: Final = 100
-FEW_ITEMS: Final = 20
+GATE_USERS_MIN: Final = 100
+GATE_ITEMS_MIN: Final = 20
 """Numbers of users and items below which the shares that gates judge vary by chance."""
 
-LEAST_USERS: Final = 2
-LEAST_ITEMS: Final = 2
+NIGHT_USERS_MIN: Final = 2
+NIGHT_ITEMS_MIN: Final = 2
 """Numbers of users and items below which there is nothing to learn and nothing to recommend."""
 
-_SEVERAL_WORDS: Final = r"\S[\s,;|]+\S"
+_SEVERAL_WORDS_PATTERN: Final = r"\S[\s,;|]+\S"
 
 _NO_TIME_US: Final = int(np.iinfo(np.int64).min)
-_BUCKETS: Final = 1024
+_USER_BUCKET_COUNT: Final = 1024
 """Counters of users' rows, by the first bits of the hash: a user with many rows seldom shares a counter."""
 
 _BUCKET_SHIFT: Final = np.uint64(64 - 10)
@@ -85,7 +85,9 @@ class RowCountsReport(TypedDict):
 class RowCounts:
     """Counts of rows of interactions that do not depend on their order, so that counts of two parts can be added."""
 
-    user_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_BUCKETS, np.int64))
+    user_rows: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros(_USER_BUCKET_COUNT, np.int64)
+    )
     untimed: int = 0
     newest_us: int = _NO_TIME_US
     early: int = 0
@@ -94,19 +96,19 @@ class RowCounts:
     @classmethod
     def of_report(cls, report: RowCountsReport) -> Self:
         """Read counts that `to_json` wrote."""
-        rows = np.array(report["user_rows"], np.int64)
+        user_rows = np.array(report["user_rows"], np.int64)
         # Reports of 0.1 have no count of early times.
-        early = int(report.get("early", 0))
-        return cls(rows, int(report["untimed"]), int(report["newest_us"]), early)
+        early_count = int(report.get("early", 0))
+        return cls(user_rows, int(report["untimed"]), int(report["newest_us"]), early_count)
 
-    def add(self, hashes: NDArray[np.uint64], times: NDArray[np.int64]) -> None:
+    def add(self, user_hashes: NDArray[np.uint64], times_us: NDArray[np.int64]) -> None:
         """Add rows: the hashes of their users, and their times in microseconds since 1970, 0 for none."""
         self.user_rows += np.bincount(
-            (hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_BUCKETS
+            (user_hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_USER_BUCKET_COUNT
         )
-        self.untimed += int((times == 0).sum())
-        self.newest_us = max(self.newest_us, _newest_us(times))
-        self.early += _count_early(times)
+        self.untimed += int((times_us == 0).sum())
+        self.newest_us = max(self.newest_us, _newest_us(times_us))
+        self.early += _count_before_1980(times_us)
 
     def to_json(self) -> RowCountsReport:
         """Return the counts for a report."""
@@ -119,7 +121,7 @@ class RowCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class InteractionFigures:
     """Figures of a table of interactions, judged by `remarks`; reports omit its ids."""
 
     rows: int
@@ -138,103 +140,109 @@ class Shape:
     @classmethod
     def of_batch(cls, batch: Interactions) -> Self:
         """Compute the figures of some rows, with the most frequent ids."""
-        users, items = (np.bincount(ids.codes) for ids in (batch.users, batch.items))
+        rows_by_user, rows_by_item = (np.bincount(ids.codes) for ids in (batch.users, batch.items))
         return cls(
             rows=len(batch.times),
-            users=len(users),
-            items=len(items),
-            most_of_user=int(users.max(initial=0)),
-            most_of_item=int(items.max(initial=0)),
+            users=len(rows_by_user),
+            items=len(rows_by_item),
+            most_of_user=int(rows_by_user.max(initial=0)),
+            most_of_item=int(rows_by_item.max(initial=0)),
             untimed=int((batch.times == 0).sum()),
             newest_us=_newest_us(batch.times),
-            user=str(batch.users.names[int(users.argmax())]) if len(users) else None,
-            item=str(batch.items.names[int(items.argmax())]) if len(items) else None,
-            holds_lists=hold_lists(batch.items.texts()),
-            early=_count_early(batch.times),
+            user=str(batch.users.names[int(rows_by_user.argmax())]) if len(rows_by_user) else None,
+            item=str(batch.items.names[int(rows_by_item.argmax())]) if len(rows_by_item) else None,
+            holds_lists=has_lists_of_ids(batch.items.texts()),
+            early=_count_before_1980(batch.times),
         )
 
 
-def remarks(shape: Shape) -> list[str]:
+def plausibility_remarks(figures: InteractionFigures) -> list[str]:
     """Return remarks on odd figures, each with the figure and a remedy."""
-    few_ids_remark = few_in_words(shape.users, shape.items)
-    return [few_ids_remark, *odd_in_words(shape)] if few_ids_remark else odd_in_words(shape)
+    too_few_remark = few_in_words(figures.users, figures.items)
+    return (
+        [too_few_remark, *odd_figures_remarks(figures)]
+        if too_few_remark
+        else odd_figures_remarks(figures)
+    )
 
 
-def odd_in_words(shape: Shape) -> list[str]:
+def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
     """Return the remarks except the one on few users or items."""
     odd_remarks: list[str] = []
-    if shape.rows < JUDGED_ROWS:
+    if figures.rows < JUDGED_ROWS_MIN:
         return odd_remarks
-    for kind, count, top_row_count, name in (
-        ("user", shape.users, shape.most_of_user, shape.user),
-        ("item", shape.items, shape.most_of_item, shape.item),
+    for kind, id_count, top_row_count, top_id in (
+        ("user", figures.users, figures.most_of_user, figures.user),
+        ("item", figures.items, figures.most_of_item, figures.item),
     ):
         # With few ids a fifth of the rows is no more than a share.
-        if top_row_count >= ONE_ID_SHARE * shape.rows and count >= 5 / ONE_ID_SHARE:
-            subject = f"the {kind} {name!r}" if name is not None else f"one {kind}"
+        if top_row_count >= ONE_ID_SHARE_MAX * figures.rows and id_count >= 5 / ONE_ID_SHARE_MAX:
+            subject = f"the {kind} {top_id!r}" if top_id is not None else f"one {kind}"
             odd_remarks.append(
-                f"{subject} has {top_row_count / shape.rows:.0%} of all rows: if that id stands for nobody in "
+                f"{subject} has {top_row_count / figures.rows:.0%} of all rows: if that id stands for nobody in "
                 "particular, or for "
                 "a missing one, leave its rows out"
             )
-    if shape.items >= ONCE_SHARE * shape.rows or shape.holds_lists:
-        several = ", and most hold several words" if shape.holds_lists else ""
+    if figures.items >= ITEMS_ONCE_SHARE_MAX * figures.rows or figures.holds_lists:
+        several_words_text = ", and most hold several words" if figures.holds_lists else ""
         odd_remarks.append(
-            f"{shape.items:,} items in {shape.rows:,} rows: nearly each comes once{several}, so nothing can be "
+            f"{figures.items:,} items in {figures.rows:,} rows: nearly each comes once{several_words_text}, so "
+            "nothing can be "
             "learnt of them. Is the right column named, and does a row hold one item of one user?"
         )
-    tomorrow_us = int((time.time() + DAY_S) * MICROSECONDS)
-    if shape.untimed < shape.rows and not OLDEST_US <= shape.newest_us <= tomorrow_us:
-        newest_at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=shape.newest_us)
+    tomorrow_us = int((time.time() + DAY_S) * MICROSECONDS_PER_SECOND)
+    if figures.untimed < figures.rows and not YEAR_1990_US <= figures.newest_us <= tomorrow_us:
+        newest_at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=figures.newest_us)
         odd_remarks.append(
             f"the newest time is {newest_at:%Y-%m-%d}: times are read as seconds since 1970, or as dates; are they in "
             "another unit?"
         )
-    if shape.early and shape.newest_us >= OLDEST_US:
+    if figures.early and figures.newest_us >= YEAR_1990_US:
         odd_remarks.append(
-            f"{shape.early:,} of {shape.rows:,} rows have a time before 1980, others a later one: is it in another "
+            f"{figures.early:,} of {figures.rows:,} rows have a time before 1980, others a later one: is it in another "
             "unit, or does it stand for none?"
         )
-    if 0 < shape.untimed < shape.rows:
-        untimed_share = shape.untimed / shape.rows
-        rows = (
+    if 0 < figures.untimed < figures.rows:
+        untimed_share = figures.untimed / figures.rows
+        untimed_rows_text = (
             f"{untimed_share:.0%} of the"
             if untimed_share >= 0.01
-            else f"{shape.untimed:,} of {shape.rows:,}"
+            else f"{figures.untimed:,} of {figures.rows:,}"
         )
         odd_remarks.append(
-            f"{rows} rows have no time, and count as the oldest of all, before any cut: fill the times in"
+            f"{untimed_rows_text} rows have no time, and count as the oldest of all, before any cut: fill the times in"
         )
     return odd_remarks
 
 
-def swapped_in_words(batches: Sequence[Interactions]) -> list[str]:
+def swapped_columns_remarks(batches: Sequence[Interactions]) -> list[str]:
     """Return a remark if most items are users, too, as if the columns were swapped below some row; else none.
 
     Ids of digits alone are not compared: users and items are both counted from 1 often enough.
     """
-    users, items = (
-        pa.chunked_array([ids.names for ids in columns], pa.string()).unique()
-        for columns in zip(*((batch.users, batch.items) for batch in batches), strict=True)
+    user_ids, item_ids = (
+        pa.chunked_array([ids.names for ids in column_pair], pa.string()).unique()
+        for column_pair in zip(*((batch.users, batch.items) for batch in batches), strict=True)
     )
-    items = items.filter(pc.invert(pc.match_substring_regex(items, r"^\d+$")))
-    both = pc.sum(pc.is_in(items, value_set=users)).as_py() or 0
-    if len(items) < FEW_ITEMS or both <= SWAPPED_SHARE * len(items):
+    item_ids = item_ids.filter(pc.invert(pc.match_substring_regex(item_ids, r"^\d+$")))
+    shared_count = pc.sum(pc.is_in(item_ids, value_set=user_ids)).as_py() or 0
+    if len(item_ids) < GATE_ITEMS_MIN or shared_count <= SWAPPED_ITEMS_SHARE_MAX * len(item_ids):
         return []
     remark = (
-        f"{both:,} of {len(items):,} items are users, too: are the columns of users and items swapped in a file, or "
+        f"{shared_count:,} of {len(item_ids):,} items are users, too: are the columns of users and items swapped in a "
+        "file, or "
         "below some row?"
     )
     return [remark]
 
 
-def unknown_item_share(interactions: int, unknown: int, event_rows: int) -> float | None:
+def unknown_item_share(interaction_rows: int, unknown_rows: int, event_rows: int) -> float | None:
     """Return the share of the team's interactions whose item the catalogue lacks, at least; None for too few rows.
 
     All `event_rows` count as unknown: any caller may send events, which may not make the share larger.
     """
-    rows = interactions - event_rows
-    return None if rows < JUDGED_ROWS else max(0, unknown - event_rows) / rows
+    team_rows = interaction_rows - event_rows
+    return None if team_rows < JUDGED_ROWS_MIN else max(0, unknown_rows - event_rows) / team_rows
 
 
 def catalogue_in_words(sources: Sources) -> str:
@@ -243,78 +251,100 @@ def catalogue_in_words(sources: Sources) -> str:
     return f"the catalogue ({table})" if table else "the model"
 
 
-def unanswered_in_words(items: int, without: int, table: str) -> list[str]:
+def items_without_vector_remarks(
+    kept_item_count: int, left_out_count: int, table_name: str
+) -> list[str]:
     """Return a remark on items of a table that the model cannot answer for; none for a usual share."""
-    count = items + without
-    if count < JUDGED_ROWS or without < UNKNOWN_SHARE * count:
+    item_count = kept_item_count + left_out_count
+    if item_count < JUDGED_ROWS_MIN or left_out_count < UNKNOWN_IDS_SHARE_MAX * item_count:
         return []
     remark = (
-        f"{without:,} of the {count:,} items of {table} are left out, since the model has no vector for them. Are "
+        f"{left_out_count:,} of the {item_count:,} items of {table_name} are left out, since the model has no vector "
+        "for them. Are "
         "their ids in the form of the model's?"
     )
     return [remark]
 
 
-def unknown_in_words(
-    share: float | None, kind: str, table: str, unknown: Sequence[str], known: Sequence[str]
+def unknown_ids_remarks(
+    unknown_share: float | None,
+    kind: str,
+    table_name: str,
+    unknown_ids: Sequence[str],
+    known_ids: Sequence[str],
 ) -> list[str]:
     """Return a remark on interactions whose ids a table lacks, with examples of both; none for a usual share."""
-    if share is None or share < UNKNOWN_SHARE:
+    if unknown_share is None or unknown_share < UNKNOWN_IDS_SHARE_MAX:
         return []
     examples = ""
-    if unknown and known:
-        interactions_text, table_text = (" and ".join(map(repr, ids)) for ids in (unknown, known))
-        examples = f": interactions have {interactions_text}, {table} has {table_text}"
+    if unknown_ids and known_ids:
+        interactions_text, table_text = (
+            " and ".join(map(repr, ids)) for ids in (unknown_ids, known_ids)
+        )
+        examples = f": interactions have {interactions_text}, {table_name} has {table_text}"
     remark = (
-        f"{share:.0%} of the interactions name {kind}s that {table} does not have{examples}; they count for nothing. "
+        f"{unknown_share:.0%} of the interactions name {kind}s that {table_name} does not have{examples}; they count "
+        "for nothing. "
         f"Are the ids of both in one form? See `[sources] {kind}_column`"
     )
     return [remark]
 
 
-def few_in_words(users: int, items: int | None) -> str | None:
+def few_in_words(user_count: int, item_count: int | None) -> str | None:
     """Return a remark if gates' measures vary by chance for so few users or items; None if there are enough.
 
-    `items` is None if none are recommended: those of a classifier are its labels.
+    `item_count` is None if none are recommended: those of a classifier are its labels.
     """
-    if users >= FEW_USERS and (items is None or items >= FEW_ITEMS):
+    if user_count >= GATE_USERS_MIN and (item_count is None or item_count >= GATE_ITEMS_MIN):
         return None
-    least = f"{FEW_USERS} users" if items is None else f"{FEW_USERS} users and {FEW_ITEMS} items"
-    return f"too little data to judge by: {_numbers(users, items)}; shares of them vary by chance below about {least}"
+    enough_text = (
+        f"{GATE_USERS_MIN} users"
+        if item_count is None
+        else f"{GATE_USERS_MIN} users and {GATE_ITEMS_MIN} items"
+    )
+    return (
+        f"too little data to judge by: {_counts_in_words(user_count, item_count)}; shares of them vary by chance below "
+        f"about {enough_text}"
+    )
 
 
-def demand_least(users: int, items: int) -> None:
+def demand_enough_ids(user_count: int, item_count: int) -> None:
     """Raise SourceError for fewer users or items than a night needs."""
-    if users < LEAST_USERS or items < LEAST_ITEMS:
+    if user_count < NIGHT_USERS_MIN or item_count < NIGHT_ITEMS_MIN:
         raise SourceError(
-            f"too little data: {_numbers(users, items)}; at least {LEAST_USERS} users and {LEAST_ITEMS} items are "
-            f"needed, and lists say something from about {FEW_USERS} users and {FEW_ITEMS} items on",
-            users=users,
-            items=items,
-        )
-
-
-def demand_several_items(
-    user_rows: NDArray[Any], user_count: int, item_rows: NDArray[Any], item_count: int
-) -> None:
-    """Raise SourceError if each user has one item, so that a model without categories has nothing to learn."""
-    last_item = np.empty(user_count, np.int64)
-    last_item[user_rows] = item_rows
-    if (last_item[user_rows] == item_rows).all():
-        raise SourceError(
-            f"too little data: each of the {user_count:,} users has one item, so no item is like another; at least "
-            f"{LEAST_USERS} users need {LEAST_ITEMS} items or more. Is the right column named for users?",
+            f"too little data: {_counts_in_words(user_count, item_count)}; at least {NIGHT_USERS_MIN} users and "
+            f"{NIGHT_ITEMS_MIN} items are "
+            f"needed, and lists say something from about {GATE_USERS_MIN} users and {GATE_ITEMS_MIN} items on",
             users=user_count,
             items=item_count,
         )
 
 
-def demand_times(sources: Sources, files: Sequence[SourceFile], data_until: str | None) -> None:
+def demand_several_items(
+    user_of_row: NDArray[Any], user_count: int, item_of_row: NDArray[Any], item_count: int
+) -> None:
+    """Raise SourceError if each user has one item, so that a model without categories has nothing to learn."""
+    last_item_of_user = np.empty(user_count, np.int64)
+    last_item_of_user[user_of_row] = item_of_row
+    if (last_item_of_user[user_of_row] == item_of_row).all():
+        raise SourceError(
+            f"too little data: each of the {user_count:,} users has one item, so no item is like another; at least "
+            f"{NIGHT_USERS_MIN} users need {NIGHT_ITEMS_MIN} items or more. Is the right column named for users?",
+            users=user_count,
+            items=item_count,
+        )
+
+
+def demand_times(
+    sources: Sources, interaction_files: Sequence[SourceFile], data_until: str | None
+) -> None:
     """Raise ConfigError for a chosen cut if the interactions have no column of times."""
-    if not files or data_until is None:
+    if not interaction_files or data_until is None:
         return
-    name = sources.timestamp_column
-    if name and {name, name.strip(BLANKS)} & {*(column_names(files[0], sources) or ())}:
+    timestamp_column = sources.timestamp_column
+    if timestamp_column and {timestamp_column, timestamp_column.strip(BLANK_CHARACTERS)} & {
+        *(column_names(interaction_files[0], sources) or ())
+    }:
         return
     raise ConfigError(chosen_cut_in_words(data_until))
 
@@ -327,52 +357,63 @@ def chosen_cut_in_words(data_until: str) -> str:
     )
 
 
-def _count_early(times: NDArray[np.int64]) -> int:
-    return int(((times < EARLY_US) & (times != 0)).sum())
+def _count_before_1980(times_us: NDArray[np.int64]) -> int:
+    return int(((times_us < YEAR_1980_US) & (times_us != 0)).sum())
 
 
-def _newest_us(times: NDArray[np.int64]) -> int:
-    return int(times[times != 0].max(initial=_NO_TIME_US))
+def _newest_us(times_us: NDArray[np.int64]) -> int:
+    return int(times_us[times_us != 0].max(initial=_NO_TIME_US))
 
 
-def _numbers(users: int, items: int | None) -> str:
-    users_text = f"{users:,} user{'s' * (users != 1)}"
-    return users_text if items is None else f"{users_text} and {items:,} item{'s' * (items != 1)}"
+def _counts_in_words(user_count: int, item_count: int | None) -> str:
+    users_text = f"{user_count:,} user{'s' * (user_count != 1)}"
+    return (
+        users_text
+        if item_count is None
+        else f"{users_text} and {item_count:,} item{'s' * (item_count != 1)}"
+    )
 
 
-def hold_lists(texts: Any) -> bool:
+def has_lists_of_ids(id_texts: Any) -> bool:
     """True if most fields of an id column seem to hold several ids: several words, hardly any of them repeated."""
-    if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
+    if not (pa.types.is_string(id_texts.type) or pa.types.is_large_string(id_texts.type)):
         return False
-    if len(texts) < JUDGED_ROWS:
+    if len(id_texts) < JUDGED_ROWS_MIN:
         return False
-    several = texts.filter(pc.match_substring_regex(texts, _SEVERAL_WORDS))
-    if len(several) < LISTS_SHARE * len(texts):
+    several_word_texts = id_texts.filter(pc.match_substring_regex(id_texts, _SEVERAL_WORDS_PATTERN))
+    if len(several_word_texts) < LIST_FIELDS_SHARE_MAX * len(id_texts):
         return False
-    return bool(pc.count_distinct(several).as_py() >= ONCE_SHARE * len(several))
+    return bool(
+        pc.count_distinct(several_word_texts).as_py()
+        >= ITEMS_ONCE_SHARE_MAX * len(several_word_texts)
+    )
 
 
-def first_rows_in_words(
-    sources: Sources, base: Path, reported_reasons: Collection[str] = (HEADER,)
+def first_rows_remarks(
+    sources: Sources, base_folder: Path, reported_reasons: Collection[str] = (HEADER_REASON,)
 ) -> list[str]:
     """Describe how a night treats the first rows: refuses them, leaves some out, or how it reads them.
 
     Empty if it reads them all unchanged. Reasons in `reported_reasons` are left out.
     """
-    unusable, odd = UnusableRows(), list[str]()
+    unusable, odd_remarks = UnusableRows(), list[str]()
     try:
-        with closing(read_interactions(sources, base, unusable=unusable)) as read:
-            for rows in islice(read, 1):
-                shape = Shape.of_batch(rows)
+        with closing(read_interactions(sources, base_folder, unusable_rows=unusable)) as batches:
+            for first_batch in islice(batches, 1):
+                figures = InteractionFigures.of_batch(first_batch)
                 # Lists in fields were told by the look at the columns already.
-                odd = [] if shape.holds_lists else [*odd_in_words(shape), *swapped_in_words([rows])]
+                odd_remarks = (
+                    []
+                    if figures.holds_lists
+                    else [*odd_figures_remarks(figures), *swapped_columns_remarks([first_batch])]
+                )
     except LarderError as error:
         return [f"a night refuses the interactions: {error.message}"]
     nothing_read: SourceReport = {"rows": 0, "left_out": 0, "reasons": {}}
-    report = unusable.to_json().get(INTERACTIONS, nothing_read)
-    left_out = [
+    report = unusable.to_json().get(INTERACTIONS_SOURCE, nothing_read)
+    left_out_remarks = [
         f"of the first {report['rows']:,} rows, {reason['rows']:,} cannot be used: {reason_text}{remedy(reason_text)}"
         for reason_text, reason in report["reasons"].items()
         if reason_text not in reported_reasons
     ]
-    return [*left_out, *unusable.remarks(INTERACTIONS), *odd]
+    return [*left_out_remarks, *unusable.remarks(INTERACTIONS_SOURCE), *odd_remarks]

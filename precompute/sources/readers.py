@@ -26,104 +26,111 @@ from cache.errors import SourceError, StoreError
 from precompute.sources.columns import (
     Ids,
     UnusableMaskByReason,
-    as_rows,
+    as_numpy_mask,
     demand_columns,
-    demand_once,
-    is_text,
-    plain_batch,
-    plain_type,
+    demand_unrepeated_column,
+    is_text_type,
+    normalise_and_decode,
+    normalise_batch,
+    normalised_type,
     read_ids,
-    without_codes,
 )
 from precompute.sources.csv_files import (
-    BLANKS,
-    NO_COLUMN_NAMES,
-    ROW_IN_QUOTES,
+    BLANK_CHARACTERS,
+    NO_COLUMN_NAMES_REASON,
+    ROW_IN_QUOTES_REMEDY,
     CsvFile,
     is_like_a_row,
 )
 from precompute.sources.files import (
-    NOT_GZIP,
-    UTF_8_MARK,
+    NOT_GZIP_REASON,
+    UTF_8_BYTE_ORDER_MARK,
     SourceFile,
-    looks_like_rows,
-    name_of_sign,
-    readable,
+    find_row_separator,
+    open_for_arrow,
+    separator_in_words,
     source_files,
-    unreadable_by_name,
-    unreadable_by_text,
+    unreadable_name_reason,
+    unreadable_text_reason,
 )
 from precompute.sources.id_forms import OddIds
 from precompute.sources.repeated_rows import RepeatedRows
-from precompute.sources.times import MICROSECONDS, TimeScale, are_positive, microseconds
+from precompute.sources.times import (
+    MICROSECONDS_PER_SECOND,
+    TimeScale,
+    parse_times,
+    positive_weight_mask,
+)
 from precompute.sources.unusable import (
-    BREAK,
-    COLUMNS,
-    EVENTS,
-    HEADER,
-    Case,
+    EVENTS_SOURCE_PREFIX,
+    FIELD_COUNT_REASON,
+    HEADER_REASON,
+    LINE_BREAK_REASON,
+    RowCase,
     UnusableRows,
     format_case_value,
 )
 
-INTERACTIONS = "interactions"
+INTERACTIONS_SOURCE = "interactions"
 """Name of the interactions in reports."""
 
-EVENT_ROWS = f"{EVENTS}.{INTERACTIONS}"
+EVENT_INTERACTIONS_SOURCE = f"{EVENTS_SOURCE_PREFIX}.{INTERACTIONS_SOURCE}"
 """Name in reports of the interactions that events brought."""
 
 ColumnsOfLists = Mapping[str, Sequence[str]]
 """Names of the columns that a table may have in place of a list of their values, by the list's name."""
 
-NO_LISTS: Final[ColumnsOfLists] = MappingProxyType({})
+NO_COLUMNS_OF_LISTS: Final[ColumnsOfLists] = MappingProxyType({})
 
-BATCH_ROWS = 1 << 19
+BATCH_ROWS_MAX = 1 << 19
 """Rows of a batch at most."""
 
-BATCH_BYTES = 128 << 20
+BATCH_BYTES_MAX = 128 << 20
 """Bytes of a batch of features at most."""
 
-READ_BYTES = 1 << 20
+READ_BUFFER_BYTES = 1 << 20
 """Bytes of a feature table that are read at once."""
 
-LINES_LOOKED_AT = 1_000
+CHECKED_LINES_MAX = 1_000
 """Lines of a text file that are checked before it is read as lines of ids."""
 
-TABLE_FIELDS = range(3, 9)
+TABLE_FIELD_COUNTS = range(3, 9)
 """Numbers of fields that tables of interactions have."""
 
-_NUMBER_OR_TIME = re.compile(rb"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?$|\d{4}-\d{2}-\d{2}|\d{2}:\d{2}")
-KINDS_OF_IDS = 20
+_NUMBER_OR_TIME_PATTERN = re.compile(
+    rb"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?$|\d{4}-\d{2}-\d{2}|\d{2}:\d{2}"
+)
+ID_KINDS_MAX = 20
 """Words before a colon up to which they may be kinds of ids."""
-_NUMBER = re.compile(rb"[+-]?\d+(\.\d*)?")
-_NAMES_OF_LINES = re.compile(
+_NUMBER_PATTERN = re.compile(rb"[+-]?\d+(\.\d*)?")
+_NAMES_LINE_PATTERN = re.compile(
     rb"(user|customer|visitor|session)(_?id)?s? (item|product|movie|article)(_?id)?s?( .*)?",
     re.IGNORECASE,
 )
 """Pattern of a first line of lines of ids that names its columns."""
-_COMMENTS = (b"# ", b"% ", b"// ")
+_COMMENT_PREFIXES = (b"# ", b"% ", b"// ")
 """Prefixes of comment lines at the start of a text file, as in those of graphs and matrices."""
 
 INT96_UNIT = "us"
 """Unit of Spark's old times: in nanoseconds they wrap around beyond the year 2262, to 1816."""
 
-TEXT_LENGTH_BYTES = 4
+PARQUET_LENGTH_BYTES = 4
 """Bytes in a Parquet file for the length of each text outside a dictionary."""
 
-_LIKE_NONE = (
+_LIKE_NONE_PATTERN = (
     r"^(\(not set\)|\(other\)|-+|\?+|#{3,}|nil|Nil|-1|unknown|Unknown|anonymous|Anonymous)$"
 )
 """Pattern of ids that programs write for a missing one, but that may also be names."""
-LIKE_NONE_SHARE = 0.01
-LIKE_NONE_NAMED = 5
+LIKE_NONE_SHARE_MIN = 0.01
+LIKE_NONE_IDS_MAX = 5
 """Such ids that are counted, and the share of the first rows from which one is named."""
 
-_UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
+_READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
 _PARQUET_MAGIC = b"PAR1"
 _SNIFFED_BYTES = 1 << 16
-_CUT_OFF = re.compile("Truncated compressed stream")
+_CUT_OFF_PATTERN = re.compile("Truncated compressed stream")
 """Message of Arrow for a compressed file without its end."""
-_NO_GZIP = re.compile("incorrect header check|Not a gzipped file")
+_NOT_GZIP_PATTERN = re.compile("incorrect header check|Not a gzipped file")
 """Messages of readers for a file that ends in .gz but is not gzip."""
 
 _LASTING_ERRNOS = frozenset(
@@ -144,171 +151,200 @@ class Interactions:
     times: NDArray[np.int64]
     positions: NDArray[np.int64] | None = None
 
-    def only(self, rows: NDArray[np.bool_]) -> Self:
+    def only(self, row_mask: NDArray[np.bool_]) -> Self:
         """Return some of the rows."""
-        positions = None if self.positions is None else self.positions[rows]
-        return type(self)(self.users.only(rows), self.items.only(rows), self.times[rows], positions)
+        positions = None if self.positions is None else self.positions[row_mask]
+        return type(self)(
+            self.users.only(row_mask), self.items.only(row_mask), self.times[row_mask], positions
+        )
 
 
 def read_interactions(
     sources: Sources,
-    base: Path,
+    base_folder: Path,
     *,
     cutoff_at: datetime | None = None,
-    late: Callable[[Interactions], None] = lambda _late: None,
-    unusable: UnusableRows | None = None,
-    skip: int = 0,
-    files: Sequence[SourceFile] | None = None,
+    take_late: Callable[[Interactions], None] = lambda _late: None,
+    unusable_rows: UnusableRows | None = None,
+    skipped_file_count: int = 0,
+    interaction_files: Sequence[SourceFile] | None = None,
 ) -> Generator[Interactions, None, None]:
     """Yield batches of all interaction files; with `cutoff_at`, only strictly older rows and those without a time.
 
-    The `files` are those that `sources` name, unless they are listed here; the first `skip`, or all, are left out.
-    `late` is called with the other rows. Rows of weight 0 or less are not interactions and are left out; so are
-    unusable rows, which are counted in `unusable`; remarks on odd ids and repeated rows go there, too, at the end or
+    The `interaction_files` are those that `sources` name, unless they are listed here; the first `skipped_file_count`,
+    or all, are left out.
+    `take_late` is called with the other rows. Rows of weight 0 or less are not interactions and are left out; so are
+    unusable rows, which are counted in `unusable_rows`; remarks on odd ids and repeated rows go there, too, at the end
+    or
     when the iterator is closed. Raises SourceError naming file and column, or if no row can be used.
     """
-    look = None if unusable is None else _OddRows(sources, unusable)
-    cut = None if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
-    unusable = UnusableRows() if unusable is None else unusable
-    named = source_files(sources.interactions, base) if files is None else files
-    paths, alike = named[skip:], SameColumns(sources)
-    if paths and (skipped := named[:skip]):
-        alike.add(skipped[0], column_names(skipped[0], sources) or ())
+    odd_rows = None if unusable_rows is None else _OddRowsCollector(sources, unusable_rows)
+    cutoff_us = None if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS_PER_SECOND)
+    unusable_rows = UnusableRows() if unusable_rows is None else unusable_rows
+    all_files = (
+        source_files(sources.interactions, base_folder)
+        if interaction_files is None
+        else interaction_files
+    )
+    read_files, same_columns = all_files[skipped_file_count:], SameColumnsCheck(sources)
+    if read_files and (skipped_files := all_files[:skipped_file_count]):
+        same_columns.add(skipped_files[0], column_names(skipped_files[0], sources) or ())
     try:
-        for path in paths:
-            remark = partial(unusable.remark, INTERACTIONS)
-            clock = TimeScale(path, sources.timestamp_column, remark)
-            with reading(path):
-                for columns, titles in _batches(path, sources, unusable):
-                    if len(columns):
-                        alike.add(path, columns.schema.names)
-                    batch = _usable(columns, titles, path, sources, unusable, clock)
-                    if look is not None:
-                        look.add(path, batch)
-                    if cut is not None and (is_late := batch.times >= cut).any():
-                        late(batch.only(is_late))
+        for source_file in read_files:
+            remark = partial(unusable_rows.remark, INTERACTIONS_SOURCE)
+            time_scale = TimeScale(source_file, sources.timestamp_column, remark)
+            with translate_read_errors(source_file):
+                for arrow_batch, file_columns in _read_batches(source_file, sources, unusable_rows):
+                    if len(arrow_batch):
+                        same_columns.add(source_file, arrow_batch.schema.names)
+                    batch = _usable_interactions(
+                        arrow_batch, file_columns, source_file, sources, unusable_rows, time_scale
+                    )
+                    if odd_rows is not None:
+                        odd_rows.add(source_file, batch)
+                    if cutoff_us is not None and (is_late := batch.times >= cutoff_us).any():
+                        take_late(batch.only(is_late))
                         yield batch.only(~is_late)
                     else:
                         yield batch
     finally:
-        if look is not None:
-            look.note_remarks()
-    if not skip:
-        unusable.demand_some(INTERACTIONS, ", ".join(path.name for path in paths[:3]))
+        if odd_rows is not None:
+            odd_rows.note_remarks()
+    if not skipped_file_count:
+        unusable_rows.demand_some(
+            INTERACTIONS_SOURCE, ", ".join(path.name for path in read_files[:3])
+        )
 
 
-class _OddRows:
-    """Collector of remarks on odd ids and on repeated rows, over all rows of all files; they go into `unusable`.
+class _OddRowsCollector:
+    """Collector of remarks on odd ids and on repeated rows, over all rows of all files; they go into `unusable_rows`.
 
     An erased user's id must not be in a report, so no hidden id is named.
     """
 
-    def __init__(self, sources: Sources, unusable: UnusableRows) -> None:
-        self._unusable, self._repeated = unusable, RepeatedRows()
-        self._columns = (sources.user_column, sources.item_column)
-        self._odd_ids = tuple(OddIds(column, unusable.hidden) for column in self._columns)
-        self._path: SourceFile | None = None
+    def __init__(self, sources: Sources, unusable_rows: UnusableRows) -> None:
+        self._unusable_rows, self._repeated_rows = unusable_rows, RepeatedRows()
+        self._id_columns = (sources.user_column, sources.item_column)
+        self._odd_ids = tuple(OddIds(column, unusable_rows.hidden) for column in self._id_columns)
+        self._last_file: SourceFile | None = None
 
     def add(self, path: SourceFile, batch: Interactions) -> None:
         """Add the next rows of a file."""
         if not len(batch.times):
             return
-        self._repeated.add(path, batch.users, batch.items, batch.times)
-        is_first, self._path = path != self._path, path
+        self._repeated_rows.add(path, batch.users, batch.items, batch.times)
+        is_first_batch, self._last_file = path != self._last_file, path
         for ids, odd_ids, column in zip(
-            (batch.users, batch.items), self._odd_ids, self._columns, strict=True
+            (batch.users, batch.items), self._odd_ids, self._id_columns, strict=True
         ):
             odd_ids.add(ids)
-            if is_first:
+            if is_first_batch:
                 self._remark_on_ids_like_none(ids, column)
 
     def note_remarks(self) -> None:
         """Hand the remarks over."""
         for odd_ids in self._odd_ids:
-            for remark, named in odd_ids.remarks():
-                self._unusable.remark(INTERACTIONS, remark, named)
-        for remark in self._repeated.remarks():
-            self._unusable.remark(INTERACTIONS, remark)
+            for remark, named_ids in odd_ids.remarks():
+                self._unusable_rows.remark(INTERACTIONS_SOURCE, remark, named_ids)
+        for remark in self._repeated_rows.remarks():
+            self._unusable_rows.remark(INTERACTIONS_SOURCE, remark)
 
     def _remark_on_ids_like_none(self, ids: Ids, column: str) -> None:
-        like_none = np.flatnonzero(as_rows(pc.match_substring_regex(ids.names, _LIKE_NONE)))
-        for code in like_none[:LIKE_NONE_NAMED].tolist():
-            row_count = int((ids.codes == code).sum())
-            if row_count >= LIKE_NONE_SHARE * len(ids.codes):
-                self._unusable.remark(
-                    INTERACTIONS,
-                    f"column {column!r} has the id {ids.names[code].as_py()!r} in {row_count:,} of its first "
+        like_none_codes = np.flatnonzero(
+            as_numpy_mask(pc.match_substring_regex(ids.names, _LIKE_NONE_PATTERN))
+        )
+        for id_code in like_none_codes[:LIKE_NONE_IDS_MAX].tolist():
+            row_count = int((ids.codes == id_code).sum())
+            if row_count >= LIKE_NONE_SHARE_MIN * len(ids.codes):
+                self._unusable_rows.remark(
+                    INTERACTIONS_SOURCE,
+                    f"column {column!r} has the id {ids.names[id_code].as_py()!r} in {row_count:,} of its first "
                     f"{len(ids.codes):,} rows: if it stands for none, leave these rows out",
                 )
 
 
-def _batches(
-    path: SourceFile, sources: Sources, unusable: UnusableRows
+def _read_batches(
+    path: SourceFile, sources: Sources, unusable_rows: UnusableRows
 ) -> Iterator[tuple[Any, Sequence[str]]]:
     """Yield (record batch of the columns that settings name, names of all columns of the file)."""
-    match format_of(path, sources):
+    match file_format_of(path, sources):
         case "lines":
             return read_lines(path, sources)
         case "csv":
-            return csv_batches(path, sources, unusable)
+            return csv_batches(path, sources, unusable_rows)
     return parquet_batches(path, sources)
 
 
-def _usable(
-    batch: Any,
-    titles: Sequence[str],
+def _usable_interactions(
+    arrow_batch: Any,
+    file_columns: Sequence[str],
     path: SourceFile,
     sources: Sources,
-    unusable: UnusableRows,
-    clock: TimeScale,
+    unusable_rows: UnusableRows,
+    time_scale: TimeScale,
 ) -> Interactions:
     """Return ids and times of a batch without unusable rows, which are noted."""
-    names = batch.schema.names
-    users, items, weight = sources.user_column, sources.item_column, sources.weight_column
-    demand_columns(names, (users, items), path)
+    read_columns = arrow_batch.schema.names
+    user_column, item_column, weight_column = (
+        sources.user_column,
+        sources.item_column,
+        sources.weight_column,
+    )
+    demand_columns(read_columns, (user_column, item_column), path)
     bad_mask_by_reason: UnusableMaskByReason = {}
-    unusable.looked_at(INTERACTIONS, len(batch))
-    if weight in names:
-        positive, bad_mask_by_reason = are_positive(batch.column(weight), path, sources)
+    unusable_rows.count_checked(INTERACTIONS_SOURCE, len(arrow_batch))
+    if weight_column in read_columns:
+        positive_mask, bad_mask_by_reason = positive_weight_mask(
+            arrow_batch.column(weight_column), path, sources
+        )
         keep_mask = (
-            positive | np.logical_or.reduce(list(bad_mask_by_reason.values()))
+            positive_mask | np.logical_or.reduce(list(bad_mask_by_reason.values()))
             if bad_mask_by_reason
-            else positive
+            else positive_mask
         )
         if not keep_mask.all():
-            batch, bad_mask_by_reason = (
-                batch.filter(pa.array(keep_mask)),
-                {reason: rows[keep_mask] for reason, rows in bad_mask_by_reason.items()},
+            arrow_batch, bad_mask_by_reason = (
+                arrow_batch.filter(pa.array(keep_mask)),
+                {reason: bad_mask[keep_mask] for reason, bad_mask in bad_mask_by_reason.items()},
             )
-    times, no_time = np.zeros(len(batch), np.int64), UnusableMaskByReason()
-    if (name := sources.timestamp_column) in names:
-        times, no_time = microseconds(batch.column(name), path, name, clock)
-    user_ids, bad_users = read_ids(batch.column(users), path, users)
-    item_ids, bad_items = read_ids(batch.column(items), path, items)
+    times, no_time_mask_by_reason = np.zeros(len(arrow_batch), np.int64), UnusableMaskByReason()
+    if (timestamp_column := sources.timestamp_column) in read_columns:
+        times, no_time_mask_by_reason = parse_times(
+            arrow_batch.column(timestamp_column), path, timestamp_column, time_scale
+        )
+    user_ids, bad_user_mask_by_reason = read_ids(arrow_batch.column(user_column), path, user_column)
+    item_ids, bad_item_mask_by_reason = read_ids(arrow_batch.column(item_column), path, item_column)
     interactions = Interactions(user_ids, item_ids, times)
-    header_mask_by_reason = _header_again(interactions, batch, titles, path, sources)
+    header_mask_by_reason = _header_mask_by_reason(
+        interactions, arrow_batch, file_columns, path, sources
+    )
     if not (
         bad_mask_by_reason := {
             **header_mask_by_reason,
-            **bad_users,
-            **bad_items,
-            **no_time,
+            **bad_user_mask_by_reason,
+            **bad_item_mask_by_reason,
+            **no_time_mask_by_reason,
             **bad_mask_by_reason,
         }
     ):
         return interactions
 
-    def case(row: int) -> Case:
-        ids = (format_case_value(_value(batch.column(column), row)) for column in (users, items))
+    def describe_row(row: int) -> RowCase:
+        ids = (
+            format_case_value(_python_value(arrow_batch.column(column), row))
+            for column in (user_column, item_column)
+        )
         return {**dict(zip(("user", "item"), ids, strict=True)), "file": path.name}
 
-    return interactions.only(~unusable.note_rows(INTERACTIONS, bad_mask_by_reason, case))
+    return interactions.only(
+        ~unusable_rows.note_rows(INTERACTIONS_SOURCE, bad_mask_by_reason, describe_row)
+    )
 
 
-def _header_again(
+def _header_mask_by_reason(
     interactions: Interactions,
-    batch: Any,
-    titles: Sequence[str],
+    arrow_batch: Any,
+    file_columns: Sequence[str],
     path: SourceFile,
     sources: Sources,
 ) -> UnusableMaskByReason:
@@ -316,58 +352,74 @@ def _header_again(
 
     Raises SourceError for one with the names in another order: the rows below it have other columns.
     """
-    file_titles = {title.strip(BLANKS).lower() for title in titles}
+    lowered_titles = {title.strip(BLANK_CHARACTERS).lower() for title in file_columns}
     is_header = np.ones(len(interactions.times), np.bool_)
     for ids in (interactions.items, interactions.users):  # items are fewer
-        if not (codes := _codes_of_titles(ids.names, file_titles)).size:
+        if not (title_codes := _codes_equal_to_titles(ids.names, lowered_titles)).size:
             return {}
-        is_header &= np.isin(ids.codes, codes)
-    columns = [name for name in _column_names(sources) if name in batch.schema.names]
-    expected = [name.strip(BLANKS).lower() for name in columns]
+        is_header &= np.isin(ids.codes, title_codes)
+    read_columns = [
+        name for name in _read_column_names(sources) if name in arrow_batch.schema.names
+    ]
+    expected_titles = [name.strip(BLANK_CHARACTERS).lower() for name in read_columns]
     other_header: list[str] = []
     for row in np.flatnonzero(is_header).tolist():
-        cells = [str(format_case_value(_value(batch.column(name), row))) for name in columns]
-        names = [cell.strip(BLANKS).lower() for cell in cells]
-        if names != expected and len(file_titles.intersection(names)) == len(names):
-            other_header = names
-        is_header[row] = names[:2] == expected[:2]
+        cells = [
+            str(format_case_value(_python_value(arrow_batch.column(name), row)))
+            for name in read_columns
+        ]
+        lowered_cells = [cell.strip(BLANK_CHARACTERS).lower() for cell in cells]
+        if lowered_cells != expected_titles and len(
+            lowered_titles.intersection(lowered_cells)
+        ) == len(lowered_cells):
+            other_header = lowered_cells
+        is_header[row] = lowered_cells[:2] == expected_titles[:2]
     if other_header:
-        _refuse_other_header(titles, other_header, path, sources)
-    return {HEADER: is_header} if is_header.any() else {}
+        _refuse_other_header(file_columns, other_header, path, sources)
+    return {HEADER_REASON: is_header} if is_header.any() else {}
 
 
-def _codes_of_titles(names: Any, titles: set[str]) -> NDArray[np.intp]:
+def _codes_equal_to_titles(id_texts: Any, lowered_titles: set[str]) -> NDArray[np.intp]:
     """Return the positions of ids that are a column's name, in any case."""
-    lengths = pa.array(sorted({len(title.encode()) for title in titles}), pa.int32())
-    as_long = np.flatnonzero(as_rows(pc.is_in(pc.binary_length(names), value_set=lengths)))
-    texts = pc.ascii_lower(names.take(pa.array(as_long)))
-    return as_long[as_rows(pc.is_in(texts, value_set=pa.array(sorted(titles), pa.string())))]
+    title_lengths = pa.array(sorted({len(title.encode()) for title in lowered_titles}), pa.int32())
+    same_length_codes = np.flatnonzero(
+        as_numpy_mask(pc.is_in(pc.binary_length(id_texts), value_set=title_lengths))
+    )
+    lowered_ids = pc.ascii_lower(id_texts.take(pa.array(same_length_codes)))
+    return same_length_codes[
+        as_numpy_mask(
+            pc.is_in(lowered_ids, value_set=pa.array(sorted(lowered_titles), pa.string()))
+        )
+    ]
 
 
 def _refuse_other_header(
-    titles: Sequence[str], cells: Sequence[str], path: SourceFile, sources: Sources
+    file_columns: Sequence[str], cells: Sequence[str], path: SourceFile, sources: Sources
 ) -> None:
     """Raise SourceError for a row of the column names in another order; in CSV, if a line is such a row."""
-    place = "one of its rows"
-    if format_of(path, sources) == "csv":
+    place_text = "one of its rows"
+    if file_format_of(path, sources) == "csv":
         with CsvFile.opened(path, sources) as file:
-            if (found := file.find_line_of_names()) is None:
+            if (header_line := file.find_line_of_names()) is None:
                 return
-        line, cells = found
-        place = f"line {line}"
+        line_number, cells = header_line
+        place_text = f"line {line_number}"
     raise SourceError(
-        f"{path}, {place} is another header: {','.join(cells)}: the rows below it have their columns in another order "
-        f"than {','.join(titles)}: write them into a file of their own",
+        f"{path}, {place_text} is another header: {','.join(cells)}: the rows below it have their columns in another "
+        "order "
+        f"than {','.join(file_columns)}: write them into a file of their own",
         path=str(path),
     )
 
 
-def _value(column: Any, row: int) -> Any:
+def _python_value(column: Any, row: int) -> Any:
     """Return a row's value as a Python object: bytes of a text, which may not be UTF-8."""
-    value = column[row : row + 1]
-    if pa.types.is_dictionary(value.type):
-        value = value.dictionary_decode()
-    return (value.cast(pa.large_binary()) if is_text(value.type) else value)[0].as_py()
+    arrow_value = column[row : row + 1]
+    if pa.types.is_dictionary(arrow_value.type):
+        arrow_value = arrow_value.dictionary_decode()
+    return (arrow_value.cast(pa.large_binary()) if is_text_type(arrow_value.type) else arrow_value)[
+        0
+    ].as_py()
 
 
 def read_features(
@@ -375,143 +427,173 @@ def read_features(
     id_column: str,
     columns: Sequence[str],
     *,
-    source: str = "features",
-    unusable: UnusableRows | None = None,
-    lists: ColumnsOfLists = NO_LISTS,
+    source_name: str = "features",
+    unusable_rows: UnusableRows | None = None,
+    columns_of_lists: ColumnsOfLists = NO_COLUMNS_OF_LISTS,
 ) -> Iterator[tuple[Ids, dict[str, Any]]]:
     """Yield batches (ids, {column: Arrow array}) of a Parquet feature table; raise SourceError for a missing column.
 
-    A column that the table lacks is made of those that `lists` names for it. Rows without a usable id are left out, and
-    noted in `unusable` under `source`; so are remarks on odd ids.
+    A column that the table lacks is made of those that `columns_of_lists` names for it. Rows without a usable id are
+    left out, and
+    noted in `unusable_rows` under `source_name`; so are remarks on odd ids.
     """
-    unusable = UnusableRows() if unusable is None else unusable
-    odd_ids = OddIds(id_column, unusable.hidden)
+    unusable_rows = UnusableRows() if unusable_rows is None else unusable_rows
+    odd_ids = OddIds(id_column, unusable_rows.hidden)
     # Without a buffer a whole row group of a column is read at once.
-    opened = partial(
-        pa.parquet.ParquetFile, buffer_size=READ_BYTES, coerce_int96_timestamp_unit=INT96_UNIT
+    open_parquet = partial(
+        pa.parquet.ParquetFile,
+        buffer_size=READ_BUFFER_BYTES,
+        coerce_int96_timestamp_unit=INT96_UNIT,
     )
-    with reading(path), readable(path) as raw, opened(raw) as file:
-        names = {name: _columns_of(name, file.schema_arrow.names, lists) for name in columns}
-        file_columns = [id_column, *chain.from_iterable(names.values())]
+    with translate_read_errors(path), open_for_arrow(path) as raw, open_parquet(raw) as file:
+        parts_by_column = {
+            name: _source_columns_of(name, file.schema_arrow.names, columns_of_lists)
+            for name in columns
+        }
+        file_columns = [id_column, *chain.from_iterable(parts_by_column.values())]
         _demand_features(file.schema_arrow.names, file_columns, path)
         for batch in file.iter_batches(
-            _rows_at_once(file.metadata), columns=list(dict.fromkeys(file_columns))
+            _batch_row_count(file.metadata), columns=list(dict.fromkeys(file_columns))
         ):
-            batch = plain_batch(batch)
-            unusable.looked_at(source, len(batch))
-            id_values = batch.column(id_column)
-            ids, bad_mask_by_reason = read_ids(id_values, path, id_column)
+            batch = normalise_batch(batch)
+            unusable_rows.count_checked(source_name, len(batch))
+            id_array = batch.column(id_column)
+            ids, bad_mask_by_reason = read_ids(id_array, path, id_column)
             if bad_mask_by_reason:
 
-                def case(row: int, id_values: Any = id_values) -> dict[str, str | None]:
-                    return {"id": format_case_value(_value(id_values, row)), "file": path.name}
+                def describe_row(row: int, id_values: Any = id_array) -> dict[str, str | None]:
+                    return {
+                        "id": format_case_value(_python_value(id_values, row)),
+                        "file": path.name,
+                    }
 
-                is_usable = ~unusable.note_rows(source, bad_mask_by_reason, case)
+                is_usable = ~unusable_rows.note_rows(source_name, bad_mask_by_reason, describe_row)
                 ids, batch = ids.only(is_usable), batch.filter(pa.array(is_usable))
             odd_ids.add(ids)
             yield (
                 ids,
                 {
-                    name: _packed([without_codes(batch.column(part)) for part in parts])
-                    for name, parts in names.items()
+                    name: _pack_columns(
+                        [
+                            normalise_and_decode(batch.column(part_column))
+                            for part_column in part_columns
+                        ]
+                    )
+                    for name, part_columns in parts_by_column.items()
                 },
             )
-    for remark, named in odd_ids.remarks():
-        unusable.remark(source, f"{path.name}: {remark}", named)
-    unusable.demand_some(source, path.name)
+    for remark, named_ids in odd_ids.remarks():
+        unusable_rows.remark(source_name, f"{path.name}: {remark}", named_ids)
+    unusable_rows.demand_some(source_name, path.name)
 
 
-def _rows_at_once(metadata: Any) -> int:
-    """Return the rows of a batch, at most BATCH_ROWS and about BATCH_BYTES."""
-    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-    row_bytes: int = sum(group.total_byte_size for group in groups) // max(1, metadata.num_rows)
-    return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
+def _batch_row_count(metadata: Any) -> int:
+    """Return the rows of a batch, at most BATCH_ROWS_MAX and about BATCH_BYTES_MAX."""
+    row_groups = (metadata.row_group(group_index) for group_index in range(metadata.num_row_groups))
+    row_bytes: int = sum(group.total_byte_size for group in row_groups) // max(1, metadata.num_rows)
+    return max(1, min(BATCH_ROWS_MAX, BATCH_BYTES_MAX // max(1, row_bytes)))
 
 
 def feature_schema(
-    path: SourceFile, columns: Sequence[str] = (), lists: ColumnsOfLists = NO_LISTS
+    path: SourceFile,
+    columns: Sequence[str] = (),
+    columns_of_lists: ColumnsOfLists = NO_COLUMNS_OF_LISTS,
 ) -> Any:
     """Return the Arrow schema of a Parquet feature table, in the types read; raise SourceError for a missing column.
 
     It has those of `columns` that `read_features` makes of others as well.
     """
-    with reading(path), readable(path) as raw:
+    with translate_read_errors(path), open_for_arrow(path) as raw:
         schema = pa.parquet.read_schema(raw)
-    names = {name: _columns_of(name, schema.names, lists) for name in columns}
-    _demand_features(schema.names, list(chain.from_iterable(names.values())), path)
-    fields = [field.with_type(plain_type(_value_type(field.type))) for field in schema]
-    types = {field.name: field.type for field in fields}
-    for name, parts in names.items():
-        if name not in types:
+    parts_by_column = {
+        name: _source_columns_of(name, schema.names, columns_of_lists) for name in columns
+    }
+    _demand_features(schema.names, list(chain.from_iterable(parts_by_column.values())), path)
+    fields = [field.with_type(normalised_type(_value_type(field.type))) for field in schema]
+    type_by_column = {field.name: field.type for field in fields}
+    for name, part_columns in parts_by_column.items():
+        if name not in type_by_column:
             try:
-                kind = _packed([pa.array([], types[part]) for part in parts]).type
+                packed_type = _pack_columns(
+                    [pa.array([], type_by_column[part_column]) for part_column in part_columns]
+                ).type
             except pa.ArrowException as error:
                 raise SourceError(
-                    f"{path}: columns {', '.join(parts)} are read as one list {name!r}, and are not all numbers, or "
+                    f"{path}: columns {', '.join(part_columns)} are read as one list {name!r}, and are not all "
+                    "numbers, or "
                     f"all texts: {error}",
                     column=name,
                 ) from None
-            fields.append(pa.field(name, kind))
+            fields.append(pa.field(name, packed_type))
     return pa.schema(fields)
 
 
-def _columns_of(name: str, file_columns: Sequence[str], lists: ColumnsOfLists) -> Sequence[str]:
+def _source_columns_of(
+    name: str, file_columns: Sequence[str], columns_of_lists: ColumnsOfLists
+) -> Sequence[str]:
     """Return the columns of a table that a feature is read from: its own, else those that its list is made of."""
-    parts = lists.get(name, ())
-    has_part = any(part in file_columns for part in parts)
-    return (name,) if name in file_columns or not has_part else parts
+    part_columns = columns_of_lists.get(name, ())
+    has_part = any(part_column in file_columns for part_column in part_columns)
+    return (name,) if name in file_columns or not has_part else part_columns
 
 
-def _packed(parts: Sequence[Any]) -> Any:
+def _pack_columns(part_arrays: Sequence[Any]) -> Any:
     """Return one column as it is, several as a column of lists: of texts, whole numbers or float64."""
-    if len(parts) == 1:
-        return parts[0]
-    kinds = [part.type for part in parts]
-    kind = pa.float64()
-    if all(map(is_text, kinds)):
-        kind = pa.string()
-    elif all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds):
-        kind = pa.int64()
-    elif any(map(is_text, kinds)):
-        raise pa.ArrowInvalid(f"they are {', '.join(sorted(set(map(str, kinds))))}")
-    values = pa.concat_arrays([part.cast(kind, safe=kind != pa.float64()) for part in parts])
-    places = np.arange(len(values)).reshape(len(parts), -1).T.ravel()
-    return pa.FixedSizeListArray.from_arrays(values.take(pa.array(places)), len(parts))
+    if len(part_arrays) == 1:
+        return part_arrays[0]
+    part_types = [part_array.type for part_array in part_arrays]
+    packed_type = pa.float64()
+    if all(map(is_text_type, part_types)):
+        packed_type = pa.string()
+    elif all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in part_types):
+        packed_type = pa.int64()
+    elif any(map(is_text_type, part_types)):
+        raise pa.ArrowInvalid(f"they are {', '.join(sorted(set(map(str, part_types))))}")
+    values = pa.concat_arrays(
+        [
+            part_array.cast(packed_type, safe=packed_type != pa.float64())
+            for part_array in part_arrays
+        ]
+    )
+    take_indexes = np.arange(len(values)).reshape(len(part_arrays), -1).T.ravel()
+    return pa.FixedSizeListArray.from_arrays(values.take(pa.array(take_indexes)), len(part_arrays))
 
 
-def _demand_features(file_columns: Sequence[str], columns: Sequence[str], path: SourceFile) -> None:
+def _demand_features(
+    file_columns: Sequence[str], feature_columns: Sequence[str], path: SourceFile
+) -> None:
     """Raise SourceError for a column that is missing or repeated."""
-    demand_columns(file_columns, columns, path)
-    for name in columns:
-        demand_once(file_columns, name, path)
+    demand_columns(file_columns, feature_columns, path)
+    for feature_column in feature_columns:
+        demand_unrepeated_column(file_columns, feature_column, path)
 
 
-def _value_type(kind: Any) -> Any:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+def _value_type(arrow_type: Any) -> Any:
+    return arrow_type.value_type if pa.types.is_dictionary(arrow_type) else arrow_type
 
 
 def row_count(path: SourceFile) -> int:
     """Return the number of rows of a Parquet file, from its metadata."""
-    with reading(path), readable(path) as raw:
-        rows: int = pa.parquet.read_metadata(raw).num_rows
-    return rows
+    with translate_read_errors(path), open_for_arrow(path) as raw:
+        row_count: int = pa.parquet.read_metadata(raw).num_rows
+    return row_count
 
 
 @contextmanager
-def reading(path: SourceFile) -> Iterator[None]:
+def translate_read_errors(path: SourceFile) -> Iterator[None]:
     """Translate the errors of file readers to SourceError or StoreError."""
     try:
         yield
-    except _UNREADABLE as error:
-        if _may_pass(error):
+    except _READ_ERRORS as error:
+        if _is_transient_error(error):
             raise StoreError(f"cannot read {path} now: {error}; run the step again") from error
         match error:
             case UnicodeDecodeError():
                 remedy = "it is not UTF-8; convert it, e.g. with iconv -t utf-8"
-            case _ if isinstance(error, EOFError) or _CUT_OFF.search(str(error)):
+            case _ if isinstance(error, EOFError) or _CUT_OFF_PATTERN.search(str(error)):
                 remedy = "it is cut off; copy it again"
-            case _ if _NO_GZIP.search(str(error)):
-                remedy = f"it {NOT_GZIP}"
+            case _ if _NOT_GZIP_PATTERN.search(str(error)):
+                remedy = f"it {NOT_GZIP_REASON}"
             case zlib.error() | gzip.BadGzipFile():
                 remedy = "its compressed data is damaged; copy it again"
             case OSError():
@@ -525,21 +607,21 @@ def _remedy_by_content(path: SourceFile) -> str:
     """Return what to do about a file that its reader refused, by its name and first bytes."""
     try:
         with path.open("rb") as raw:
-            head = raw.read(_SNIFFED_BYTES)
-    except (*_UNREADABLE, StoreError):
-        head = _PARQUET_MAGIC
+            first_bytes = raw.read(_SNIFFED_BYTES)
+    except (*_READ_ERRORS, StoreError):
+        first_bytes = _PARQUET_MAGIC
     is_parquet = path.suffix.lower() in (".parquet", ".pq")
-    if is_parquet and not head.startswith(_PARQUET_MAGIC):
-        if not head:
+    if is_parquet and not first_bytes.startswith(_PARQUET_MAGIC):
+        if not first_bytes:
             return "it is empty; copy it again, or remove it"
-        if reason := unreadable_by_text(head):
+        if reason := unreadable_text_reason(first_bytes):
             return f"it {reason}"
-        if looks_like_rows(head) is not None:
+        if find_row_separator(first_bytes) is not None:
             return "it looks like rows of text: rename it to end in .csv"
     return "is it whole, and of the format that its name or sources.format says?"
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_transient_error(error: Exception) -> bool:
     """True if a disk or a network failed (EIO, a stale NFS handle), not the file; Arrow's own errors have no number."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
@@ -550,7 +632,7 @@ def _may_pass(error: Exception) -> bool:
     )
 
 
-def format_of(path: SourceFile, sources: Sources) -> str:
+def file_format_of(path: SourceFile, sources: Sources) -> str:
     if sources.format != "auto":
         return sources.format
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
@@ -561,7 +643,7 @@ def format_of(path: SourceFile, sources: Sources) -> str:
             return "csv"
         case ".txt":
             return "lines"
-    if reason := unreadable_by_name(path.name):
+    if reason := unreadable_name_reason(path.name):
         raise SourceError(f"cannot read {path}: {reason}")
     raise SourceError(
         f"cannot tell the format of {path}; set sources.format to parquet, csv or lines"
@@ -570,54 +652,59 @@ def format_of(path: SourceFile, sources: Sources) -> str:
 
 def column_names(path: SourceFile, sources: Sources) -> list[str] | None:
     """Return the names of a file's columns; None for lines of ids, which have none."""
-    with reading(path):
-        match format_of(path, sources):
+    with translate_read_errors(path):
+        match file_format_of(path, sources):
             case "lines":
                 return None
             case "csv":
                 with CsvFile.opened(path, sources) as file:
                     return file.names
-        with readable(path) as raw:
+        with open_for_arrow(path) as raw:
             return list(pa.parquet.read_schema(raw).names)
 
 
-def named_columns(sources: Sources) -> list[str]:
+def required_optional_columns(sources: Sources) -> list[str]:
     """Return the columns of times and weights that settings name explicitly, which must exist."""
-    usual = Sources()
-    unnamed = ("", usual.timestamp_column, usual.weight_column)
-    named = (sources.timestamp_column, sources.weight_column)
-    return [name for name in named if name not in unnamed]
+    default_sources = Sources()
+    default_columns = ("", default_sources.timestamp_column, default_sources.weight_column)
+    configured_columns = (sources.timestamp_column, sources.weight_column)
+    return [name for name in configured_columns if name not in default_columns]
 
 
-def demand_named(file_columns: Sequence[str], sources: Sources, path: SourceFile) -> None:
+def demand_named_columns(file_columns: Sequence[str], sources: Sources, path: SourceFile) -> None:
     """Raise SourceError, naming the setting, for a required column that is missing or repeated."""
-    needed = [sources.user_column, sources.item_column, *named_columns(sources)]
-    settings = ("user_column", "item_column", "timestamp_column", "weight_column")
-    is_csv = format_of(path, sources) == "csv"
+    needed_columns = [sources.user_column, sources.item_column, *required_optional_columns(sources)]
+    setting_names = ("user_column", "item_column", "timestamp_column", "weight_column")
+    is_csv = file_format_of(path, sources) == "csv"
     if is_csv and is_like_a_row(file_columns):
-        is_lacking = any(name.strip(BLANKS) not in file_columns for name in needed)
-        if is_lacking or (is_like_a_row(needed) and not _are_counted(file_columns)):
-            raise SourceError(f"{path} {NO_COLUMN_NAMES}")
-    otherwise = ", or put a line of column names above if there is none" if is_csv else ""
+        lacks_column = any(
+            name.strip(BLANK_CHARACTERS) not in file_columns for name in needed_columns
+        )
+        if lacks_column or (
+            is_like_a_row(needed_columns) and not _are_pandas_numbers(file_columns)
+        ):
+            raise SourceError(f"{path} {NO_COLUMN_NAMES_REASON}")
+    further_remedy = ", or put a line of column names above if there is none" if is_csv else ""
     if is_csv and "" in file_columns:
-        otherwise += "; is the first line a title? Leave it out"
-    for setting in settings:
-        name = getattr(sources, setting)
-        title = name.strip(BLANKS) if is_csv else name
-        if name in needed and title not in file_columns:
+        further_remedy += "; is the first line a title? Leave it out"
+    for setting_name in setting_names:
+        column_name = getattr(sources, setting_name)
+        column_title = column_name.strip(BLANK_CHARACTERS) if is_csv else column_name
+        if column_name in needed_columns and column_title not in file_columns:
             columns_text = (
                 ", ".join(map(repr, file_columns))
                 if any(map(_is_padded, file_columns))
                 else ", ".join(file_columns)
             )
             raise SourceError(
-                f"{path} has no column {name!r}; it has {columns_text}: name it by {setting}{otherwise}",
-                column=name,
+                f"{path} has no column {column_name!r}; it has {columns_text}: name it by "
+                f"{setting_name}{further_remedy}",
+                column=column_name,
             )
-        demand_once(file_columns, title, path)
+        demand_unrepeated_column(file_columns, column_title, path)
 
 
-def _are_counted(file_columns: Sequence[str]) -> bool:
+def _are_pandas_numbers(file_columns: Sequence[str]) -> bool:
     """True for the names 0, 1, 2 ..., which pandas gives to columns without one."""
     return list(file_columns) == [str(number) for number in range(len(file_columns))]
 
@@ -626,65 +713,72 @@ def _is_padded(name: str) -> bool:
     return name != name.strip()
 
 
-def demand_same_columns(paths: Sequence[SourceFile], sources: Sources) -> None:
+def demand_same_columns(source_files: Sequence[SourceFile], sources: Sources) -> None:
     """Raise SourceError naming a file that lacks a column of times or weights which another one has."""
-    alike = SameColumns(sources)
-    for path in paths:
-        alike.add(path, column_names(path, sources) or ())
+    same_columns = SameColumnsCheck(sources)
+    for path in source_files:
+        same_columns.add(path, column_names(path, sources) or ())
 
 
-class SameColumns:
+class SameColumnsCheck:
     """Check that either all files have a column of times or weights, or none has."""
 
     def __init__(self, sources: Sources) -> None:
-        self._names = [*filter(None, (sources.timestamp_column, sources.weight_column))]
-        self._first: tuple[SourceFile, frozenset[str]] | None = None
+        self._checked_columns = [*filter(None, (sources.timestamp_column, sources.weight_column))]
+        self._first_file_columns: tuple[SourceFile, frozenset[str]] | None = None
 
     def add(self, path: SourceFile, file_columns: Sequence[str]) -> None:
         """Add the next file; raise SourceError if its columns of times and weights differ from the first one's."""
-        columns = frozenset(
+        present_columns = frozenset(
             name
-            for name in self._names
-            if name.strip(BLANKS) in file_columns or name in file_columns
+            for name in self._checked_columns
+            if name.strip(BLANK_CHARACTERS) in file_columns or name in file_columns
         )
-        if self._first is None:
-            self._first = path, columns
-        first, first_columns = self._first
-        for name in self._names:
-            if (name in columns) == (name in first_columns):
+        if self._first_file_columns is None:
+            self._first_file_columns = path, present_columns
+        first_file, first_columns = self._first_file_columns
+        for name in self._checked_columns:
+            if (name in present_columns) == (name in first_columns):
                 continue
-            lacking, having = (path, first) if name in first_columns else (first, path)
-            setting = "timestamp_column" if name == self._names[0] else "weight_column"
+            lacking_file, having_file = (
+                (path, first_file) if name in first_columns else (first_file, path)
+            )
+            setting_name = (
+                "timestamp_column" if name == self._checked_columns[0] else "weight_column"
+            )
             raise SourceError(
-                f"{lacking} has no column {name!r}, {having} has one: its rows would count as the oldest, or as "
-                f'positive: give it the column, or set [sources] {setting} = "" to read it from no file',
+                f"{lacking_file} has no column {name!r}, {having_file} has one: its rows would count as the oldest, "
+                "or as "
+                f'positive: give it the column, or set [sources] {setting_name} = "" to read it from no file',
                 column=name,
             )
 
 
-def _column_names(sources: Sources) -> list[str]:
+def _read_column_names(sources: Sources) -> list[str]:
     """Return the names of the columns that are read if they exist."""
-    optional = (sources.timestamp_column, sources.weight_column)
-    return [sources.user_column, sources.item_column, *filter(None, optional)]
+    optional_columns = (sources.timestamp_column, sources.weight_column)
+    return [sources.user_column, sources.item_column, *filter(None, optional_columns)]
 
 
 def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, Sequence[str]]]:
     """Yield batches of the columns of a Parquet file that settings name, each with the names of all columns."""
-    with readable(path) as raw:
+    with open_for_arrow(path) as raw:
         metadata = pa.parquet.read_metadata(raw)
     file_columns = metadata.schema.to_arrow_schema().names
-    demand_named(file_columns, sources, path)
-    names = [name for name in _column_names(sources) if name in file_columns]
-    encoded = [name for name in names[:2] if name in _dictionary_columns(metadata)]
-    opened = partial(
+    demand_named_columns(file_columns, sources, path)
+    read_columns = [name for name in _read_column_names(sources) if name in file_columns]
+    dictionary_columns = [
+        name for name in read_columns[:2] if name in _dictionary_columns(metadata)
+    ]
+    open_parquet = partial(
         pa.parquet.ParquetFile,
         metadata=metadata,
-        read_dictionary=encoded,
+        read_dictionary=dictionary_columns,
         coerce_int96_timestamp_unit=INT96_UNIT,
     )
-    with readable(path) as raw, opened(raw) as file:
-        for batch in file.iter_batches(BATCH_ROWS, columns=names):
-            yield plain_batch(batch), file_columns
+    with open_for_arrow(path) as raw, open_parquet(raw) as file:
+        for batch in file.iter_batches(BATCH_ROWS_MAX, columns=read_columns):
+            yield normalise_batch(batch), file_columns
 
 
 def _dictionary_columns(metadata: Any) -> set[str]:
@@ -694,117 +788,129 @@ def _dictionary_columns(metadata: Any) -> set[str]:
     """
     if not metadata.num_row_groups:
         return set()
-    group = metadata.row_group(0)
-    columns = (group.column(number) for number in range(group.num_columns))
+    row_group = metadata.row_group(0)
+    column_chunks = (
+        row_group.column(column_index) for column_index in range(row_group.num_columns)
+    )
     return {
-        column.path_in_schema
-        for column in columns
-        if column.total_uncompressed_size < TEXT_LENGTH_BYTES * column.num_values
+        column_chunk.path_in_schema
+        for column_chunk in column_chunks
+        if column_chunk.total_uncompressed_size < PARQUET_LENGTH_BYTES * column_chunk.num_values
     }
 
 
 def csv_batches(
-    path: SourceFile, sources: Sources, unusable: UnusableRows
+    path: SourceFile, sources: Sources, unusable_rows: UnusableRows
 ) -> Iterator[tuple[Any, Sequence[str]]]:
     """Yield batches of the columns of a CSV file that settings name, each with the names of all columns.
 
     Columns are strings that may not be UTF-8.
     """
 
-    def skip_line(line: int) -> None:
-        unusable.looked_at(INTERACTIONS, 1)
-        unusable.note(INTERACTIONS, COLUMNS, 1, [{"file": path.name, "line": str(line)}])
+    def note_skipped_line(line: int) -> None:
+        unusable_rows.count_checked(INTERACTIONS_SOURCE, 1)
+        unusable_rows.note(
+            INTERACTIONS_SOURCE, FIELD_COUNT_REASON, 1, [{"file": path.name, "line": str(line)}]
+        )
 
-    named = {name: name.strip(BLANKS) for name in _column_names(sources)}
+    title_by_column = {name: name.strip(BLANK_CHARACTERS) for name in _read_column_names(sources)}
     with CsvFile.opened(path, sources) as file:
-        if len(file.names) == 1 and named[sources.user_column] not in file.names:
-            remedy = ROW_IN_QUOTES
+        if len(file.names) == 1 and title_by_column[sources.user_column] not in file.names:
+            remedy = ROW_IN_QUOTES_REMEDY
             if sources.separator not in file.names[0]:
                 remedy = (
                     "if a row's fields stand between another sign than "
-                    f"{name_of_sign(sources.separator)}, name it in [sources] separator; is the first line a title? "
+                    f"{separator_in_words(sources.separator)}, name it in [sources] separator; is the first line a "
+                    "title? "
                     "Leave it out"
                 )
             raise SourceError(f"{path} has one column, {file.names[0]!r}: {remedy}")
-        demand_named(file.names, sources, path)
-        read = {name: title for name, title in named.items() if title in file.names}
-        user, item = sources.user_column, sources.item_column
-        for batch in file.batches(list(read.values()), skip_line):
-            rows = pa.record_batch(batch.columns, list(read))
+        demand_named_columns(file.names, sources, path)
+        present_title_by_column = {
+            name: title for name, title in title_by_column.items() if title in file.names
+        }
+        user_column, item_column = sources.user_column, sources.item_column
+        for batch in file.batches(list(present_title_by_column.values()), note_skipped_line):
+            arrow_batch = pa.record_batch(batch.columns, list(present_title_by_column))
             if file.has_long_values:
-                for name in (user, item):
-                    has_break = pc.match_substring_regex(rows.column(name), "[\r\n]")
-                    rows = _without_rows(rows, f"{name}: {BREAK}", has_break, path, unusable)
-            yield rows, file.names
+                for name in (user_column, item_column):
+                    has_break = pc.match_substring_regex(arrow_batch.column(name), "[\r\n]")
+                    arrow_batch = _without_rows(
+                        arrow_batch, f"{name}: {LINE_BREAK_REASON}", has_break, path, unusable_rows
+                    )
+            yield arrow_batch, file.names
 
 
 def _without_rows(
-    rows: Any, reason: str, mask: Any, path: SourceFile, unusable: UnusableRows
+    arrow_batch: Any, reason: str, bad_mask: Any, path: SourceFile, unusable_rows: UnusableRows
 ) -> Any:
     """Return rows without those of a mask, which are noted."""
-    if count := pc.sum(mask).as_py():
-        unusable.looked_at(INTERACTIONS, count)
-        unusable.note(INTERACTIONS, reason, count, [{"file": path.name}])
-        return rows.filter(pc.invert(mask))
-    return rows
+    if bad_row_count := pc.sum(bad_mask).as_py():
+        unusable_rows.count_checked(INTERACTIONS_SOURCE, bad_row_count)
+        unusable_rows.note(INTERACTIONS_SOURCE, reason, bad_row_count, [{"file": path.name}])
+        return arrow_batch.filter(pc.invert(bad_mask))
+    return arrow_batch
 
 
 def read_lines(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, Sequence[str]]]:
     """Yield batches of lines `user item item ...`, separated by blanks, each with the names of its columns."""
-    users: list[bytes] = []
-    items: list[bytes] = []
-    titles = [sources.user_column, sources.item_column]
+    row_users: list[bytes] = []
+    row_items: list[bytes] = []
+    column_titles = [sources.user_column, sources.item_column]
 
-    def batch() -> tuple[Any, Sequence[str]]:
+    def make_batch() -> tuple[Any, Sequence[str]]:
         # Not looked at here: a line that is not UTF-8 costs its own rows.
-        columns = (pa.array(ids, pa.binary()).view(pa.string()) for ids in (users, items))
-        return pa.record_batch(list(columns), titles), titles
+        columns = (pa.array(ids, pa.binary()).view(pa.string()) for ids in (row_users, row_items))
+        return pa.record_batch(list(columns), column_titles), column_titles
 
     if sources.format != "lines":
-        demand_lines(path)
+        demand_lines_of_ids(path)
     with path.open("rb") as raw:
-        for line in _lines_of(path, raw):
+        for line in _iterate_lines(path, raw):
             if not (fields := line.split()):
                 continue
             user, *line_items = fields
-            users += [user] * len(line_items)
-            items += line_items
-            if len(users) >= BATCH_ROWS:
-                yield batch()
-                users, items = [], []
-    if users:
-        yield batch()
+            row_users += [user] * len(line_items)
+            row_items += line_items
+            if len(row_users) >= BATCH_ROWS_MAX:
+                yield make_batch()
+                row_users, row_items = [], []
+    if row_users:
+        yield make_batch()
 
 
-def _lines_of(path: SourceFile, raw: Any) -> Iterator[bytes]:
+def _iterate_lines(path: SourceFile, raw: Any) -> Iterator[bytes]:
     """Yield the lines of a file without its byte order mark."""
     lines = iter(gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw)
-    for first in islice(lines, 1):
-        if reason := unreadable_by_text(first):
+    for first_line in islice(lines, 1):
+        if reason := unreadable_text_reason(first_line):
             raise SourceError(f"{path} {reason}")
-        while first.startswith(UTF_8_MARK):
-            first = first.removeprefix(UTF_8_MARK)
-        yield first
+        while first_line.startswith(UTF_8_BYTE_ORDER_MARK):
+            first_line = first_line.removeprefix(UTF_8_BYTE_ORDER_MARK)
+        yield first_line
     yield from lines
 
 
-def demand_lines(path: SourceFile) -> None:
+def demand_lines_of_ids(path: SourceFile) -> None:
     """Raise SourceError for a text file that looks like a table; one whose format is set is not checked."""
     with path.open("rb") as raw:
-        head = [line.strip(b"\r\n") for line in islice(_lines_of(path, raw), LINES_LOOKED_AT)]
-    if head and head[0].startswith(_COMMENTS):
+        first_lines = [
+            line.strip(b"\r\n") for line in islice(_iterate_lines(path, raw), CHECKED_LINES_MAX)
+        ]
+    if first_lines and first_lines[0].startswith(_COMMENT_PREFIXES):
         raise SourceError(
-            f"{path} begins with a comment, {format_case_value(head[0])!r}: lines are read as `user item item ...`, so "
+            f"{path} begins with a comment, {format_case_value(first_lines[0])!r}: lines are read as `user item item "
+            "...`, so "
             "leave "
             "comments out"
         )
-    if reason := _odd_signs([line for line in head if line.strip()]):
+    if reason := _odd_signs_reason([line for line in first_lines if line.strip()]):
         raise SourceError(
             f"{path} {reason}: lines are read as `user item item ...`, with blanks between them: leave out what is no "
             'id; if it belongs to the ids, set [sources] format = "lines"; if the lines are rows of a table, '
             'format = "csv"'
         )
-    if reason := unlike_lines([line for line in head if line.strip()]):
+    if reason := table_like_reason([line for line in first_lines if line.strip()]):
         raise SourceError(
             f"{path} {reason}, not lines of `user item item ...`: put a line of column names above if there is none, "
             'and set [sources] format = "csv" and separator to the sign between its fields; if lines of ids they are, '
@@ -812,56 +918,68 @@ def demand_lines(path: SourceFile) -> None:
         )
 
 
-def _odd_signs(lines: Sequence[bytes]) -> str | None:
+def _odd_signs_reason(lines: Sequence[bytes]) -> str | None:
     """Return the signs around the ids of most lines, or the names above them, that would be read as ids; else None."""
-    rows = [row for row in (line.split() for line in lines) if len(row) > 1]
-    if not rows:
+    split_lines = [fields for fields in (line.split() for line in lines) if len(fields) > 1]
+    if not split_lines:
         return None
     # `user item` is left out and counted as a header.
-    if rows[0] != [b"user", b"item"] and _NAMES_OF_LINES.fullmatch(b" ".join(rows[0])):
-        return f"begins with column names, {format_case_value(b' '.join(rows[0]))!r}"
+    if split_lines[0] != [b"user", b"item"] and _NAMES_LINE_PATTERN.fullmatch(
+        b" ".join(split_lines[0])
+    ):
+        return f"begins with column names, {format_case_value(b' '.join(split_lines[0]))!r}"
     for sign in (b",", b";"):
-        if _are_most(field.endswith(sign) for row in rows for field in row[:-1]):
+        if _is_majority(field.endswith(sign) for fields in split_lines for field in fields[:-1]):
             return f"has {sign.decode()!r} behind its ids"
-    if _are_most(row[0].endswith(b":") for row in rows):
+    if _is_majority(fields[0].endswith(b":") for fields in split_lines):
         return "has ':' behind the first id of its lines"
     for sign in (b"[", b"(", b"{"):
-        if _are_most(row[1].startswith(sign) for row in rows):
+        if _is_majority(fields[1].startswith(sign) for fields in split_lines):
             return f"has lists that begin with {sign.decode()!r}"
     for sign in (b"|", b":", b"->", b"=>", b"="):
-        if _are_most(row[1] == sign for row in rows):
+        if _is_majority(fields[1] == sign for fields in split_lines):
             return f"has {sign.decode()!r} behind the first id of its lines"
-    values = [field.rpartition(b":") for row in rows for field in row[1:]]
+    partitioned_fields = [field.rpartition(b":") for fields in split_lines for field in fields[1:]]
     # Ids such as `film:17` have few words before the colon.
-    if _are_most(_NUMBER.fullmatch(value) is not None for _, _, value in values):
-        before, behind = ({value[part] for value in values} for part in (0, 2))
-        if len(before) > min(len(behind), KINDS_OF_IDS) and _are_most(
-            sign == b":" for _, sign, _ in values
+    if _is_majority(
+        _NUMBER_PATTERN.fullmatch(value) is not None for _, _, value in partitioned_fields
+    ):
+        key_parts, value_parts = ({value[part] for value in partitioned_fields} for part in (0, 2))
+        if len(key_parts) > min(len(value_parts), ID_KINDS_MAX) and _is_majority(
+            sign == b":" for _, sign, _ in partitioned_fields
         ):
             return "has a value behind each id, after ':'"
     return None
 
 
-def _are_most(flags: Iterable[bool]) -> bool:
-    truths = list(flags)
-    return 2 * sum(truths) > len(truths)
+def _is_majority(flags: Iterable[bool]) -> bool:
+    flag_list = list(flags)
+    return 2 * sum(flag_list) > len(flag_list)
 
 
-def unlike_lines(lines: Sequence[bytes]) -> str | None:
+def table_like_reason(lines: Sequence[bytes]) -> str | None:
     """Return the reason why lines look like the rows of a table, None if they do not."""
     if not lines:
         return None
-    for sign in (b"::", b",", b";", b"|"):
-        counts = {line.count(sign) for line in lines}
-        if len(counts) == 1 and counts != {0} and all(len(line.split()) == 1 for line in lines):
-            return f"has fields between {sign.decode()!r}"
-    tabs = {line.count(b"\t") for line in lines}
-    if len(lines) > 1 and len(tabs) == 1 and (count := tabs.pop()) >= 2:
-        return f"has {count + 1} fields in each line, with tabs between them: it looks like a table"
-    fields = [line.split() for line in lines]
-    width = len(fields[0])
-    if len(lines) < 2 or width not in TABLE_FIELDS or any(len(row) != width for row in fields):
+    for separator in (b"::", b",", b";", b"|"):
+        separator_counts = {line.count(separator) for line in lines}
+        if (
+            len(separator_counts) == 1
+            and separator_counts != {0}
+            and all(len(line.split()) == 1 for line in lines)
+        ):
+            return f"has fields between {separator.decode()!r}"
+    tab_counts = {line.count(b"\t") for line in lines}
+    if len(lines) > 1 and len(tab_counts) == 1 and (tab_count := tab_counts.pop()) >= 2:
+        return f"has {tab_count + 1} fields in each line, with tabs between them: it looks like a table"
+    split_lines = [line.split() for line in lines]
+    field_count = len(split_lines[0])
+    if (
+        len(lines) < 2
+        or field_count not in TABLE_FIELD_COUNTS
+        or any(len(row) != field_count for row in split_lines)
+    ):
         return None
-    if all(_NUMBER_OR_TIME.match(field) for row in fields[1:] for field in row[2:]):
-        return f"has {width} fields in each line, from the third on numbers or times: it looks like a table"
+    if all(_NUMBER_OR_TIME_PATTERN.match(field) for row in split_lines[1:] for field in row[2:]):
+        return f"has {field_count} fields in each line, from the third on numbers or times: it looks like a table"
     return None

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from cache.format.ids import FINGERPRINT_SEED
 from precompute.sources.columns import Ids, text_hashes
 
-VOCABULARY_ROWS = 1 << 18
+CHUNK_ROWS_MAX = 1 << 18
 """Ids handled at once; their texts fit offsets of 32 bits."""
 
-HASHES_KEPT = 1 << 16
+SMALLEST_HASHES_MAX = 1 << 16
 """Smallest hashes that a count of distinct ones keeps."""
 
-BATCHES_MERGED_AT_ONCE: Final = 64
+WAITING_BATCHES_MAX: Final = 64
 """Batches whose names wait to be merged."""
 
 
@@ -28,41 +28,41 @@ class Vocabulary:
     """
 
     texts: Any
-    _seed: int
+    _hash_seed: int
     _hashes: NDArray[np.uint64]
     _fingerprints: NDArray[np.uint64]
-    _order: NDArray[np.int64]
+    _position_by_rank: NDArray[np.int64]
 
     @classmethod
-    def of(cls, texts: Any, seed: int = 0) -> Self | None:
+    def of(cls, id_texts: Any, seed: int = 0) -> Self | None:
         """Build a vocabulary of Arrow strings, None if an id is repeated."""
-        hashes, fingerprints = text_hashes(texts, seed), text_hashes(texts, FINGERPRINT_SEED)
-        order = np.argsort(hashes)
-        hashes, fingerprints = hashes[order], fingerprints[order]
-        shared = hashes[1:] == hashes[:-1]
-        if (fingerprints[1:] == fingerprints[:-1])[shared].any():
+        hashes, fingerprints = text_hashes(id_texts, seed), text_hashes(id_texts, FINGERPRINT_SEED)
+        position_by_rank = np.argsort(hashes)
+        hashes, fingerprints = hashes[position_by_rank], fingerprints[position_by_rank]
+        has_equal_hash = hashes[1:] == hashes[:-1]
+        if (fingerprints[1:] == fingerprints[:-1])[has_equal_hash].any():
             return None
-        if shared.any():
-            return cls.of(texts, seed + 1)
-        return cls(texts, seed, hashes, fingerprints, order)
+        if has_equal_hash.any():
+            return cls.of(id_texts, seed + 1)
+        return cls(id_texts, seed, hashes, fingerprints, position_by_rank)
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def find_positions(self, texts: Any) -> NDArray[np.int64]:
+    def find_positions(self, id_texts: Any) -> NDArray[np.int64]:
         """Return int64[n], the position of each Arrow string in the vocabulary, -1 if it is not in it."""
         if not len(self):
-            return np.full(len(texts), -1, np.int64)
-        hashes = text_hashes(texts, self._seed)
+            return np.full(len(id_texts), -1, np.int64)
+        hashes = text_hashes(id_texts, self._hash_seed)
         sorted_positions = np.minimum(self._hashes.searchsorted(hashes), len(self) - 1)
         is_match = self._hashes[sorted_positions] == hashes
-        is_match &= self._fingerprints[sorted_positions] == text_hashes(texts, FINGERPRINT_SEED)
-        return np.where(is_match, self._order[sorted_positions], -1)
+        is_match &= self._fingerprints[sorted_positions] == text_hashes(id_texts, FINGERPRINT_SEED)
+        return np.where(is_match, self._position_by_rank[sorted_positions], -1)
 
 
-def repeats_in(texts: Any) -> NDArray[np.int64]:
+def repeated_text_rows(arrow_texts: Any) -> NDArray[np.int64]:
     """Return the rows, ascending, of Arrow strings whose text an earlier row has."""
-    hashes, fingerprints = text_hashes(texts, 0), text_hashes(texts, FINGERPRINT_SEED)
+    hashes, fingerprints = text_hashes(arrow_texts, 0), text_hashes(arrow_texts, FINGERPRINT_SEED)
     order = np.lexsort((fingerprints, hashes))  # stable
     is_repeat = (hashes[order][1:] == hashes[order][:-1]) & (
         fingerprints[order][1:] == fingerprints[order][:-1]
@@ -70,39 +70,39 @@ def repeats_in(texts: Any) -> NDArray[np.int64]:
     return np.sort(order[1:][is_repeat])
 
 
-def as_strings(column: Any) -> Any:
-    """Convert a column to strings in chunks of VOCABULARY_ROWS at most, each with offsets of 32 bits."""
+def to_string_chunks(column: Any) -> Any:
+    """Convert a column to strings in chunks of CHUNK_ROWS_MAX at most, each with offsets of 32 bits."""
     chunks = [
-        chunk.slice(start, VOCABULARY_ROWS).cast(pa.string())
+        chunk.slice(start, CHUNK_ROWS_MAX).cast(pa.string())
         for chunk in column.chunks
-        for start in range(0, len(chunk), VOCABULARY_ROWS)
+        for start in range(0, len(chunk), CHUNK_ROWS_MAX)
     ]
     return pa.chunked_array(chunks, pa.string())
 
 
-class Distinct:
-    """Count of distinct 64-bit hashes, from the smallest of them: exact up to HASHES_KEPT, then within 0.4 %.
+class DistinctCounter:
+    """Count of distinct 64-bit hashes, from the smallest of them: exact up to SMALLEST_HASHES_MAX, then within 0.4 %.
 
     The estimator is that of the k minimum values (Beyer et al., SIGMOD 2007).
     """
 
-    def __init__(self, keep: int = HASHES_KEPT) -> None:
-        self._keep = keep
-        self.smallest: NDArray[np.uint64] = np.empty(0, np.uint64)
+    def __init__(self, hashes_max: int = SMALLEST_HASHES_MAX) -> None:
+        self._hashes_max = hashes_max
+        self.smallest_hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
         """Add any number of hashes, repetitions included."""
-        if len(self.smallest) == self._keep:
-            hashes = hashes[hashes < self.smallest[-1]]
-        self.smallest = np.union1d(self.smallest, hashes)[: self._keep]
+        if len(self.smallest_hashes) == self._hashes_max:
+            hashes = hashes[hashes < self.smallest_hashes[-1]]
+        self.smallest_hashes = np.union1d(self.smallest_hashes, hashes)[: self._hashes_max]
 
     @property
     def count(self) -> int:
         """Estimated number of distinct hashes."""
-        hash_count = len(self.smallest)
-        if hash_count < self._keep:
+        hash_count = len(self.smallest_hashes)
+        if hash_count < self._hashes_max:
             return hash_count
-        return round((hash_count - 1) / (float(self.smallest[-1]) / 2.0**64))
+        return round((hash_count - 1) / (float(self.smallest_hashes[-1]) / 2.0**64))
 
 
 @dataclass(slots=True, eq=False)
@@ -111,20 +111,20 @@ class NumberedIds:
 
     names: Any = field(default_factory=lambda: pa.array([], pa.large_string()))
     _codes: list[NDArray[np.int32]] = field(default_factory=list)
-    _waiting: list[Any] = field(default_factory=list)
+    _waiting_batches: list[Any] = field(default_factory=list)
 
     def add(self, ids: Ids) -> None:
         """Add the next rows."""
-        first = np.empty(len(ids.names), np.int64)
-        first[ids.codes[::-1]] = np.arange(len(ids))[::-1]
-        order = np.argsort(first)
-        rank_by_code = np.empty(len(order), np.int32)
-        rank_by_code[order] = np.arange(len(order), dtype=np.int32)
-        names = ids.names.take(pa.array(order)).cast(pa.large_string())
-        self._waiting.append(
-            pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.codes]), names)
+        first_row_by_code = np.empty(len(ids.names), np.int64)
+        first_row_by_code[ids.codes[::-1]] = np.arange(len(ids))[::-1]
+        codes_by_first_row = np.argsort(first_row_by_code)
+        rank_by_code = np.empty(len(codes_by_first_row), np.int32)
+        rank_by_code[codes_by_first_row] = np.arange(len(codes_by_first_row), dtype=np.int32)
+        ordered_names = ids.names.take(pa.array(codes_by_first_row)).cast(pa.large_string())
+        self._waiting_batches.append(
+            pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.codes]), ordered_names)
         )
-        if len(self._waiting) >= BATCHES_MERGED_AT_ONCE:
+        if len(self._waiting_batches) >= WAITING_BATCHES_MAX:
             self._merge()
 
     def codes(self) -> NDArray[np.int64]:
@@ -135,10 +135,10 @@ class NumberedIds:
     def _merge(self) -> None:
         no_codes = pa.array([], pa.int32())
         names_chunk = pa.DictionaryArray.from_arrays(no_codes, self.names)
-        chunks = pa.chunked_array([names_chunk, *self._waiting]).unify_dictionaries().chunks
+        chunks = pa.chunked_array([names_chunk, *self._waiting_batches]).unify_dictionaries().chunks
         self.names = chunks[-1].dictionary
         self._codes += [np.asarray(chunk.indices) for chunk in chunks[1:]]
-        self._waiting = []
+        self._waiting_batches = []
 
 
 @dataclass(slots=True, eq=False)
@@ -155,10 +155,12 @@ class HashedIds:
 
     def codes(self) -> tuple[NDArray[np.int64], int]:
         """Return (int64[rows], a number from 0 for each row's id; the number of ids)."""
-        distinct, distinct_positions = np.unique(np.concatenate(self._hashes), return_inverse=True)
-        ends = np.cumsum([0, *map(len, self._hashes)])
-        rows = [
-            distinct_positions[start:][codes]
-            for start, codes in zip(ends, self._codes, strict=False)
+        distinct_hashes, distinct_positions = np.unique(
+            np.concatenate(self._hashes), return_inverse=True
+        )
+        batch_starts = np.cumsum([0, *map(len, self._hashes)])
+        code_batches = [
+            distinct_positions[batch_start:][batch_codes]
+            for batch_start, batch_codes in zip(batch_starts, self._codes, strict=False)
         ]
-        return np.concatenate(rows).astype(np.int64, copy=False), len(distinct)
+        return np.concatenate(code_batches).astype(np.int64, copy=False), len(distinct_hashes)

@@ -3,8 +3,14 @@
 from typing import TypedDict
 
 from cache.errors import Conflict
-from precompute.builds.build import Build, on_this_host, timed
-from precompute.builds.reports import ASSEMBLE, BEGIN, AssembleReport, BuildId, shard_report
+from precompute.builds.build import Build, record_step_time, with_host_copies
+from precompute.builds.reports import (
+    ASSEMBLE_REPORT,
+    BEGIN_REPORT,
+    AssembleReport,
+    BuildId,
+    shard_report_name,
+)
 from precompute.bulk.headroom import writes_files
 from precompute.config.settings import NightConfig
 from precompute.steps.night import Night, StepRow
@@ -18,20 +24,20 @@ class AssembleResult(TypedDict):
 
 
 @writes_files
-@on_this_host
+@with_host_copies
 def run(config: NightConfig, build: BuildId) -> AssembleResult:
     """Check that every shard is there; raises Conflict, naming them, if some were not scored."""
     generation_build = Build.of(config, build)
-    generation_build.need(BEGIN)
-    with timed(generation_build, "assemble"):
+    generation_build.need_report(BEGIN_REPORT)
+    with record_step_time(generation_build, "assemble"):
         reports = [
-            generation_build.read_report(shard_report(shard)) for shard in range(config.shards)
+            generation_build.read_report(shard_report_name(shard)) for shard in range(config.shards)
         ]
         missing = [shard for shard, report in enumerate(reports) if report is None]
         if missing:
             raise Conflict(f"shards {missing} of {config.shards} were not scored")
         users = sum(report["users"]["scored"] for report in reports if report is not None)
-        generation_build.report(ASSEMBLE, AssembleReport(users_scored=users))
+        generation_build.report(ASSEMBLE_REPORT, AssembleReport(users_scored=users))
     return {"generation": generation_build.generation, "users": users}
 
 

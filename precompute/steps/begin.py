@@ -21,15 +21,15 @@ from cache.store.artefacts import ArtefactStore, generation_path, link_or_copy_f
 from precompute.builds.build import (
     Build,
     attribute_paths,
-    cut_of,
+    data_until_of,
+    find_newer_live,
     generation_id,
-    newer_live,
     record_copies,
     settings_digest,
     sweep_copies,
 )
 from precompute.builds.reports import (
-    BEGIN,
+    BEGIN_REPORT,
     AttributeFields,
     AttributeFiles,
     BeginReport,
@@ -42,8 +42,8 @@ from precompute.builds.reports import (
     RemarkFields,
     UserFields,
 )
-from precompute.builds.seal import WRITERS, manifest_format
-from precompute.builds.tables import demand_values
+from precompute.builds.seal import WRITER_TEXT_BY_FORMAT, manifest_format_of
+from precompute.builds.tables import demand_table_values
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
@@ -61,18 +61,18 @@ from precompute.features import (
     vector_bundle,
 )
 from precompute.partitions import catalogue
-from precompute.partitions.digests import digests_files
+from precompute.partitions.digests import item_digests_paths
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.marks import write_marks
 from precompute.partitions.night_input import FurtherInput, NightInput, NightValues
 from precompute.partitions.partition import (
-    UNKNOWN_EXAMPLES,
+    UNKNOWN_EXAMPLES_MAX,
     PartitionJob,
     PartitionResult,
-    partition_files,
-    write_counts,
+    partition_file_paths,
+    write_count_files,
 )
-from precompute.partitions.shard_files import TOUCHED
+from precompute.partitions.shard_files import TOUCHED_KIND
 from precompute.releases.recovery import rolled_back_in_words
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
@@ -86,21 +86,21 @@ from precompute.sources.files import (
     InputEntry,
     InputFiles,
     SourceFile,
-    copies_in_words,
+    copies_remarks,
+    digest_files,
     digest_of,
-    pin,
 )
 from precompute.sources.plausibility import (
-    Shape,
+    InteractionFigures,
     catalogue_in_words,
-    demand_least,
-    remarks,
-    unanswered_in_words,
-    unknown_in_words,
+    demand_enough_ids,
+    items_without_vector_remarks,
+    plausibility_remarks,
+    unknown_ids_remarks,
     unknown_item_share,
 )
-from precompute.sources.readers import EVENT_ROWS, INTERACTIONS
-from precompute.sources.unusable import UNKNOWN_NAMED, UnusableRows, merged
+from precompute.sources.readers import EVENT_INTERACTIONS_SOURCE, INTERACTIONS_SOURCE
+from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, UnusableRows, merge_reports
 from precompute.steps.night import Night, StepRow
 
 ERASURE_LOOKS = 10
@@ -189,7 +189,7 @@ def run(
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
-        if (live := newer_live(releases, cut, is_chosen=data_until is not None)) is not None:
+        if (live := find_newer_live(releases, cut, is_chosen=data_until is not None)) is not None:
             return _nothing_newer(releases.store, config, live, cut, is_named=moment is named)
     cut_text = data_until or run_after
     files = InputFiles.of(config, further.files)
@@ -197,7 +197,7 @@ def run(
         with chosen_bundle(config) as bundle:
             return _begin(config, bundle, cut, further, files, cut_text=cut_text, progress=progress)
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
-    pinned = pin(files.all)
+    pinned = digest_files(files.all)
     # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
     non_event_digest = digest_of(
         [
@@ -249,12 +249,12 @@ def _begin(
     progress: Progress,
     pinned: tuple[str, list[InputEntry]] | None = None,
 ) -> BegunBuild:
-    demand_values(config, bundle)
+    demand_table_values(config, bundle)
     demand_feature_types(config, bundle)
     _demand_histories(config, bundle)
     for demand_settings in setting_checks():
         demand_settings(config)
-    sources_digest, inputs = pinned or pin(files.all)
+    sources_digest, inputs = pinned or digest_files(files.all)
     store = config.store()
     for _ in range(ERASURE_LOOKS):
         erased = ErasedEntities.of(all_erasures(store))
@@ -262,8 +262,10 @@ def _begin(
         generation = generation_id(cut, config, bundle.digest, inputs_digest)
         build = Build(config, store, generation)
         with open_releases(config) as releases:
-            if (version := manifest_format(config, bundle)) != MANIFEST_FORMAT:
-                demand_readers(releases.control, {MANIFEST: version}, WRITERS[version])
+            if (version := manifest_format_of(config, bundle)) != MANIFEST_FORMAT:
+                demand_readers(
+                    releases.control, {MANIFEST: version}, WRITER_TEXT_BY_FORMAT[version]
+                )
             state = releases.state(generation)
             begun_build: BegunBuild = {
                 "generation": generation,
@@ -284,7 +286,7 @@ def _begin(
             break
     else:
         raise Conflict("erasures were written each time they were looked at; run `begin` again")
-    if build.read_report(BEGIN) is None:
+    if build.read_report(BEGIN_REPORT) is None:
         for note_named in generation_named():
             note_named(store, generation, erased)
         record_copies(store, generation)
@@ -314,13 +316,13 @@ def _prepare(night: BegunNight, sources_digest: str) -> None:
     for sub_step in AFTER_READING:
         report |= sub_step.run(night)
     report["seconds"] = time.perf_counter() - started
-    night.build.report(BEGIN, cast(BeginReport, report))
+    night.build.report(BEGIN_REPORT, cast(BeginReport, report))
 
 
 def _take_event_values(night: BegunNight) -> EventValueFields:
     build, config = night.build, night.build.config
     night.values = values = night.further.values(
-        config, night.bundle, night.erased, night.unusable, cut_of(build.generation)
+        config, night.bundle, night.erased, night.unusable, data_until_of(build.generation)
     )
     night.fingerprint_files = [
         write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
@@ -373,7 +375,7 @@ def _partition_users(night: BegunNight) -> UserFields:
         "featured": partitioned.featured, FEATURE_ONLY_USERS_FACT: is_computed,
         "answers_without_history": bundle.answers_without_history, "interactions": counts.interactions,
         "unknown_items": counts.unknown_items, "late": counts.late,
-        "unusable": merged([night.unusable.to_json(), partitioned.unusable]),
+        "unusable": merge_reports([night.unusable.to_json(), partitioned.unusable]),
         "base": {**prior.facts, "took_over": partitioned.took_over, "read_because": all_read},
         "rows": counts.rows.to_json(),
     }  # fmt: skip
@@ -385,20 +387,20 @@ def _look_at_figures(night: BegunNight) -> RemarkFields:
     if not partitioned.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     if config.sources.interactions:
-        demand_least(partitioned.users, items.count)
+        demand_enough_ids(partitioned.users, items.count)
     lists = [table for table in config.tables.values() if table.kind != "value"]
     odd = [*night.odd, *_uncut_in_words(night)]
     if lists or config.sources.interactions:
-        odd += remarks(_shape(partitioned, items.count))
+        odd += plausibility_remarks(_shape(partitioned, items.count))
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
     unknown_remarks = _unknown_in_words(config, partitioned, items)
     odd += unknown_remarks
     if table := config.sources.item_features:
-        odd += unanswered_in_words(items.count, night.laid["items_without_vector"], table)
-    odd += copies_in_words(facts["inputs"][: len(input_files.interactions)])
+        odd += items_without_vector_remarks(items.count, night.laid["items_without_vector"], table)
+    odd += copies_remarks(facts["inputs"][: len(input_files.interactions)])
     fields: RemarkFields = {"remarks": odd}
     if unknown_remarks:
-        fields[UNKNOWN_NAMED] = list(partitioned.interaction_counts.unknown_examples)
+        fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(partitioned.interaction_counts.unknown_examples)
     return fields
 
 
@@ -406,7 +408,7 @@ def _write_defaults(night: BegunNight) -> FacetFields:
     if not night.counts_clicks:
         return {}
     popularity = night.partitioned.interaction_counts.popularity
-    popular = partial(catalogue.popular, night.items, popularity)
+    popular = partial(catalogue.most_popular_items, night.items, popularity)
     write_defaults(night.build, night.bundle, lambda table: popular(table.k))
     scores = compute_popularity_scores(popularity)
     report: FacetFields = {}
@@ -420,16 +422,16 @@ def _finish_files(night: BegunNight) -> FileFields:
     shards, pinned = build.config.shards, night.pinning.result()
     has_user_vectors = build.config.sources.user_vectors is not None
     kept_files = [
-        *write_counts(build.root, partitioned.interaction_counts),
-        *digests_files(bundle),
-        *partition_files(has_user_vectors, shards),
+        *write_count_files(build.root, partitioned.interaction_counts),
+        *item_digests_paths(bundle),
+        *partition_file_paths(has_user_vectors, shards),
     ]
-    touched = [f"work/partition/{shard:04d}.{TOUCHED}" for shard in range(shards)]
+    touched = [f"work/partition/{shard:04d}.{TOUCHED_KIND}" for shard in range(shards)]
     build.finish(
-        catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX,
+        catalogue.ITEM_IDS_FILE, catalogue.ITEM_OFFSETS_FILE, catalogue.MODEL_INDEX_FILE,
         *([DEFAULTS] if night.counts_clicks else []),
         *sorted({name for model in bundle.models for _, name, _ in model.files}),
-        *(catalogue.directory_file("item", shard) for shard in range(shards)),
+        *(catalogue.directory_file_path("item", shard) for shard in range(shards)),
         *kept_files,
         *(touched if partitioned.took_over else []),
         *([night.item_columns] if night.item_columns else []),
@@ -482,7 +484,7 @@ def in_night(night: Night) -> StepRow:
     if begun_build["already_live"]:
         live_text = begun_build.get("nothing_newer") or f"{name} is live already"
         return StepRow(begun_build, f"{live_text}{notes_text}")
-    begin_report = Build.of(night.config, begun_build).need(BEGIN)
+    begin_report = Build.of(night.config, begun_build).need_report(BEGIN_REPORT)
     remarks_text = "".join(remark(begin_report, night.config) for remark in remarks_on_begin())
     notes_text = remarks_text + _featured_in_words(begin_report) + notes_text
     odd = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
@@ -517,7 +519,7 @@ def changed_or_broken(digest: str, files: Sequence[SourceFile]) -> Iterator[None
 
 def _are_same(digest: str, files: Sequence[SourceFile]) -> bool:
     try:
-        return pin(files)[0] == digest
+        return digest_files(files)[0] == digest
     except (SourceError, OSError):
         return False
 
@@ -585,7 +587,7 @@ def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: Partiti
 
 def _read_in_words(begin_report: BeginReport) -> str:
     """Describe the numbers of interactions read, and of rows left out."""
-    names = (INTERACTIONS, EVENT_ROWS)
+    names = (INTERACTIONS_SOURCE, EVENT_INTERACTIONS_SOURCE)
     source_reports = [
         begin_report["unusable"][name] for name in names if name in begin_report["unusable"]
     ]
@@ -605,11 +607,11 @@ def _read_in_words(begin_report: BeginReport) -> str:
     return "; ".join([summary, *all_remarks])
 
 
-def _shape(partitioned: PartitionResult, items: int) -> Shape:
+def _shape(partitioned: PartitionResult, items: int) -> InteractionFigures:
     """Return the figures of all rows that were read; without ids, since reports outlive an erasure."""
     counts, rows = partitioned.interaction_counts, partitioned.interaction_counts.rows
     named = int((counts.popularity > 0).sum()) + len(counts.unknown)
-    return Shape(
+    return InteractionFigures(
         rows=int(rows.user_rows.sum()),
         users=partitioned.users,
         items=named if counts.interactions else items,
@@ -638,12 +640,12 @@ def _unknown_in_words(
 ) -> list[str]:
     """Remark on interactions with items that the catalogue lacks, if they are many."""
     counts = partitioned.interaction_counts
-    event_report = partitioned.unusable.get(EVENT_ROWS)
+    event_report = partitioned.unusable.get(EVENT_INTERACTIONS_SOURCE)
     event_rows = 0 if event_report is None else event_report["rows"]
     share = unknown_item_share(counts.interactions, counts.unknown_items, event_rows)
-    known = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES, items.count), dtype=np.uint32))
+    known = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES_MAX, items.count), dtype=np.uint32))
     table = catalogue_in_words(config.sources)
-    return unknown_in_words(share, "item", table, counts.unknown_examples, known)
+    return unknown_ids_remarks(share, "item", table, counts.unknown_examples, known)
 
 
 def _learnt_too_much(bundle: Bundle, cut: str | None) -> list[str]:

@@ -6,8 +6,8 @@ import numpy as np
 
 from cache.errors import Refused
 from cache.format.item_table import ItemTable
-from precompute.builds.build import Build, attribute_paths, fetch_items, on_this_host, open_bundle
-from precompute.builds.reports import BEGIN, EMBED_ITEMS, BuildId, EmbedItemsReport, FacetFields
+from precompute.builds.build import (Build, attribute_paths, fetch_catalogue, open_bundle, with_host_copies)
+from precompute.builds.reports import (BEGIN_REPORT, BuildId, EMBED_ITEMS_REPORT, EmbedItemsReport, FacetFields)
 from precompute.builds.tables import metric_of
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
@@ -16,7 +16,7 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import prior_index, tables_by_scores
 from precompute.partitions import catalogue
-from precompute.partitions.digests import digests_files
+from precompute.partitions.digests import (item_digests_paths)
 from precompute.scoring.defaults import DEFAULTS_FILE as DEFAULTS
 from precompute.scoring.defaults import (
     compute_mean_scores,
@@ -32,21 +32,21 @@ from precompute.steps.night import Night, StepRow
 
 
 @writes_files
-@on_this_host
+@with_host_copies
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> EmbedItemsReport:
     """The item tower over the whole catalogue; every shard compares with these vectors.
 
     In a night without interactions the defaults follow from them, which `begin` made otherwise.
     """
     generation_build = Build.of(config, build)
-    if (finished_report := generation_build.read_report(EMBED_ITEMS)) is not None:
+    if (finished_report := generation_build.read_report(EMBED_ITEMS_REPORT)) is not None:
         return finished_report
     begin_report, bundle, started = (
-        generation_build.need(BEGIN),
+        generation_build.need_report(BEGIN_REPORT),
         open_bundle(generation_build),
         time.perf_counter(),
     )
-    fetch_items(generation_build)
+    fetch_catalogue(generation_build)
     items, model = catalogue.open_items(generation_build.root, begin_report), bundle.item_tower
     device = device_of(config.device, 0)
     tower = open_tower(generation_build, model, device)
@@ -55,10 +55,10 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> E
     regrouped = prior.reproducible_models(generation_build, bundle, items, device)
     copied_vectors = None
     if regrouped.get(model.name):
-        for name in digests_files(bundle):
+        for name in item_digests_paths(bundle):
             generation_build.fetch(name)
         copied_vectors = prior.item_vectors(bundle, items, generation_build.root, device)
-    with GrowingFile(generation_build.path(catalogue.VECTORS)) as file:
+    with GrowingFile(generation_build.path(catalogue.ITEM_VECTORS_FILE)) as file:
         written = 0
         for vectors in embed_catalogue(tower, items, features, copied_vectors):
             if not (finite := np.isfinite(vectors).all(axis=1)).all():
@@ -71,7 +71,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> E
             file.write(np.ascontiguousarray(vectors, "<f4").data.cast("B"))
             written += len(vectors)
             progress("embed items", written, items.count)
-    generation_build.finish(catalogue.VECTORS)
+    generation_build.finish(catalogue.ITEM_VECTORS_FILE)
     embedded_items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
     changes = prior.write_item_changes(generation_build, embedded_items)
     facets: FacetFields = {}
@@ -84,7 +84,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> E
         "base": prior.generation,
         "copied": 0 if copied_vectors is None else int((copied_vectors.base_ordinals >= 0).sum()),
     }  # fmt: skip
-    generation_build.report(EMBED_ITEMS, report)
+    generation_build.report(EMBED_ITEMS_REPORT, report)
     return report
 
 
@@ -97,7 +97,7 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> FacetFiel
         lambda table: find_favourites(items, users, metric_of(bundle, table), table.k),
     )
     build.finish(DEFAULTS)
-    attributes = build.need(BEGIN).get("attributes", {})
+    attributes = build.need_report(BEGIN_REPORT).get("attributes", {})
     if not build.config.facets:
         return {}
     for path in attribute_paths(attributes):

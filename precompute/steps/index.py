@@ -2,8 +2,15 @@
 
 import time
 
-from precompute.builds.build import Build, fetch_items, on_this_host, open_bundle
-from precompute.builds.reports import BEGIN, INDEX, BuildId, IndexEntry, IndexReport, file_entry
+from precompute.builds.build import Build, fetch_catalogue, open_bundle, with_host_copies
+from precompute.builds.reports import (
+    BEGIN_REPORT,
+    INDEX_REPORT,
+    BuildId,
+    IndexEntry,
+    IndexReport,
+    file_entry,
+)
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.index import build_index
@@ -15,19 +22,19 @@ from precompute.steps.night import Night, StepRow
 
 
 @writes_files
-@on_this_host
+@with_host_copies
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> IndexReport:
     """Write one FAISS index per metric that a top-K table uses, over the item vectors in ordinal order."""
     generation_build = Build.of(config, build)
-    if (finished_report := generation_build.read_report(INDEX)) is not None:
+    if (finished_report := generation_build.read_report(INDEX_REPORT)) is not None:
         return finished_report
     begin_report, bundle, started = (
-        generation_build.need(BEGIN),
+        generation_build.need_report(BEGIN_REPORT),
         open_bundle(generation_build),
         time.perf_counter(),
     )
-    fetch_items(generation_build)
-    generation_build.fetch(catalogue.VECTORS)
+    fetch_catalogue(generation_build)
+    generation_build.fetch(catalogue.ITEM_VECTORS_FILE)
     items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
     metrics = sorted({
         metric_of(bundle, table)
@@ -52,7 +59,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> I
         }
         progress("build index", number + 1, len(metrics))
     report: IndexReport = {"indexes": indexes, "seconds": time.perf_counter() - started}
-    generation_build.report(INDEX, report)
+    generation_build.report(INDEX_REPORT, report)
     return report
 
 

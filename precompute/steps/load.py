@@ -6,9 +6,9 @@ from typing import Any, NotRequired, TypedDict
 from cache.control.control_keys import Control
 from cache.control.states import GenerationState, demand_allowed
 from cache.format.manifest import Manifest
-from precompute.builds.build import Build, on_this_host, timed
-from precompute.builds.reports import LOAD, BuildId, LoadReport
-from precompute.builds.seal import seal
+from precompute.builds.build import Build, record_step_time, with_host_copies
+from precompute.builds.reports import LOAD_REPORT, BuildId, LoadReport
+from precompute.builds.seal import write_manifest
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import demand_redis, held_bytes, time_limit_remark
 from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
@@ -30,15 +30,15 @@ class LoadResult(TypedDict):
     remark: NotRequired[str]
 
 
-@on_this_host
+@with_host_copies
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> LoadResult:
     """Stream all pages into Redis; parts that are there stay. Refused before Redis would run full."""
     generation_build, started = Build.of(config, build), time.perf_counter()
-    manifest = seal(generation_build, facts())
+    manifest = write_manifest(generation_build, facts())
     for artefact in manifest.pages():
         generation_build.fetch(artefact.path)
     size_bytes, loaded = total_bytes(manifest), 0
-    with timed(generation_build, "load"), open_releases(config) as releases:
+    with record_step_time(generation_build, "load"), open_releases(config) as releases:
         control = releases.control
         state = releases.state(generation_build.generation)
         if state not in (GenerationState.LIVE, GenerationState.SUPERSEDED):
@@ -73,8 +73,8 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
                 note_loaded(releases, generation_build.generation, governor=governor)
     seconds = time.perf_counter() - started
     # Also where nothing was left to move: whoever moved it may have been killed before it could say so.
-    if generation_build.read_report(LOAD) is None:
-        generation_build.report(LOAD, LoadReport(seconds=seconds))
+    if generation_build.read_report(LOAD_REPORT) is None:
+        generation_build.report(LOAD_REPORT, LoadReport(seconds=seconds))
     result: LoadResult = {
         "generation": generation_build.generation,
         "bytes": size_bytes,

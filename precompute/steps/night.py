@@ -8,7 +8,7 @@ from typing import Any
 
 from cache.config.timetable import NIGHT_STEPS
 from cache.errors import ModelFailed
-from precompute.builds.night_failure import forget_failure, noting_failure, noting_run
+from precompute.builds.night_failure import forget_failure, hold_running_file, note_failure_of_step
 from precompute.builds.reports import BuildId
 from precompute.config.devices import devices
 from precompute.config.progress import Progress, quiet, size_text
@@ -70,11 +70,11 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
     """Begin to `last_step`, each step with its row and seconds; ends early if this generation is live."""
     devices(night.config.device)  # what is not there is said before anything is read
     finished_steps: list[tuple[str, StepRow, float]] = []
-    with noting_run(night.config) as note_step:
+    with hold_running_file(night.config) as note_step:
         for name in NIGHT_STEPS:
             started, generation = time.perf_counter(), night.generation or None
             note_step(name, generation)
-            with noting_failure(night.config, name, generation):
+            with note_failure_of_step(night.config, name, generation):
                 try:
                     row = step_in_night(name)(night)
                 except ModelFailed as error:

@@ -8,9 +8,9 @@ from cache.format.directory import Directory
 from cache.format.manifest import Manifest, Table
 from cache.store.artefacts import fetch_checked
 from cache.store.audit import audited
-from precompute.builds.build import Build, on_this_host, timed
-from precompute.builds.reports import VERIFIED, BuildId
-from precompute.builds.seal import seal
+from precompute.builds.build import Build, record_step_time, with_host_copies
+from precompute.builds.reports import VERIFY_REPORT, BuildId
+from precompute.builds.seal import write_manifest
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
@@ -32,7 +32,7 @@ class PublishResult(TypedDict):
     notes: NotRequired[list[str]]
 
 
-@on_this_host
+@with_host_copies
 def run(
     config: NightConfig, verified: BuildId, *, attempt: str, progress: Progress = quiet
 ) -> PublishResult:
@@ -43,16 +43,16 @@ def run(
     `verify` compared with.
     """
     build = Build.of(config, verified)
-    manifest = seal(build, facts())
+    manifest = write_manifest(build, facts())
     with (
         audited(
             build.store, "publish", build.generation, actor=config.actor, attempt=attempt
         ) as audit_details,
-        timed(build, "publish"),
+        record_step_time(build, "publish"),
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
     ):
-        report = build.read_report(VERIFIED) or {}
+        report = build.read_report(VERIFY_REPORT) or {}
         moved = moves.prepare_publish(
             releases, build.generation, attempt=attempt, verified=report, governor=governor
         )

@@ -6,13 +6,19 @@ from typing import Any
 
 from precompute.builds.build import (
     Build,
-    fetch_items,
+    fetch_catalogue,
     fetch_model,
     model_entry,
-    on_this_host,
     open_bundle,
+    with_host_copies,
 )
-from precompute.builds.reports import BEGIN, QUANTIZE, BuildId, QuantizeReport, SampleFields
+from precompute.builds.reports import (
+    BEGIN_REPORT,
+    QUANTIZE_REPORT,
+    BuildId,
+    QuantizeReport,
+    SampleFields,
+)
 from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
@@ -28,19 +34,19 @@ from precompute.steps.night import Night, StepRow
 
 
 @writes_files
-@on_this_host
+@with_host_copies
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> QuantizeReport:
     """int8 versions of the live models, calibrated and compared with fp32 on a sample of real inputs."""
     generation_build = Build.of(config, build)
-    if (finished_report := generation_build.read_report(QUANTIZE)) is not None:
+    if (finished_report := generation_build.read_report(QUANTIZE_REPORT)) is not None:
         return finished_report
     begin_report, bundle, started = (
-        generation_build.need(BEGIN),
+        generation_build.need_report(BEGIN_REPORT),
         open_bundle(generation_build),
         time.perf_counter(),
     )
-    fetch_items(generation_build)
-    generation_build.fetch(catalogue.VECTORS)
+    fetch_catalogue(generation_build)
+    generation_build.fetch(catalogue.ITEM_VECTORS_FILE)
     for model in bundle.models:
         fetch_model(generation_build, model)
     items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
@@ -88,7 +94,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> Q
         **samples,
         "seconds": time.perf_counter() - started,
     }
-    generation_build.report(QUANTIZE, report)
+    generation_build.report(QUANTIZE_REPORT, report)
     return report
 
 

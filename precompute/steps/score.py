@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from typing import TypedDict
 
-from precompute.builds.build import Build, fetch_items, on_this_host
-from precompute.builds.reports import BuildId, shard_report
+from precompute.builds.build import Build, fetch_catalogue, with_host_copies
+from precompute.builds.reports import BuildId, shard_report_name
 from precompute.bulk.headroom import writes_files
 from precompute.config.devices import devices, least_busy
 from precompute.config.progress import Progress, quiet
@@ -35,7 +35,7 @@ class ShardResult(TypedDict):
 
 
 @writes_files
-@on_this_host
+@with_host_copies
 def run_shard(
     config: NightConfig,
     build: BuildId,
@@ -49,10 +49,10 @@ def run_shard(
     A process that scores several shards of one build passes the same `scorers` to all.
     """
     generation_build = Build.of(config, build)
-    report = generation_build.read_report(shard_report(shard))
+    report = generation_build.read_report(shard_report_name(shard))
     if report is None:
         began_at = time.time()
-        fetch_items(generation_build)
+        fetch_catalogue(generation_build)
         with ExitStack() as stack:
             if scorers is None:
                 device = stack.enter_context(least_busy(config.device, shard, config.device_tasks))
@@ -73,7 +73,7 @@ def run_shard(
             "computed_by": computed_by(scorers.at(shard).device),
             "began_at": began_at, "ended_at": time.time(),
         }  # fmt: skip
-        generation_build.report(shard_report(shard), report)
+        generation_build.report(shard_report_name(shard), report)
         scorers.mark_finished(shard)
     return {
         "shard": shard,
@@ -146,6 +146,6 @@ def in_night(night: Night) -> StepRow:
     items = sum(shard_result["items"] for shard_result in scored)
     summary = f"{users:,} users, {items:,} items in {len(scored)} shards"
     build = Build.of(night.config, night.build)
-    reports = [build.need(shard_report(shard)) for shard in shards]
+    reports = [build.need_report(shard_report_name(shard)) for shard in shards]
     summary += "".join(remark(reports) for remark in remarks_on_scores())
     return StepRow({"users": users, "items": items}, summary, users + items, "entities")

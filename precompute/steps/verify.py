@@ -11,9 +11,9 @@ from cache.errors import Conflict, CorruptArtefact, LarderError, NotJudged, Refu
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from cache.store.artefacts import fetch_checked, generation_path
-from precompute.builds.build import Build, erased_from, fetch_partition, on_this_host
-from precompute.builds.reports import BEGIN, LOAD, VERIFIED, BuildId
-from precompute.builds.seal import seal
+from precompute.builds.build import (Build, fetch_partition, read_erased_entities, with_host_copies)
+from precompute.builds.reports import (BEGIN_REPORT, BuildId, LOAD_REPORT, VERIFY_REPORT)
+from precompute.builds.seal import (write_manifest)
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import ArmRoom
 from precompute.bulk.load import total_bytes
@@ -40,7 +40,7 @@ from precompute.gates.judge import (
 from precompute.gates.rules.checksums import check_files
 from precompute.gates.rules.live import CLICKS_BY_CHANCE_NOTE, changed_labels_in_words
 from precompute.partitions import catalogue, holdout
-from precompute.partitions.marks import marks_file
+from precompute.partitions.marks import (marks_file_path)
 from precompute.releases import moves
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.replication import VerifyReport, run_ids
@@ -62,7 +62,7 @@ class VerifyResult(TypedDict):
     not_run: NotRequired[str]
 
 
-@on_this_host
+@with_host_copies
 def run(
     config: NightConfig,
     build: BuildId,
@@ -75,7 +75,7 @@ def run(
     Raises NotJudged, and leaves the generation unchanged, if a dependency of a gate did not answer.
     """
     generation_build, started = Build.of(config, build), time.perf_counter()
-    manifest = seal(generation_build, facts())
+    manifest = write_manifest(generation_build, facts())
     with open_releases(config) as releases:
         ledger = releases.ledger()
         state = releases.state(generation_build.generation, ledger)
@@ -104,7 +104,7 @@ def run(
                 **manifest.timings,
                 **(
                     {"load": loaded["seconds"]}
-                    if (loaded := generation_build.read_report(LOAD))
+                    if (loaded := generation_build.read_report(LOAD_REPORT))
                     else {}
                 ),
                 "verify": time.perf_counter() - started,
@@ -125,7 +125,7 @@ def run(
         # The verdicts first: their baseline says nothing of older ones.
         generation_build.store.write(path, manifest.to_bytes())
         report = VerifyReport(run_ids=nodes, baseline=ledger.live_generation)
-        generation_build.report(VERIFIED, report)
+        generation_build.report(VERIFY_REPORT, report)
         releases.mark_verified(generation_build.generation, attempt=attempt)
     odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE_NOTE in verdict.note]
     live = None if ledger.live_generation is None else _read_manifest(generation_build, ledger.live_generation)
@@ -267,11 +267,11 @@ def _candidate(
     for shard in sampled_shards(manifest.entity_sets["user"]):
         with _if_there():
             fetch_partition(build, shard)
-    for name in (holdout.FILE, catalogue.ITEM_FEATURES, marks_file("user")):
+    for name in (holdout.HOLDOUT_FILE, catalogue.ITEM_FEATURES_FILE, marks_file_path("user")):
         with _if_there():
             build.fetch(name)
     with _if_there():
-        for name in build.need(BEGIN)["bundle_files"]:
+        for name in build.need_report(BEGIN_REPORT)["bundle_files"]:
             build.fetch(f"bundle/{name}")
     live_manifest = None if live is None else _read_manifest(build, live)
     live_root = None
@@ -296,7 +296,7 @@ def _candidate(
     candidate = Candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), releases.control, live_manifest,
         build.config.gates, build.config.history_limit, live_root, pages_bytes,
-        erased_from(build), build.config.governor,
+        read_erased_entities(build), build.config.governor,
         unreadable_live=live if live_manifest is None else None, superseded_count=build.config.keep,
         arms=arms, allowed_items=allowed_by_manifest(), scoring_hooks=scoring_hooks(), build=build,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TypedDict
 from cache.control.control_keys import Control, Replica
 from cache.l2.sync_clients import connect
 from cache.store.releases import Pointer
-from precompute.builds.build import Build, timed
+from precompute.builds.build import Build, record_step_time
 from precompute.builds.reports import BuildId
 from precompute.config.settings import NightConfig
 from precompute.steps.night import Night, StepRow
@@ -38,7 +38,7 @@ def run(config: NightConfig, build: BuildId) -> WarmResult:
     """
     generation, started = build["generation"], time.perf_counter()
     with (
-        timed(Build.of(config, build), "warm"),
+        record_step_time(Build.of(config, build), "warm"),
         connect(config.redis_url, config.redis_timeout_s) as client,
     ):
         control = Control(client, config.keyspace())

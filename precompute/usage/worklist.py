@@ -114,7 +114,7 @@ class KnownEntities:
                 for part in entities.parts:
                     fetch_checked(store, live, part.file)
                 self._directories[name] = Directory.open(root, entities)
-            store.fetch(generation_path(live, holdout.FILE))
+            store.fetch(generation_path(live, holdout.HOLDOUT_FILE))
             self._coming = frozenset(holdout.read_holdout(root))
         except (
             StoreError,

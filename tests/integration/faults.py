@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cache.format.manifest import Manifest
 from cache.records import NO_ITEM
-from precompute.partitions.shard_files import KINDS
+from precompute.partitions.shard_files import BASE_FILE_KINDS
 from tests.integration.corpus import Spoilt
 
 Fault = Callable[[Spoilt], None]
@@ -77,7 +77,7 @@ def user_unknown(spoilt: Spoilt) -> None:
 
 
 def partition_of_another_shard(spoilt: Spoilt) -> None:
-    for kind in KINDS:
+    for kind in BASE_FILE_KINDS:
         folder = spoilt.root / "work/partition"
         shutil.copyfile(folder / f"0001.{kind}", folder / f"0000.{kind}")
 

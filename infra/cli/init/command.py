@@ -116,7 +116,7 @@ def _first_rows(guesses: Guesses, base: Path) -> list[str]:
     if table is None or not user or not item or not guesses.is_complete:
         return []
     from precompute.config.settings import Sources
-    from precompute.sources.plausibility import first_rows_in_words
+    from precompute.sources.plausibility import first_rows_remarks
 
     sources = Sources(
         (str(table.files[0]),),
@@ -126,21 +126,21 @@ def _first_rows(guesses: Guesses, base: Path) -> list[str]:
         timestamp_column=columns.get("timestamp") or "",
         weight_column=columns.get("weight") or "",
     )
-    return first_rows_in_words(sources, base)
+    return first_rows_remarks(sources, base)
 
 
 def _tables_as_text(guesses: Guesses, folder: Path) -> list[str]:
     """Return notes on text files that look like a table, if no other interactions were found."""
     if guesses.interactions is not None:
         return []
-    from precompute.sources.readers import demand_lines
+    from precompute.sources.readers import demand_lines_of_ids
 
     notes = []
     for path in sorted(
         path for path in folder.iterdir() if path.name.lower().endswith(_TEXT_FILE_ENDINGS)
     ):
         try:
-            demand_lines(path)
+            demand_lines_of_ids(path)
         except (LarderError, OSError) as error:
             notes.append(str(error))
     return notes

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infra.cli.init.tables import ERRORS, ColumnKind, FoundTable, are_unique
-from precompute.sources.plausibility import hold_lists
+from precompute.sources.plausibility import has_lists_of_ids
 
 Role = Literal["user", "item", "timestamp", "weight", "category"]
 
@@ -273,7 +273,7 @@ def _interactions(
             f"column {roles.columns[role]!r} is taken for the {role} because {guess_reason}; if it is not, change "
             f"{role}_column"
         )
-    if (name := guesses.columns["item"]) is not None and hold_lists(table.sample[name]):
+    if (name := guesses.columns["item"]) is not None and has_lists_of_ids(table.sample[name]):
         guesses.notes.append(
             f"column {name!r} seems to hold a whole history in each field: hardly one comes twice, and most hold "
             "several words. A row is one item of one user: write a row for each"
@@ -432,9 +432,9 @@ def _no_times(column: Any) -> str | None:
                 "as a timestamp"
             )
         return None
-    from precompute.sources.times import times_of_texts
+    from precompute.sources.times import parse_time_texts
 
-    _, readable, missing = times_of_texts(column.combine_chunks())
+    _, readable, missing = parse_time_texts(column.combine_chunks())
     if (readable | missing).mean() < TIMES_LEAST:
         return "holds texts that are no times (ISO 8601 is read): it is left out; write it as a timestamp"
     return None

@@ -17,26 +17,26 @@ import pyarrow.parquet
 
 from cache.errors import LarderError, SourceError
 from precompute.sources.csv_files import (
-    BLANKS,
-    NO_COLUMN_NAMES,
-    ROW_IN_QUOTES,
+    BLANK_CHARACTERS,
+    NO_COLUMN_NAMES_REASON,
+    ROW_IN_QUOTES_REMEDY,
     Dialect,
     is_like_a_row,
 )
 from precompute.sources.files import (
-    NOT_GZIP,
-    UTF_8_MARK,
+    NOT_GZIP_REASON,
+    UTF_8_BYTE_ORDER_MARK,
     FolderEntry,
     LocalStorage,
-    holds_data_unread,
-    is_data,
+    find_row_separator,
+    is_data_name,
     is_gzip,
-    looks_like_rows,
-    name_of_sign,
+    is_unreadable_data_name,
+    separator_in_words,
     source_files,
-    tables_among,
-    unreadable_by_name,
-    unreadable_by_text,
+    table_kind_by_folder,
+    unreadable_name_reason,
+    unreadable_text_reason,
 )
 
 ColumnKind = Literal["integer", "float", "text", "time", "vector", "other"]
@@ -200,7 +200,7 @@ class _Walk:
             folder = Path(dirpath)
             entries = [FolderEntry(name, is_folder=True) for name in folders]
             entries += _metadata_of(folder) if "metadata" in folders else []
-            for kind in tables_among(entries).values():
+            for kind in table_kind_by_folder(entries).values():
                 self.remarks.append(
                     f"{_relative(folder, self._base)} is {kind}, and is not read: its log says which of its files "
                     "count; "
@@ -210,7 +210,7 @@ class _Walk:
             subfolders = sorted(
                 name
                 for name in folders
-                if is_data(name, is_folder=True)
+                if is_data_name(name, is_folder=True)
                 and name not in _LEFT_OUT
                 and not (folder / name / "bundle.json").exists()
             )
@@ -220,7 +220,7 @@ class _Walk:
                 )
                 subfolders = []
             folders[:] = subfolders
-            yield from (folder / name for name in sorted(names) if is_data(name))
+            yield from (folder / name for name in sorted(names) if is_data_name(name))
 
     def _note_unlisted(self, error: OSError) -> None:
         folder = _relative(Path(str(error.filename)), self._base)
@@ -254,7 +254,7 @@ def _about_others(paths: Sequence[Path], base: Path, *, is_all: bool) -> Iterato
     """
     paths_by_reason: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
-        if not _ending(path) and (is_all or holds_data_unread(path.name)):
+        if not _ending(path) and (is_all or is_unreadable_data_name(path.name)):
             paths_by_reason[_why_not_taken(path)].append(path)
     for reason, files in paths_by_reason.items():
         names = ", ".join(_relative(path, base) for path in files[:_NAMED_MOST])
@@ -268,21 +268,22 @@ def _why_not_taken(path: Path) -> str:
             "is text: if its lines are `user item item ...`, name it in [sources] interactions, with "
             'format = "lines"'
         )
-    if reason := unreadable_by_name(path.name):
+    if reason := unreadable_name_reason(path.name):
         return f"is not taken: {reason}"
     try:
         with path.open("rb") as file:
             head = file.read(_SNIFFED_BYTES)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if reason := unreadable_by_text(head):
+    if reason := unreadable_text_reason(head):
         return reason
-    if (sign := looks_like_rows(head)) == "::":
+    if (sign := find_row_separator(head)) == "::":
         return "has fields between double colons: write it with commas into a file of a name that ends in .csv"
     if sign is not None:
         ending = ".tsv" if sign == "\t" else ".csv"
         return (
-            f"is not taken: its name does not say its format: it looks like rows with {name_of_sign(sign)} between "
+            f"is not taken: its name does not say its format: it looks like rows with {separator_in_words(sign)} "
+            "between "
             f"their fields: rename it to {ending}, and put a line of column names above if there is none"
         )
     return (
@@ -315,15 +316,15 @@ def _look_at(path: Path) -> _FileLook:
 def _look_at_csv(path: Path) -> _FileLook:
     file_look, is_packed = _FileLook(path, "csv"), path.name.lower().endswith(".gz")
     if is_packed and not is_gzip(path):
-        return file_look._replace(remark=NOT_GZIP, is_table=False)
+        return file_look._replace(remark=NOT_GZIP_REASON, is_table=False)
     # A part of its bytes, read to its end: no reader is left running behind the look.
     with pa.input_stream(str(path), compression="gzip" if is_packed else None) as raw:
         head: bytes = raw.read(_CSV_BYTES)
         is_cut = len(head) == _CSV_BYTES
-    if reason := unreadable_by_text(head):
+    if reason := unreadable_text_reason(head):
         return file_look._replace(remark=reason, is_table=False)
-    while head.startswith(UTF_8_MARK):
-        head = head.removeprefix(UTF_8_MARK)
+    while head.startswith(UTF_8_BYTE_ORDER_MARK):
+        head = head.removeprefix(UTF_8_BYTE_ORDER_MARK)
     # Without a line break the reader takes the names for no rows of no columns.
     head = head[: head.rfind(b"\n") + 1] if is_cut else head + b"\n"
     header_line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
@@ -365,7 +366,7 @@ def _look_at_csv(path: Path) -> _FileLook:
         for name in floats:
             if is_digits(texts[name]):
                 sample = sample.set_column(sample.column_names.index(name), name, texts[name])
-    sample = sample.rename_columns([name.strip(BLANKS) for name in sample.column_names])
+    sample = sample.rename_columns([name.strip(BLANK_CHARACTERS) for name in sample.column_names])
     names = tuple(sample.column_names)
     file_look = file_look._replace(separator=separator, columns=names)
     if twice := _twice(names):
@@ -374,7 +375,8 @@ def _look_at_csv(path: Path) -> _FileLook:
         row = other_widths[0]
         return file_look._replace(
             remark=f"has {row.expected_columns} column names and {row.actual_columns} fields in each row: is there "
-            f"{name_of_sign(separator)} behind the last one, one within a value that has no quotes around it, or a "
+            f"{separator_in_words(separator)} behind the last one, one within a value that has no quotes around it, "
+            "or a "
             "line above the column names? Write as many fields as names",
             is_table=False,
         )
@@ -446,7 +448,7 @@ def _no_table(names: Sequence[str], separator: str) -> str | None:
     if any("::" in name for name in names):
         return "has fields between double colons: write it with commas"
     if len(names) == 1 and separator in names[0]:
-        return f"has one column, {names[0]!r}: {ROW_IN_QUOTES}"
+        return f"has one column, {names[0]!r}: {ROW_IN_QUOTES_REMEDY}"
     if len(names) == 1:
         return (
             f"has one column, {names[0]!r}: if a row's fields stand between another sign than a comma, a semicolon, a "
@@ -454,7 +456,7 @@ def _no_table(names: Sequence[str], separator: str) -> str | None:
             "title? Leave it out"
         )
     if is_like_a_row(names):
-        return NO_COLUMN_NAMES
+        return NO_COLUMN_NAMES_REASON
     return None
 
 

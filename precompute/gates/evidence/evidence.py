@@ -21,17 +21,12 @@ from cache.model.tower import Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.records import ABSENT_FLAGS, NO_ITEM, are_nightly, dequantize
 from cache.store.artefacts import generation_path
-from precompute.builds.seal import WITHOUT_INTERACTIONS
+from precompute.builds.seal import (WITHOUT_INTERACTIONS_FACT)
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.bundles.index import lengths_of
+from precompute.bundles.index import (vector_lengths)
 from precompute.gates.evidence.user_sample import UserSample, sample_users
-from precompute.partitions.catalogue import (
-    ITEM_FEATURES,
-    ItemFeatures,
-    item_texts,
-    ordinals_of_texts,
-)
-from precompute.partitions.marks import marks_file
+from precompute.partitions.catalogue import (ITEM_FEATURES_FILE, ItemFeatures, item_id_texts, ordinals_of_texts)
+from precompute.partitions.marks import (marks_file_path)
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.input_samples import draw_histories
 from precompute.scoring.towers import bind_inputs, select_usable_inputs
@@ -217,7 +212,7 @@ class Evidence:
     @property
     def _event_marks_path(self) -> Path | None:
         """File of the users that events set values for; None if some model answers for users with features alone."""
-        marks_path = self.root / marks_file("user")
+        marks_path = self.root / marks_file_path("user")
         return marks_path if self.bundle.needs_history and marks_path.is_file() else None
 
     @cached_property
@@ -255,7 +250,7 @@ class Evidence:
         """Ordinals int64[live items] of the live generation's items; a distinct negative number for a removed one."""
         if self.live_items is None:
             return np.empty(0, np.int64)
-        ordinals = ordinals_of_texts(self.items, item_texts(self.live_items))
+        ordinals = ordinals_of_texts(self.items, item_id_texts(self.live_items))
         return np.where(ordinals >= 0, ordinals, -1 - np.arange(len(ordinals)))
 
     @cached_property
@@ -274,7 +269,7 @@ class Evidence:
         if live_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         compared_ordinals = select_spread_rows(np.arange(self.items.count), COMPARED_ITEMS_MAX)
-        texts = item_texts(self.items)
+        texts = item_id_texts(self.items)
         positions = directory.find_many(text_hashes(texts, directory.seed)[compared_ordinals])
         live_positions = live_directory.find_many(
             text_hashes(texts, live_directory.seed)[compared_ordinals]
@@ -285,7 +280,7 @@ class Evidence:
     @cached_property
     def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
         """Ordinals of items with the longest vectors (head), the shortest, new against the live one, and any."""
-        vector_lengths = lengths_of(self.items.vectors)
+        vector_lengths = vector_lengths(self.items.vectors)
         by_descending_length = np.argsort(-vector_lengths, kind="stable")
         spread_ordinals = np.unique(
             np.linspace(0, self.items.count - 1, 2 * STRATUM_ITEMS_MAX).astype(np.int64)
@@ -297,7 +292,7 @@ class Evidence:
         }
         if self.live_items is not None:
             new_ordinals = np.flatnonzero(
-                ordinals_of_texts(self.live_items, item_texts(self.items)) < 0
+                ordinals_of_texts(self.live_items, item_id_texts(self.items)) < 0
             )
             strata["new"] = new_ordinals[:STRATUM_ITEMS_MAX]
         return {stratum: ordinals for stratum, ordinals in strata.items() if len(ordinals)}
@@ -317,7 +312,7 @@ class Evidence:
         With drawn histories if the model needs one and users have vectors in its place.
         """
         users = self.users.users
-        has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS)
+        has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS_FACT)
         is_drawn = (
             not has_histories and users.vectors is not None and model.spec.history is not None
         )
@@ -355,7 +350,7 @@ class Evidence:
 
     def item_features(self, spec: TowerSpec) -> ItemFeatures:
         """Return the feature inputs of items, as `begin` pinned them."""
-        return ItemFeatures.open(self.root / ITEM_FEATURES, spec, self.items.count)
+        return ItemFeatures.open(self.root / ITEM_FEATURES_FILE, spec, self.items.count)
 
     def run_model(self, model: BundleModel, inputs: Inputs) -> NDArray[np.float32]:
         """Run a model in full precision, from the bundle's own file."""

@@ -15,18 +15,10 @@ from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.ids import FINGERPRINT_SEED
 from cache.format.manifest import EntitySet
-from precompute.partitions.marks import are_marked
-from precompute.partitions.shard_files import (
-    HASH,
-    USER_VECTORS,
-    kinds_in,
-    naming,
-    read_batches,
-    read_stream,
-    shard_paths,
-)
-from precompute.partitions.shard_input import ShardInput, joined, scratch_folder, slice_shard
-from precompute.partitions.user_tables import VECTOR
+from precompute.partitions.marks import (marked_mask)
+from precompute.partitions.shard_files import (HASH_COLUMN, USER_VECTORS_KIND, file_kinds_in, read_batches, read_stream, shard_paths, user_naming_kinds)
+from precompute.partitions.shard_input import (ShardInput, join_shard_inputs, scratch_folder, slice_shard)
+from precompute.partitions.user_tables import (VECTOR_COLUMN)
 from precompute.sources.columns import text_hashes
 
 SHARDS_MAX: Final = 16
@@ -69,12 +61,12 @@ def sampled_shards(entities: EntitySet) -> list[int]:
 def read_user_ids(folder: Path, shard: int) -> Iterator[Any]:
     """Arrow strings: every user that a shard's partition names, some of them again."""
     for path in _naming_paths(folder, shard):
-        for batch in read_batches(path, fields=[0]):
+        for batch in read_batches(path, column_indexes=[0]):
             yield batch.column("user")
 
 
 def _naming_paths(folder: Path, shard: int) -> list[Path]:
-    return shard_paths(folder, shard, naming(kinds_in(folder, shard)))
+    return shard_paths(folder, shard, user_naming_kinds(file_kinds_in(folder, shard)))
 
 
 def read_seen_pairs(folder: Path, shard: int, user_names: Sequence[str]) -> set[tuple[str, int]]:
@@ -82,7 +74,7 @@ def read_seen_pairs(folder: Path, shard: int, user_names: Sequence[str]) -> set[
     user_ids = pa.array(user_names, pa.string())
     user_by_hash: dict[int, str] = {}
     for path in _naming_paths(folder, shard):
-        for batch in read_batches(path, fields=[0, 1]):
+        for batch in read_batches(path, column_indexes=[0, 1]):
             matching_rows = batch.filter(pc.is_in(batch.column("user"), value_set=user_ids))
             user_by_hash |= dict(
                 zip(
@@ -92,9 +84,9 @@ def read_seen_pairs(folder: Path, shard: int, user_names: Sequence[str]) -> set[
     hashes = pa.array(list(user_by_hash), pa.uint64())
     seen_pairs: set[tuple[str, int]] = set()
     for batch in read_batches(folder / f"{shard:04d}.rows"):
-        matching_rows = batch.filter(pc.is_in(batch.column(HASH), value_set=hashes))
+        matching_rows = batch.filter(pc.is_in(batch.column(HASH_COLUMN), value_set=hashes))
         user_hashes, chosen_ordinals = (
-            matching_rows.column(column_name).to_pylist() for column_name in (HASH, "ordinal")
+            matching_rows.column(column_name).to_pylist() for column_name in (HASH_COLUMN, "ordinal")
         )
         seen_pairs |= {
             (user_by_hash[user_hash], ordinal)
@@ -107,8 +99,8 @@ def _read_named_users(folder: Path, shard: int) -> Any:
     """Every distinct user that a slice names, with the hash."""
     naming_tables = [read_stream(path) for path in _naming_paths(folder, shard)]
     return (
-        pa.concat_tables([table.select(["user", HASH]) for table in naming_tables])
-        .group_by(["user", HASH], use_threads=False)
+        pa.concat_tables([table.select(["user", HASH_COLUMN]) for table in naming_tables])
+        .group_by(["user", HASH_COLUMN], use_threads=False)
         .aggregate([])
     )
 
@@ -133,7 +125,7 @@ def sample_users(
     shard_samples = []
     for shard in shards:
         with scratch_folder(folder) as scratch:
-            slices = slice_shard(folder, shard, len(entities.parts), scratch, first=1)
+            slices = slice_shard(folder, shard, len(entities.parts), scratch, first_slices_max=1)
             (slice_number,) = slices.numbers
             shard_samples.append(
                 _sample_slice(
@@ -147,7 +139,7 @@ def sample_users(
                 )
             )
     row_starts = np.cumsum([0, *(len(part.positions) for part in shard_samples)])
-    users = joined([part.users for part in shard_samples])
+    users = join_shard_inputs([part.users for part in shard_samples])
     unrecorded_by_missing_input: Counter[str] = Counter()
     for shard_sample in shard_samples:
         unrecorded_by_missing_input.update(shard_sample.unrecorded_by_missing_input)
@@ -180,20 +172,20 @@ def _sample_slice(
     *,
     counts_feature_only_users: bool,
 ) -> UserSample:
-    kinds = kinds_in(folder, slice_number)
+    kinds = file_kinds_in(folder, slice_number)
     interaction_table, id_table, feature_table, *other_tables = map(
         read_stream, shard_paths(folder, slice_number, kinds)
     )
     user_table = _read_named_users(folder, slice_number).combine_chunks()
-    times_by_user = interaction_table.group_by(HASH).aggregate(
+    times_by_user = interaction_table.group_by(HASH_COLUMN).aggregate(
         [("time", "min"), ("time", "max"), ("time", "count")]
     )
-    if pc.index_in(times_by_user.column(HASH), user_table.column(HASH)).null_count:
+    if pc.index_in(times_by_user.column(HASH_COLUMN), user_table.column(HASH_COLUMN)).null_count:
         raise CorruptArtefact(
             f"shard {slice_number} of the partition has rows of users that it does not name"
         )
     times_indices = pc.index_in(
-        user_table.column(HASH), times_by_user.column(HASH)
+        user_table.column(HASH_COLUMN), times_by_user.column(HASH_COLUMN)
     ).combine_chunks()
     interaction_counts, first_times, last_times = (
         np.asarray(
@@ -207,12 +199,12 @@ def _sample_slice(
     is_counted = np.ones(len(hashes), np.bool_)
     if event_marks_path is not None or not counts_feature_only_users:
         named_hashes = np.concatenate(
-            [np.asarray(table.column(HASH)) for table in (id_table, *other_tables)]
+            [np.asarray(table.column(HASH_COLUMN)) for table in (id_table, *other_tables)]
         )
-        is_counted = np.isin(np.asarray(user_table.column(HASH)), named_hashes)
+        is_counted = np.isin(np.asarray(user_table.column(HASH_COLUMN)), named_hashes)
         if counts_feature_only_users and event_marks_path is not None:
             user_fingerprints = text_hashes(user_table.column("user"), FINGERPRINT_SEED)
-            is_counted |= ~are_marked(event_marks_path, user_fingerprints)
+            is_counted |= ~marked_mask(event_marks_path, user_fingerprints)
     positions = directory.find_many(hashes)
     recorded_rows = np.flatnonzero(positions >= 0)
     recorded_rows = recorded_rows[np.argsort(positions[recorded_rows], kind="stable")]
@@ -234,7 +226,7 @@ def _sample_slice(
     user_table, last_new_choice_times = _select_inputs(
         interaction_table, feature_table, user_table, picked_rows, hashes, history_limit
     )
-    if USER_VECTORS in kinds:
+    if USER_VECTORS_KIND in kinds:
         user_table = replace(user_table, vectors=_find_vectors(user_table, other_tables[0]))
     sample_rows_by_stratum = {
         stratum: np.searchsorted(picked_rows, np.sort(stratum_rows))
@@ -262,7 +254,7 @@ def _count_by_missing_input(
     user_table: Any, interaction_counts: NDArray[np.int64], feature_table: Any
 ) -> dict[str, int]:
     """Count users by their missing input: a history, or the first feature without a value."""
-    feature_rows = pc.index_in(user_table.column(HASH), feature_table.column(HASH)).combine_chunks()
+    feature_rows = pc.index_in(user_table.column(HASH_COLUMN), feature_table.column(HASH_COLUMN)).combine_chunks()
     lacks_any = np.zeros(len(interaction_counts), np.bool_)
     users_by_missing_input: dict[str, int] = {}
     if without_history_count := int((interaction_counts == 0).sum()):
@@ -290,11 +282,11 @@ def _select_inputs(
     Also the time at which each of them last chose an item that was new to them: a repeat changes no list.
     """
     user_table = user_table.take(pa.array(picked_rows)).combine_chunks()
-    picked_hashes = user_table.column(HASH).combine_chunks()
+    picked_hashes = user_table.column(HASH_COLUMN).combine_chunks()
     picked_interactions = interaction_table.filter(
-        pc.is_in(interaction_table.column(HASH), value_set=picked_hashes)
+        pc.is_in(interaction_table.column(HASH_COLUMN), value_set=picked_hashes)
     )
-    user_indices = np.asarray(pc.index_in(picked_interactions.column(HASH), picked_hashes))
+    user_indices = np.asarray(pc.index_in(picked_interactions.column(HASH_COLUMN), picked_hashes))
     ordinals = np.asarray(picked_interactions.column("ordinal"))
     times = np.asarray(picked_interactions.column("time"))
     order = np.argsort(times, kind="stable")
@@ -311,7 +303,7 @@ def _select_inputs(
             last_new_choice_times[user_index] = time
         histories[user_index][ordinal] = None
     history_lists = [list(history) for history in histories]
-    feature_rows = pc.index_in(picked_hashes, feature_table.column(HASH))
+    feature_rows = pc.index_in(picked_hashes, feature_table.column(HASH_COLUMN))
     inputs = ShardInput(
         ids=user_table.column("user").combine_chunks(),
         hashes=hashes[picked_rows],
@@ -328,11 +320,11 @@ def _select_inputs(
 
 def _find_vectors(users: ShardInput, vector_table: Any) -> NDArray[np.float32]:
     """Vectors of these users as the partition has them, found another way: one user at a time."""
-    dims = vector_table.schema.field(VECTOR).type.list_size
+    dims = vector_table.schema.field(VECTOR_COLUMN).type.list_size
     vectors = np.full((len(users.ids), dims), np.nan, np.float32)
     vector_user_ids = vector_table.column("user").combine_chunks()
     for row, user_id in enumerate(users.ids):
         vector_row = pc.index(vector_user_ids, user_id).as_py()
         if vector_row >= 0:
-            vectors[row] = vector_table.column(VECTOR)[vector_row].as_py()
+            vectors[row] = vector_table.column(VECTOR_COLUMN)[vector_row].as_py()
     return vectors

@@ -13,7 +13,7 @@ from cache.format.manifest import Manifest, Table
 from cache.model.agreement import jaccard
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS, dequantize
-from precompute.bundles.held_out import ITEMS_COMPARED, SHARE_ABOVE_RANDOM, shares_above_random
+from precompute.bundles.held_out import (COMPARED_ITEMS_MAX, SHARE_ABOVE_RANDOM_FACT, shares_above_random)
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -27,7 +27,7 @@ from precompute.gates.evidence.evidence import Scan, compared_depth, select_spre
 from precompute.gates.evidence.user_sample import read_seen_pairs, sampled_shards
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
-from precompute.sources.plausibility import JUDGED_ROWS
+from precompute.sources.plausibility import (JUDGED_ROWS_MIN)
 
 LIVE_RECORDS_AT_ONCE: Final = 200
 """Records that are read from Redis in one round trip."""
@@ -155,10 +155,10 @@ def distinct_values(candidate: Candidate) -> Measurement:
     scans = [
         scan
         for scan in candidate.evidence.unfiltered_scans.values()
-        if scan.table.kind == "value" and scan.record_count - scan.absent_count >= JUDGED_ROWS
+        if scan.table.kind == "value" and scan.record_count - scan.absent_count >= JUDGED_ROWS_MIN
     ]
     if not scans:
-        return not_measured(2, f"no table of values with {JUDGED_ROWS} records or more")
+        return not_measured(2, f"no table of values with {JUDGED_ROWS_MIN} records or more")
     for scan in scans:
         if not scan.differing_count and not _is_single_probability(scan):
             record_count = scan.record_count - scan.absent_count
@@ -360,7 +360,7 @@ def heldout_recall(candidate: Candidate) -> Measurement:
         f"{CLICKS_BY_CHANCE_NOTE}: above a random item in {ranks.share:.1%} of pairs (standard error "
         f"{ranks.error:.1%}); do the codes and ids of the tables belong to the model?"
     )
-    share_at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM)
+    share_at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM_FACT)
     if (
         share_at_import is not None
         and ranks.share + RANK_DEVIATIONS * ranks.error < CHANCE_SHARE < share_at_import
@@ -410,7 +410,7 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
         return None
     item_vectors = candidate.items.vectors
     compared_vectors = np.asarray(
-        item_vectors[select_spread_rows(np.arange(len(item_vectors)), ITEMS_COMPARED)]
+        item_vectors[select_spread_rows(np.arange(len(item_vectors)), COMPARED_ITEMS_MAX)]
     )
     shares = shares_above_random(
         evidence.run_model(model, inputs),

@@ -15,9 +15,9 @@ from cache.model.predictor import ModelPrecision, open_warmed
 from cache.model.ranking import Metric, unit_rows
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
-from precompute.bundles.agreement import NEWEST_OVERLAP, list_overlaps
+from precompute.bundles.agreement import (NEWEST_OVERLAP_FACT, list_overlaps)
 from precompute.bundles.bundle import BundleModel
-from precompute.bundles.index import tiles
+from precompute.bundles.index import (iterate_tiles)
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -29,7 +29,7 @@ from precompute.gates.evidence.candidate import (
     worst_of,
 )
 from precompute.gates.evidence.evidence import select_spread_rows
-from precompute.partitions.catalogue import item_texts, needs_index
+from precompute.partitions.catalogue import (item_id_texts, needs_item_index)
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
@@ -78,8 +78,8 @@ def vocabulary(candidate: Candidate) -> Measurement:
     table depends on it, as in a night of values alone, another vocabulary is none: labels may be renamed.
     """
     pinned_bundle, items = candidate.evidence.bundle, candidate.items
-    expected_indices = pinned_bundle.vocabulary.find_positions(item_texts(items))
-    if needs_index(pinned_bundle) and (expected_indices < 0).any():
+    expected_indices = pinned_bundle.vocabulary.find_positions(item_id_texts(items))
+    if needs_item_index(pinned_bundle) and (expected_indices < 0).any():
         return none_of(int((expected_indices < 0).sum()), "items that the model does not know")
     model_indices = np.asarray(items.model_indices_of(Ordinals(np.arange(items.count, dtype=np.int64))))
     if wrong_count := int((model_indices != expected_indices).sum()):
@@ -207,10 +207,10 @@ def int8_agreement(candidate: Candidate) -> Measurement:
         for model_name, figure in figure_by_model.items()
         if manifest.models[model_name].agreement.get("precision") != "fp32"
     }
-    newest_overlap = manifest.models["user_tower"].agreement.get(NEWEST_OVERLAP)
+    newest_overlap = manifest.models["user_tower"].agreement.get(NEWEST_OVERLAP_FACT)
     if newest_overlap is not None and newest_overlap < overlap_by_model.get("user_tower", 0.0):
         figure_by_model["user_tower"], overlap_by_model["user_tower"] = (
-            NEWEST_OVERLAP,
+            NEWEST_OVERLAP_FACT,
             newest_overlap,
         )
     if not overlap_by_model:
@@ -417,7 +417,7 @@ def _nearest(
     """int64 [n, wanted]: ordinals of each query's best items in no order, from one tile after another."""
     scores = np.empty((len(queries), 0), np.float32)
     nearest_ordinals = np.empty((len(queries), 0), np.int64)
-    for first_ordinal, tile in tiles(item_vectors, metric):
+    for first_ordinal, tile in iterate_tiles(item_vectors, metric):
         tile_ordinals = np.broadcast_to(
             np.arange(first_ordinal, first_ordinal + len(tile)), (len(queries), len(tile))
         )

@@ -22,12 +22,12 @@ from precompute.gates.evidence.candidate import (
     not_measured,
 )
 from precompute.gates.evidence.user_sample import read_user_ids, sampled_shards
-from precompute.partitions.catalogue import item_texts
+from precompute.partitions.catalogue import (item_id_texts)
 from precompute.sources.columns import text_hashes
 from precompute.sources.plausibility import unknown_item_share
-from precompute.sources.readers import EVENT_ROWS
-from precompute.sources.unusable import UNKNOWN_NAMED, worst_source
-from precompute.sources.vocabulary import VOCABULARY_ROWS
+from precompute.sources.readers import (EVENT_INTERACTIONS_SOURCE)
+from precompute.sources.unusable import (UNKNOWN_ITEMS_NAMED_FIELD, find_worst_source)
+from precompute.sources.vocabulary import (CHUNK_ROWS_MAX)
 
 VECTORS_AT_ONCE: Final = 16_384
 
@@ -238,8 +238,8 @@ def directories_sorted(candidate: Candidate) -> Measurement:
 
 
 def _is_ascending(hashes: NDArray[np.uint64]) -> bool:
-    chunk_starts = range(0, len(hashes), VOCABULARY_ROWS)
-    chunks = (hashes[start : start + VOCABULARY_ROWS + 1] for start in chunk_starts)
+    chunk_starts = range(0, len(hashes), CHUNK_ROWS_MAX)
+    chunks = (hashes[start : start + CHUNK_ROWS_MAX + 1] for start in chunk_starts)
     return all(bool((chunk[1:] > chunk[:-1]).all()) for chunk in chunks)
 
 
@@ -247,7 +247,7 @@ def _is_ascending(hashes: NDArray[np.uint64]) -> bool:
 def known_ids(candidate: Candidate) -> Measurement:
     """Check that every hash of a directory is of an id in the sources or the item table."""
     directories = candidate.evidence.directories
-    hashes = text_hashes(item_texts(candidate.items), directories["item"].seed)
+    hashes = text_hashes(item_id_texts(candidate.items), directories["item"].seed)
     wrong_count = int((hashes != directories["item"].hashes()).sum())
     if wrong_count or not _is_ascending(hashes):
         return none_of(max(1, wrong_count), "items whose id and place differ, or twice")
@@ -320,7 +320,7 @@ def _count_out_of_place(candidate: Candidate, table: Table) -> int:
 
 def _expected_fingerprints(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
     """Yield (entity, first position, fingerprints), a shard of users at a time; 0 for an unknown id."""
-    yield "item", 0, text_hashes(item_texts(candidate.items), FINGERPRINT_SEED)
+    yield "item", 0, text_hashes(item_id_texts(candidate.items), FINGERPRINT_SEED)
     parts = candidate.evidence.directories["user"].hash_parts
     first_positions = np.cumsum([0, *map(len, parts)]).tolist()
     for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
@@ -338,7 +338,7 @@ def unusable_rows(candidate: Candidate) -> Measurement:
     """
     threshold = candidate.thresholds.unusable_rows
     unusable_by_source: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
-    worst_source_name, share = worst_source(unusable_by_source, threshold)
+    worst_source_name, share = find_worst_source(unusable_by_source, threshold)
     if not worst_source_name:  # an older Larder began the night
         return not_measured(threshold, "nothing was counted")
     worst_source_counts = unusable_by_source[worst_source_name]
@@ -359,7 +359,7 @@ def unusable_rows(candidate: Candidate) -> Measurement:
 def unknown_items(candidate: Candidate) -> Measurement:
     """Measure the share of the team's interactions whose item the catalogue lacks: ids may be in another form."""
     threshold, facts = candidate.thresholds.unknown_items, candidate.manifest.facts
-    event_rows = facts.get("unusable", {}).get(EVENT_ROWS, {}).get("rows", 0)
+    event_rows = facts.get("unusable", {}).get(EVENT_INTERACTIONS_SOURCE, {}).get("rows", 0)
     interaction_count, unknown_count = (
         facts["interactions"],
         facts["interactions_with_unknown_items"],
@@ -368,6 +368,6 @@ def unknown_items(candidate: Candidate) -> Measurement:
     if share is None:
         return not_measured(threshold, "too few interactions")
     note = f"{unknown_count:,} of {interaction_count:,} interactions name items that the catalogue does not have"
-    if unknown_ids := facts.get(UNKNOWN_NAMED):
+    if unknown_ids := facts.get(UNKNOWN_ITEMS_NAMED_FIELD):
         note += f", such as {' and '.join(map(repr, unknown_ids))}"
     return at_most(share, threshold, note)

@@ -9,7 +9,7 @@ from cache.control.states import GenerationState, demand_allowed
 from cache.errors import ConfigError, Conflict, Refused
 from cache.store.releases import Canary, Release
 from precompute.builds.build import Build
-from precompute.builds.reports import VERIFIED, BuildId
+from precompute.builds.reports import VERIFY_REPORT, BuildId
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
@@ -74,7 +74,9 @@ def start(
             if state is not GenerationState.LIVE:
                 demand_allowed("canary", generation_id, state)
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
-            report = Build.of(config, {"generation": generation_id}).read_report(VERIFIED) or {}
+            report = (
+                Build.of(config, {"generation": generation_id}).read_report(VERIFY_REPORT) or {}
+            )
             moved = moves.prepare_publish(
                 releases, generation_id, attempt=attempt, verified=report, governor=governor
             )

@@ -33,7 +33,7 @@ from cache.process.host import usable_cores
 from cache.process.redis_server import join_or_start_server
 from cache.store.artefacts import generation_path, sha256_of
 from precompute.builds.build import Build
-from precompute.builds.reports import shard_report
+from precompute.builds.reports import shard_report_name
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
@@ -128,7 +128,7 @@ class RepeatableNight:
             dict[str, int](),
         )
         for shard in range(self.config.shards):
-            reasons = build.need(shard_report(shard))["users"]["reasons"] or {}
+            reasons = build.need_report(shard_report_name(shard))["users"]["reasons"] or {}
             for name, count in reasons.items():
                 user_count_by_reason[name] = user_count_by_reason.get(name, 0) + count
         return user_count_by_reason

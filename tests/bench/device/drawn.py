@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build
-from precompute.builds.reports import shard_report
+from precompute.builds.reports import shard_report_name
 from precompute.bundles import onnx_model
 from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig
@@ -133,7 +133,7 @@ class DrawnShards:
         return score.run_shard(self.config, self.build, shard, scorers=self.scorers)
 
     def _report(self, shard: int) -> Any:
-        return Build.of(self.config, self.build).need(shard_report(shard))
+        return Build.of(self.config, self.build).need_report(shard_report_name(shard))
 
 
 def _texts(numbers: NDArray[np.int64]) -> pa.Array:

@@ -22,7 +22,7 @@ SHARD = 1
 DEEDS = {
     "score": {
         "precompute.scoring.users.score_users": "one shard's users, by stages that work side by side",
-        "precompute.partitions.shard_input.group_rows": "its users are read from their partition",
+        "precompute.partitions.shard_input.group_rows_by_entity": "its users are read from their partition",
         "cache.model.tower.Tower.run": "the tower makes vectors of them",
         "cache.topk.topk.Scorer.top": "each is compared with all items",
         "cache.topk.compiled.Kernel.top": "by the kernel, a tile of items at a time",
@@ -32,7 +32,7 @@ DEEDS = {
         "precompute.builds.build.Build.report": "the report proves that they are whole",
     },
     "load": {
-        "precompute.builds.seal.seal": "the manifest lists all files",
+        "precompute.builds.seal.write_manifest": "the manifest lists all files",
         "precompute.bulk.load.PageStream.send": "pages are `SET` in Redis",
         "precompute.bulk.load.load_part.landed": "those that landed are marked",
     },

@@ -88,7 +88,9 @@ def _user_tower(rows: np.ndarray, projection: np.ndarray) -> OnnxModel:
     taste = helper.make_tensor_value_info("taste", TensorProto.FLOAT, ["rows", len(projection)])
     inputs = [onnx_model.int32_info("history", ["rows", "length"]), taste]
     constants = {"table": padded, "axes": np.array([1], np.int64), "projection": projection}
-    return onnx_model.model_of(nodes, inputs, [onnx_model.float32_info("vector", DIMS)], constants)
+    return onnx_model.build_onnx_model(
+        nodes, inputs, [onnx_model.float32_info("vector", DIMS)], constants
+    )
 
 
 def config_of(folder: Path, redis_url: str) -> NightConfig:

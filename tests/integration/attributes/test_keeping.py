@@ -14,7 +14,7 @@ from cache.events.event import Event
 from cache.format.ids import hash_id
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import open_items
 from precompute.steps import begin, take_events
@@ -89,7 +89,7 @@ def test_an_item_that_events_brought_is_in_nights_for_as_many_days_and_reported_
     def record_begin(cut: str) -> None:
         row = begin.in_night(Night(config, "a", data_until=cut))
         build = Build(config, config.store(), row.result["generation"])
-        begin_report = build.need(BEGIN)
+        begin_report = build.need_report(BEGIN_REPORT)
         unlisted_counts.append(begin_report["unlisted_items"])
         catalogued_flags.append(open_items(build.root, begin_report).ordinal_of(b"new") >= 0)
         remark_flags.append("are in no table: 1; each is gone 3 days" in row.summary)

@@ -14,7 +14,7 @@ from cache.events.event import Event
 from cache.format.manifest import Manifest
 from cache.format.stream_position import Position
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import (BEGIN_REPORT)
 from precompute.config.settings import FacetConfig, FilterConfig, NightConfig, TableConfig
 from precompute.events.files import EventValues
 from precompute.reuse.inputs import VALUES_REASON
@@ -153,7 +153,7 @@ def test_a_night_takes_over_what_events_set(
     changed_config = replace(with_changed_tables(config, events), reuse="off")
     expected_generation_id = nights.publish_night(changed_config, SECOND)
     assert contents(config, generation_id) == contents(changed_config, expected_generation_id)
-    begin_report = Build(config, config.store(), generation_id).need(BEGIN)
+    begin_report = Build(config, config.store(), generation_id).need_report(BEGIN_REPORT)
     assert (
         begin_report["base"]["generation"] and begin_report["base"]["read_because"] == VALUES_REASON
     )

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import (BEGIN_REPORT)
 from precompute.config.settings import TableConfig
 from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
-from precompute.partitions.digests import digests_file
+from precompute.partitions.digests import (item_digests_path)
 from precompute.reference.train import train_reference
 from precompute.reuse.base import OTHER_BUNDLE_REASON, OTHER_SETTINGS_REASON
 from precompute.reuse.inputs import (
@@ -259,7 +259,7 @@ RETRAINED_WITH_TABLES = Event(
 OTHER_K = Event(other_k, no_copy_reason=OTHER_SETTINGS_REASON, copies=False)
 BAD_PAGES = Event(damaged("tables/user_topk/0000.pages"))
 BAD_PARTITION = Event(damaged("work/partition/0001.rows"), reads=DAMAGED_REASON)
-BAD_DIGESTS = Event(damaged(inputs_path(1), digests_file("item_tower")))
+BAD_DIGESTS = Event(damaged(inputs_path(1), item_digests_path("item_tower")))
 BAD_ATTRIBUTES = Event(damaged(f"{ATTRIBUTES_FOLDER}/0000.values"), copies=False)
 OTHER_LOOKS = Event(
     other_column("items.parquet", "looks", 0.02, whole_vectors),
@@ -295,7 +295,7 @@ VECTORS = Event(
 
 def check(month: Month, generation: str, events: Sequence[Event]) -> None:
     """What a night says of its copies fits what had happened before it."""
-    base_note = month.build(generation).need(BEGIN)["base"]
+    base_note = month.build(generation).need_report(BEGIN_REPORT)["base"]
     expected_reason = next((event.no_copy_reason for event in events if event.no_copy_reason), "")
     reads = {event.reads for event in events if event.reads}
     assert base_note["why"] == expected_reason

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from cache.format.manifest import EntityKind
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN, shard_report
+from precompute.builds.reports import BEGIN_REPORT, shard_report_name
 from precompute.config.settings import NightConfig
-from precompute.sources.erasures import request
+from precompute.sources.erasures import request_erasure
 from precompute.steps import begin, embed_items, score
 from tests.integration import nights
 
@@ -150,7 +150,7 @@ class Month:
     def erase(self, name: str, kind: EntityKind) -> None:
         """Somebody asked for it."""
         for config in (self.config, self.full):
-            request(config.store(), name.encode(), kind, at=0.0)
+            request_erasure(config.store(), name.encode(), kind, requested_at=0.0)
 
     def publish(self) -> str:
         """The night that copies; its generation, which is live."""
@@ -182,13 +182,16 @@ class Month:
             for name in files_of(copying_build.root, theirs.root)
             if not same_file(copying_build.root / name, theirs.root / name)
         ]
-        begin_report, full_begin_report = copying_build.need(BEGIN), theirs.need(BEGIN)
+        begin_report, full_begin_report = (
+            copying_build.need_report(BEGIN_REPORT),
+            theirs.need_report(BEGIN_REPORT),
+        )
         difference_lines += compare_reports(
             "begin", begin_report, full_begin_report, REPORTED_FIELDS
         )
         for shard in range(self.config.shards):
             mine, full_report = (
-                build.need(shard_report(shard)) for build in (copying_build, theirs)
+                build.need_report(shard_report_name(shard)) for build in (copying_build, theirs)
             )
             difference_lines += compare_reports(
                 f"shard {shard}", mine["users"], full_report["users"], SHARD_SAID
@@ -203,7 +206,7 @@ class Month:
         build = self.build(generation)
         count_by_reason: dict[str, int] = {}
         for shard in range(self.config.shards):
-            users = build.need(shard_report(shard))["users"]
+            users = build.need_report(shard_report_name(shard))["users"]
             for name, count in (users["reasons"] or {"all": users["scored"]}).items():
                 count_by_reason[name] = count_by_reason.get(name, 0) + count
         return count_by_reason

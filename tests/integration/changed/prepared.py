@@ -11,21 +11,13 @@ import numpy as np
 from cache.control.control_keys import Control
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build
-from precompute.builds.reports import (
-    BEGIN,
-    INDEX,
-    QUANTIZE,
-    IndexReport,
-    QuantizeReport,
-    file_entry,
-    shard_report,
-)
-from precompute.builds.seal import seal
+from precompute.builds.reports import (BEGIN_REPORT, INDEX_REPORT, IndexReport, QUANTIZE_REPORT, QuantizeReport, file_entry, shard_report_name)
+from precompute.builds.seal import (write_manifest)
 from precompute.features import scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement
 from precompute.partitions.catalogue import open_items
 from precompute.partitions.digests import Digests
-from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_files import (PARTITION_FOLDER)
 from precompute.partitions.shard_input import ShardInput, read_shard
 from precompute.reuse.identity import identity
 from precompute.scoring.copies import inputs_path, pair_with_digests
@@ -69,9 +61,9 @@ class Prepared:
 def judged(build: Build) -> Measurement:
     """What the gate `identity` says of a night up to its pages."""
     assemble.run(build.config, {"generation": build.generation})
-    build.report(INDEX, IndexReport(indexes={}, seconds=0.0))
-    build.report(QUANTIZE, QuantizeReport(models={}, seconds=0.0))
-    manifest = seal(build, ())
+    build.report(INDEX_REPORT, IndexReport(indexes={}, seconds=0.0))
+    build.report(QUANTIZE_REPORT, QuantizeReport(models={}, seconds=0.0))
+    manifest = write_manifest(build, ())
     candidate = Candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), cast(Control, None), None,
         build.config.gates, build.config.history_limit, scoring_hooks=scoring_hooks(), build=build,
@@ -82,15 +74,15 @@ def judged(build: Build) -> Measurement:
 def redigested(month: Month, digests: Any) -> None:
     """Writes the base's digests of users once more, by another function of (entities, hashes of the items)."""
     base = month.build(month.generations[-1])
-    items = open_items(base.root, base.need(BEGIN)).directory.hashes()
+    items = open_items(base.root, base.need_report(BEGIN_REPORT)).directory.hashes()
     for shard in range(month.config.shards):
         entities: ShardInput = read_shard(
-            base.root / PARTITION, shard, history_limit=month.config.history_limit
+            base.root / PARTITION_FOLDER, shard, history_limit=month.config.history_limit
         )
         user_digests: Digests = digests(entities, items)
         base.path(inputs_path(shard)).write_bytes(
             pair_with_digests(entities, user_digests).tobytes()
         )
-        report = base.need(shard_report(shard))
+        report = base.need_report(shard_report_name(shard))
         report["users"]["inputs"] = file_entry(base.describe(inputs_path(shard)))
-        base.report(shard_report(shard), report)
+        base.report(shard_report_name(shard), report)

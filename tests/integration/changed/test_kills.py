@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import RedisServer
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import BEGIN_REPORT
 from tests.integration.changed.events import ITEMS_REMOVED, STOCK, USUAL
 from tests.integration.changed.month import Month
 from tests.integration.changed.worlds import reference
@@ -44,7 +44,7 @@ def survive(month: Month, seed: int, kills: int) -> None:
         assert completed_run is not None
         month.generations.append(completed_run.result["generation"])
         assert month.differences(month.generations[-1], month.compute()) == []
-        base_note = month.build(month.generations[-1]).need(BEGIN)["base"]
+        base_note = month.build(month.generations[-1]).need_report(BEGIN_REPORT)["base"]
         assert month.reasons(month.generations[-1]).get("copied"), (month.night, died, base_note)
     print(f"killed {died} times")
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.steps import begin, embed_items, score
 from tests.integration.changed import events
 from tests.integration.changed.worlds import reference
@@ -25,10 +25,10 @@ def test_a_late_begin_with_another_base_renumbers_nothing_wrongly(
     embed_items.run(month.config, build)
     generation = str(build["generation"])
     generation_build = month.build(generation)
-    begin_report = generation_build.need(BEGIN)
+    begin_report = generation_build.need_report(BEGIN_REPORT)
     assert begin_report["base"]["generation"] != earlier
     begin_report["base"] = {**begin_report["base"], "generation": earlier, "took_over": False}
-    generation_build.report(BEGIN, begin_report)
+    generation_build.report(BEGIN_REPORT, begin_report)
     score.run(month.config, build, build["shards"])
 
     assert month.differences(generation, full) == []

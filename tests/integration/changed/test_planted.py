@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cache.model.ranking import score
 from cache.model.tower import Histories
 from cache.store.artefacts import generation_path
-from precompute.partitions.digests import of_users
+from precompute.partitions.digests import digest_users
 from precompute.partitions.partition import EarlierPartition
 from precompute.reuse import base, identity, item_records, items, shard_reuse
 from precompute.reuse.base import BaseShard
@@ -28,10 +28,10 @@ Patch = pytest.MonkeyPatch
 
 def stale_digest(patch: Patch, month: Month) -> None:
     def without_features(entities: Any, hashes: Any) -> Any:
-        return of_users(replace(entities, features={}), hashes)
+        return digest_users(replace(entities, features={}), hashes)
 
     redigested(month, without_features)
-    patch.setattr(user_reading, "of_users", without_features)
+    patch.setattr(user_reading, "digest_users", without_features)
 
 
 def capped_digest(patch: Patch, month: Month) -> None:
@@ -41,13 +41,13 @@ def capped_digest(patch: Patch, month: Month) -> None:
             histories.select_rows(np.array([row])).indices[-16:] for row in range(len(histories))
         ]
         capped_histories = Histories.of(rows)
-        return of_users(
+        return digest_users(
             replace(entities, indptr=capped_histories.indptr, ordinals=capped_histories.indices),
             hashes,
         )
 
     redigested(month, digest_capped_histories)
-    patch.setattr(user_reading, "of_users", digest_capped_histories)
+    patch.setattr(user_reading, "digest_users", digest_capped_histories)
 
 
 def tie_is_no(patch: Patch, month: Month) -> None:

@@ -32,7 +32,7 @@ from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import Scorer
 from precompute.config.settings import NightConfig
-from precompute.partitions.grouping import by_time, last_occurrence_mask
+from precompute.partitions.grouping import last_occurrence_mask, order_by_user_and_time
 from tests.attached import newer_events_of
 from tests.integration.nights import DATA_UNTIL, build_verified, publish
 from tests.integration.serving_app import Running, eventually
@@ -237,7 +237,7 @@ def grouped_rows(rows: Sequence[Sequence[tuple[str, int]]], items: ItemTable) ->
     times = np.array([at_us for _, at_us in flat], np.int64)
     is_known = ordinals >= 0
     users, ordinals, times = users[is_known], ordinals[is_known], times[is_known]
-    order = by_time(users, times)
+    order = order_by_user_and_time(users, times)
     users, ordinals, times = users[order], ordinals[order], times[order]
     keep = last_occurrence_mask(users, ordinals)
     users, ordinals, times = users[keep], ordinals[keep], times[keep]

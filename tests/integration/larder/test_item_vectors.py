@@ -15,7 +15,7 @@ from cache.errors import SourceError, StoreError
 from cache.process.redis_server import RedisServer
 from precompute.adapters import vector_bundle
 from precompute.config.settings import night_config
-from precompute.sources.files import SourceFile, pin
+from precompute.sources.files import SourceFile, digest_files
 from precompute.steps import (
     assemble,
     begin,
@@ -200,7 +200,9 @@ def test_every_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_b
     hosts = (replace(config, state=str(shop / f"host-{number}")) for number in itertools.count())
 
     build = begin.run(next(hosts), data_until=FIRST, run_after=None)
-    monkeypatch.setattr(vector_bundle, "make_bundle", lambda *_, **__: pytest.fail("made twice"))
+    monkeypatch.setattr(
+        vector_bundle, "make_vector_bundle", lambda *_, **__: pytest.fail("made twice")
+    )
     assert begin.run(next(hosts), data_until=FIRST, run_after=None) == build
     embed_items.run(next(hosts), build)
     scored = next(hosts)
@@ -226,12 +228,12 @@ def test_a_table_that_is_being_written_is_read_again_and_one_that_is_broken_is_n
     original_content = path.read_bytes()
 
     def torn_after(files: Sequence[SourceFile]) -> Any:
-        digest_and_files = pin(files)
+        digest_and_files = digest_files(files)
         path.write_bytes(HALF)
         return digest_and_files
 
     with monkeypatch.context() as patched:
-        patched.setattr(begin, "pin", torn_after)
+        patched.setattr(begin, "digest_files", torn_after)
         with pytest.raises(StoreError, match="changed while"):  # which Airflow retries
             begin.run(config, data_until=FIRST, run_after=None)
     with pytest.raises(SourceError, match=r"items\.parquet"):

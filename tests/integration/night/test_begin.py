@@ -20,7 +20,7 @@ from cache.model.predictor import Predictor
 from cache.records import NO_ITEM, decode_record
 from cache.store.night_failure import last_failure
 from precompute.builds.build import CUT_FORMAT, Build
-from precompute.builds.reports import BEGIN, InputFields
+from precompute.builds.reports import BEGIN_REPORT, InputFields
 from precompute.cli.commands import standing_name
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.partitions.holdout import read_holdout
@@ -68,7 +68,7 @@ def test_oddities_of_the_interactions_are_reported_with_the_night_and_kept(confi
     config = replace(config, sources=sources)
 
     build = begin.run(config, data_until=None, run_after=None, named=DATA_UNTIL)
-    begin_report = Build(config, config.store(), build["generation"]).need(BEGIN)
+    begin_report = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)
 
     bot_remarks = [remark for remark in begin_report["remarks"] if "has 3" in remark]
     assert bot_remarks and bot_remarks[0].startswith("one user has 33% of all rows")
@@ -79,7 +79,7 @@ def test_oddities_of_the_interactions_are_reported_with_the_night_and_kept(confi
 def test_sub_steps_report_the_fields_that_the_lists_name(config):
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
-    begin_report = Build(config, config.store(), build["generation"]).need(BEGIN)
+    begin_report = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)
 
     sub_steps = (*begin.READING, *begin.AFTER_READING)
     named_fields = {field for sub_step in sub_steps for field in sub_step.fields.__annotations__}
@@ -96,7 +96,9 @@ def test_a_copy_of_a_file_is_reported_with_the_night(config):
 
     build = begin.run(replace(config, sources=sources), data_until=DATA_UNTIL, run_after=None)
 
-    remarks = Build(config, config.store(), build["generation"]).need(BEGIN)["remarks"]
+    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
+        "remarks"
+    ]
     expected_remark = (
         "interactions.parquet and again.parquet hold the same bytes, so their rows count 2 times"
     )
@@ -116,7 +118,9 @@ def test_a_cut_of_interactions_without_times_is_said(config):
     for untimed in (config, without_column):
         for data_until, run_after in ((DATA_UNTIL, None), (None, DATA_UNTIL)):
             build = begin.run(untimed, data_until=data_until, run_after=run_after)
-            remarks = Build(untimed, untimed.store(), build["generation"]).need(BEGIN)["remarks"]
+            remarks = Build(untimed, untimed.store(), build["generation"]).need_report(
+                BEGIN_REPORT
+            )["remarks"]
             expected_remark = f"the cut {DATA_UNTIL} leaves no interaction out"
             assert any(remark.startswith(expected_remark) for remark in remarks)
 
@@ -133,7 +137,9 @@ def test_ids_in_two_forms_are_reported_with_the_night_whichever_table_has_them(c
     pq.write_table(pa.concat_tables([table, more]), path)
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    report = Build(config, config.store(), build["generation"]).need(BEGIN)["unusable"]
+    report = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
+        "unusable"
+    ]
 
     remarks = report["ids"]["remarks"]
     assert any(remark.startswith("1 user comes in more than one form") for remark in remarks)
@@ -156,7 +162,9 @@ def test_a_model_that_learnt_its_test_data_is_reported(config, trained, is_repor
     path.write_bytes(orjson.dumps(bundle_document))
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    remarks = Build(config, config.store(), build["generation"]).need(BEGIN)["remarks"]
+    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
+        "remarks"
+    ]
 
     assert any("learnt from interactions up to 2100" in remark for remark in remarks) is is_reported
 
@@ -277,7 +285,9 @@ def test_clicks_whose_items_have_another_form_are_told_with_the_night_and_refuse
     other_form(config, 0.7)
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    remarks = Build(config, config.store(), build["generation"]).need(BEGIN)["remarks"]
+    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
+        "remarks"
+    ]
 
     (remark,) = [remark for remark in remarks if "does not have" in remark]
     assert "% of the interactions name items that the catalogue (items.parquet) does not" in remark
@@ -294,7 +304,9 @@ def test_a_fifth_of_the_clicks_on_items_that_went_is_told_and_passes(config):
     other_form(config, 0.25)
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    remarks = Build(config, config.store(), build["generation"]).need(BEGIN)["remarks"]
+    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
+        "remarks"
+    ]
 
     assert any("of the interactions name items" in remark for remark in remarks)
     lenient = replace(config.gates, coverage_of_source=0.0)

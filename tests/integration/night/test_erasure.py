@@ -34,7 +34,7 @@ from precompute.partitions import catalogue
 from precompute.releases import moves
 from precompute.releases.recovery import restore
 from precompute.releases.release_log import open_releases
-from precompute.sources.erasures import all_erasures, demand_unerased, request
+from precompute.sources.erasures import all_erasures, demand_unerased, request_erasure
 from precompute.steps import begin, embed_items, retire
 from tests.integration import shell as in_process
 from tests.integration.nights import (
@@ -161,7 +161,7 @@ def test_an_erased_item_leaves_the_catalogue_and_every_history(night: NightConfi
 def test_entities_that_had_to_go_are_not_missed_by_the_gates(night: NightConfig) -> None:
     users = sorted(histories(night))
     for user in users[: len(users) // 2]:
-        request(night.store(), user.encode(), "user", at=1.0)
+        request_erasure(night.store(), user.encode(), "user", requested_at=1.0)
 
     second = publish_night(night, NEXT)
 
@@ -211,7 +211,7 @@ def test_an_erasure_between_naming_and_noting_gives_the_night_another_name(
     def slip_in(where: Any) -> Any:
         erasures = read_erasures(where)
         if not erasures:
-            request(store, user.encode(), "user", at=1.0)
+            request_erasure(store, user.encode(), "user", requested_at=1.0)
         return erasures
 
     monkeypatch.setattr(begin, "all_erasures", slip_in)

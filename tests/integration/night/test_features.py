@@ -15,7 +15,7 @@ from cache.model.predictor import Predictor
 from cache.records import NO_ITEM, decode_record
 from cache.store.artefacts import sha256_of
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue
@@ -24,7 +24,7 @@ from precompute.partitions.partition import PartitionJob
 from precompute.partitions.shard_input import read_shard
 from precompute.planning.forecast import forecast
 from precompute.planning.options import PlanParameters
-from precompute.sources.unusable import UnusableRows, ids_in
+from precompute.sources.unusable import UnusableRows, ids_named_in
 from precompute.steps import begin, embed_items, index, quantize, score
 from precompute.steps.night import Night
 from tests.integration import nights
@@ -169,8 +169,8 @@ def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(confi
     embed_items.run(config, build)
 
     root = config.store().local(f"generations/{build['generation']}")
-    assert sha256_of(root / catalogue.VECTORS) == vectors
-    with pa.memory_map(str(root / catalogue.ITEM_FEATURES)) as pinned:
+    assert sha256_of(root / catalogue.ITEM_VECTORS_FILE) == vectors
+    with pa.memory_map(str(root / catalogue.ITEM_FEATURES_FILE)) as pinned:
         kind = pa.ipc.open_stream(pinned).schema.field("looks").type
     # Offsets of 64 bits: ten million items of 768 numbers are more than 32 bits can count.
     assert pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
@@ -189,7 +189,7 @@ def test_an_item_without_a_feature_is_left_out_by_name(config):
 
     assert catalogue.open_items(root, laid).ordinal_of(NEW_ITEM.encode()) < 0
     assert laid["items"] == len(items_table) - 1
-    assert ids_in(unusable.to_json()) == {NEW_ITEM}
+    assert ids_named_in(unusable.to_json()) == {NEW_ITEM}
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(c
 
     build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
-    begin_report = Build.of(config, build).need(BEGIN)
+    begin_report = Build.of(config, build).need_report(BEGIN_REPORT)
     assert (begin_report["users"], begin_report["featured"], begin_report["featured_users"]) == (
         CLICKED,
         131,

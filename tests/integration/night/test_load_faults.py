@@ -23,8 +23,8 @@ from cache.process.redis_server import SERVER_SETTINGS, RedisServer, join_or_sta
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
-from precompute.builds.reports import LOAD, BuildId
-from precompute.builds.seal import seal
+from precompute.builds.reports import LOAD_REPORT, BuildId
+from precompute.builds.seal import write_manifest
 from precompute.bulk.load import PageStream, Part, loaded_pages, page_keys, parts_of, unlink_pages
 from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
@@ -361,7 +361,7 @@ def test_a_load_that_died_once_all_pages_were_there_is_reported_by_its_retry(nig
             night.load()
 
     assert night.load()["loaded_bytes"] == 0
-    assert Build.of(night.config, night.build).read_report(LOAD) is not None
+    assert Build.of(night.config, night.build).read_report(LOAD_REPORT) is not None
     night.finishes()
 
 
@@ -374,7 +374,7 @@ def test_a_load_among_readers_that_airflow_would_end_says_so(night):
 
 
 def test_a_value_left_under_a_pages_name_does_not_lengthen_it(night):
-    manifest = seal(Build.of(night.config, night.build), ())
+    manifest = write_manifest(Build.of(night.config, night.build), ())
     part = parts_of(manifest)[0]
     name = part.key(night.config.keyspace(), manifest.generation, 0)
     with night.client as client:
@@ -533,7 +533,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
     [
         "precompute.gates.rules.checksums.fetch_checked",
         "precompute.steps.verify.fetch_partition",
-        "precompute.steps.verify.erased_from",
+        "precompute.steps.verify.read_erased_entities",
     ],
 )
 def test_a_store_that_does_not_answer_while_files_are_verified_refuses_nothing(

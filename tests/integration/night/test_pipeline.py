@@ -36,7 +36,7 @@ from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, read_manifest, sha256_of
 from cache.store.releases import all_releases
 from precompute.builds.build import Build, record_copies
-from precompute.builds.reports import ASSEMBLE, BEGIN, BuildId
+from precompute.builds.reports import ASSEMBLE_REPORT, BEGIN_REPORT, BuildId
 from precompute.bulk.headroom import REDIS_USED_MAX
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
@@ -334,8 +334,14 @@ def test_a_scheduled_night_leaves_out_what_came_after_it_was_due(config):
         named, begin.run(named, data_until=None, run_after=None, named=DATA_UNTIL)
     )
 
-    assert scheduled.need(BEGIN)["interactions"] == cut_build.need(BEGIN)["interactions"]
-    assert scheduled.need(BEGIN)["interactions"] < uncut_build.need(BEGIN)["interactions"]
+    assert (
+        scheduled.need_report(BEGIN_REPORT)["interactions"]
+        == cut_build.need_report(BEGIN_REPORT)["interactions"]
+    )
+    assert (
+        scheduled.need_report(BEGIN_REPORT)["interactions"]
+        < uncut_build.need_report(BEGIN_REPORT)["interactions"]
+    )
     assert read_holdout(scheduled.root) == read_holdout(cut_build.root) != {}
     assert not read_holdout(uncut_build.root)
 
@@ -567,7 +573,7 @@ def test_training_that_fails_at_the_swap_leaves_the_old_bundle(config, monkeypat
 
 
 def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypatch):
-    pin = files.pin
+    pin = files.digest_files
 
     def rewritten_after(files):
         digest_and_files = pin(files)
@@ -576,7 +582,7 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
         return digest_and_files
 
     with monkeypatch.context() as patched:
-        patched.setattr(begin, "pin", rewritten_after)
+        patched.setattr(begin, "digest_files", rewritten_after)
         with pytest.raises(StoreError, match="changed while"):
             begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
@@ -588,7 +594,7 @@ def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
     config, monkeypatch, data_until
 ):
     """A log collector writes a file a minute: a night that began over again for each would never end."""
-    pin = files.pin
+    pin = files.digest_files
     (config.path(".") / "clicks").mkdir()
     shutil.move(config.path("interactions.parquet"), config.path("clicks/1.parquet"))
     config = replace(config, sources=replace(config.sources, interactions=("clicks",)))
@@ -601,9 +607,9 @@ def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
         return digest_and_files
 
     with monkeypatch.context() as patched:
-        patched.setattr(begin, "pin", arriving_after)
+        patched.setattr(begin, "digest_files", arriving_after)
         build = begin.run(config, data_until=data_until, run_after=None, named=DATA_UNTIL)
-    begin_report = Build(config, config.store(), build["generation"]).need(BEGIN)
+    begin_report = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)
 
     names = [input_file["name"] for input_file in begin_report["inputs"]]
     assert "1.parquet" in names and "2.parquet" not in names
@@ -616,7 +622,7 @@ def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
 def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
     config, monkeypatch, content
 ):
-    pin, path = files.pin, config.path("interactions.parquet")
+    pin, path = files.digest_files, config.path("interactions.parquet")
     original_content = path.read_bytes()
 
     def torn_after(files):
@@ -625,7 +631,7 @@ def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
         return digest_and_files
 
     with monkeypatch.context() as patched:
-        patched.setattr(begin, "pin", torn_after)
+        patched.setattr(begin, "digest_files", torn_after)
         with pytest.raises(StoreError, match="changed while"):
             begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
@@ -646,7 +652,7 @@ def test_a_bundle_that_is_replaced_all_the_time_is_worth_another_try(config, mon
     monkeypatch.setattr("precompute.bundles.bundle_store.time.sleep", pauses.append)
     with pytest.raises(StoreError, match="cannot copy the bundle"):
         begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    assert pauses == [bundle_store.COPY_PAUSE_S] * (bundle_store.COPY_TRIES - 1)
+    assert pauses == [bundle_store.COPY_PAUSE_S] * (bundle_store.COPY_TRIES_MAX - 1)
 
 
 def test_a_bundle_that_is_torn_and_stays_so_is_refused(config, monkeypatch):
@@ -682,13 +688,13 @@ def test_a_store_that_does_not_answer_is_not_an_unfinished_step(config, monkeypa
 
     other_host_build = Build.of(replace(config, state="another-host"), build)
     assert (
-        other_host_build.read_report(BEGIN) is not None
-        and other_host_build.read_report(ASSEMBLE) is None
+        other_host_build.read_report(BEGIN_REPORT) is not None
+        and other_host_build.read_report(ASSEMBLE_REPORT) is None
     )
     for name in ("cat_file", "get_file"):
         monkeypatch.setattr(MemoryFileSystem, name, silent)
     with pytest.raises(StoreError, match="slow down"):
-        other_host_build.read_report(BEGIN)
+        other_host_build.read_report(BEGIN_REPORT)
 
 
 def test_pages_lost_after_they_were_marked_loaded_are_loaded_again(config):

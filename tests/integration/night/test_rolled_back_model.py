@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import GateThresholds, NightConfig
@@ -21,7 +21,7 @@ LENIENT = GateThresholds(list_jaccard_retrained=0.0, score_psi_retrained=1e9, he
 def begun_with(config: NightConfig, cut: str) -> tuple[str, list[str]]:
     """The digest of the bundle that a night of this cut uses, and the remarks of its `begin`."""
     begun = begin.run(config, data_until=cut, run_after=None)
-    report = Build(config, config.store(), begun["generation"]).need(BEGIN)
+    report = Build(config, config.store(), begun["generation"]).need_report(BEGIN_REPORT)
     return str(report["bundle_digest"]), list(report["remarks"])
 
 

@@ -102,9 +102,9 @@ def test_chunks_and_slices_do_not_show_in_the_files(
     config = elsewhere(prepared, tmp_path)
     build = run_first_steps(config)
     monkeypatch.setattr("precompute.scoring.shard_work.CHUNK_USERS", chunk)
-    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", rows)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS_MAX", rows)
     monkeypatch.setattr("precompute.partitions.shard_input.PIECE_ROWS", 1 + rows // 6)
-    monkeypatch.setattr("precompute.partitions.shard_input.PIECE_OF_A_BATCH_ROWS", 1)
+    monkeypatch.setattr("precompute.partitions.shard_input.PIECE_ROWS_PER_BATCH_MIN", 1)
     progress_calls: list[tuple[str, int, int]] = []
     scorers = Scorers()
     scored = [
@@ -250,7 +250,7 @@ def test_what_comes_after_scoring_reads_no_whole_shard(
         return shard_input
 
     monkeypatch.setattr(input_samples, "read_shard", read_and_note)
-    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 50)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS_MAX", 50)
     for step in (index.run, quantize.run):
         user_counts.clear()
         step(config, build)

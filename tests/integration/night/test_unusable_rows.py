@@ -20,8 +20,8 @@ from precompute.config.settings import TableConfig
 from precompute.erasure.holders import holders
 from precompute.partitions import catalogue
 from precompute.releases.release_log import open_releases
-from precompute.sources.erasures import Erasure, request
-from precompute.sources.unusable import ids_in
+from precompute.sources.erasures import Erasure, request_erasure
+from precompute.sources.unusable import ids_named_in
 from precompute.steps import begin, embed_items, score
 from tests.integration import nights
 from tests.integration.feature_towers import (
@@ -168,7 +168,7 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
     assert unusable_counts["user_features.mood"]["reasons"]["mood: not finite as float32"][
         "cases"
     ] == [{"user": "ghost"}]
-    assert {"ghost", "broken-2"} <= ids_in(unusable_counts)
+    assert {"ghost", "broken-2"} <= ids_named_in(unusable_counts)
 
 
 def spoilt(folder, user, mood):
@@ -236,7 +236,7 @@ def test_a_vector_that_is_not_finite_costs_its_users_their_lists(config, tmp_pat
     unusable_counts = open_generation(config.store(), generation)[0].facts["unusable"][
         "outputs of user_tower"
     ]
-    assert unusable_counts["left_out"] == len(lost_users) and lost_users >= ids_in(
+    assert unusable_counts["left_out"] == len(lost_users) and lost_users >= ids_named_in(
         {"": unusable_counts}
     )
 
@@ -260,7 +260,7 @@ def test_an_item_whose_vector_is_not_finite_is_not_in_the_catalogue_and_costs_no
     assert not nights.raw_records(config, generation, [lost_item], "item_similar")
     unusable_counts = manifest.facts["unusable"]["outputs of item_tower"]
     assert (unusable_counts["rows"], unusable_counts["left_out"]) == (len(table), 1)
-    assert ids_in({"": unusable_counts}) == {lost_item}
+    assert ids_named_in({"": unusable_counts}) == {lost_item}
     assert manifest.facts["items_without_vector"] == 1
 
 
@@ -326,7 +326,7 @@ def test_an_id_that_a_report_names_is_held_until_that_generation_is_gone(config,
     item = pq.read_table(tmp_path / "items.parquet")["item"][0].as_py()
     mixed_in(tmp_path, "interactions.parquet", random.Random(0), [{"user": "shy", "item": item}])
     generation, root = scored(config)
-    assert ids_in(read_begin_report(root)["unusable"]) == {"shy", item}
+    assert ids_named_in(read_begin_report(root)["unusable"]) == {"shy", item}
 
     erasures = [Erasure(1, "shy", "user", 0.0), Erasure(2, "nobody", "user", 0.0)]
     holders_by_erasure = holders(config.store(), erasures, {})
@@ -336,5 +336,5 @@ def test_an_id_that_a_report_names_is_held_until_that_generation_is_gone(config,
         for number, erasure_holders in holders_by_erasure.items()
     }
     assert generations_by_erasure == {1: [generation], 2: []}
-    request(config.store(), b"shy", "user", at=0.0)
-    assert "shy" not in ids_in(read_begin_report(scored(config)[1])["unusable"])
+    request_erasure(config.store(), b"shy", "user", requested_at=0.0)
+    assert "shy" not in ids_named_in(read_begin_report(scored(config)[1])["unusable"])

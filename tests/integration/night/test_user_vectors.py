@@ -15,7 +15,7 @@ from cache.model.agreement import SKEW_RULE
 from cache.quality.probe import PROBE_FACT, Probe
 from cache.records import decode_record
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import (BEGIN_REPORT)
 from precompute.planning.sampling import draw_sample
 from precompute.steps import begin
 from tests.integration import nights
@@ -104,7 +104,7 @@ def test_vectors_that_say_nothing_are_noted_and_their_users_left_to_the_tower(co
 
     build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
-    unusable_text = str(Build.of(config, build).need(BEGIN)["unusable"])
+    unusable_text = str(Build.of(config, build).need_report(BEGIN_REPORT)["unusable"])
     for user in users[:3]:
         assert user in unusable_text
     assert users[3] not in unusable_text

@@ -11,7 +11,7 @@ from cache.errors import Refused
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-from precompute.builds.reports import VERIFIED
+from precompute.builds.reports import VERIFY_REPORT
 from precompute.releases.replication import run_ids
 from precompute.steps import verify
 from tests.integration.corpus import build
@@ -32,7 +32,7 @@ def test_another_host_compares_with_the_live_generation_from_the_store(
 
     with connect(config.redis_url, 5.0) as client:
         current_run_ids = run_ids(client)
-    report = Build(elsewhere, elsewhere.store(), generation).read_report(VERIFIED)
+    report = Build(elsewhere, elsewhere.store(), generation).read_report(VERIFY_REPORT)
     assert (
         report is not None and report["run_ids"] == current_run_ids and current_run_ids["primary"]
     )

@@ -15,7 +15,7 @@ from cache.usage.hot_keys import COLD_WINDOW, window_number_of
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure.erasing import begin_erasing
-from precompute.partitions.holdout import FILE
+from precompute.partitions.holdout import (HOLDOUT_FILE)
 from precompute.usage.worklist import WorklistRow, lines, read, worklist
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import Running, eventually, serving
@@ -95,7 +95,7 @@ def test_the_command_shows_and_exports_the_standing_of_every_id(
         pointer = control.read_pointer()
         assert pointer is not None
         _, root = open_generation(night.store(), pointer.generation)
-        (root / FILE).write_text('{"later": ["i1"]}')
+        (root / HOLDOUT_FILE).write_text('{"later": ["i1"]}')
         day = window_number_of(control.time(), COLD_WINDOW)
         for name, count, counted_day in (
             (known_id, 5, day),

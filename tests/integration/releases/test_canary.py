@@ -16,7 +16,7 @@ from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, Refused
 from cache.traffic.split import KeySplit
 from infra.local.service import ServiceProcess
-from precompute.builds.build import cut_of
+from precompute.builds.build import data_until_of
 from precompute.config.settings import NightConfig
 from precompute.releases.recovery import roll_back
 from precompute.traffic.canary import trial
@@ -48,7 +48,7 @@ def verified(config: NightConfig) -> str:
     """A generation newer than all there were: older ones that were not published go when it begins."""
     with control_of(config) as control:
         newest_generation = max(control.rows())
-    cut = datetime.fromtimestamp(cut_of(newest_generation), UTC) + timedelta(minutes=30)
+    cut = datetime.fromtimestamp(data_until_of(newest_generation), UTC) + timedelta(minutes=30)
     return build_verified(config, cut.isoformat())
 
 

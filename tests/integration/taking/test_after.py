@@ -11,7 +11,7 @@ from cache.format.stream_position import Position
 from cache.store.artefacts import read_manifest
 from precompute.events.files import event_files
 from precompute.events.stream import read_entries
-from precompute.sources.erasures import all_erasures, request
+from precompute.sources.erasures import all_erasures, request_erasure
 from precompute.steps import retire, take_events
 from tests.integration.changed.month import Month
 from tests.integration.taking.clicking import click, draw_mixed_events
@@ -57,7 +57,7 @@ def test_erasing_reaches_files_and_stream_before_it_is_done(featured: Month) -> 
     take_events.run(config)
     click(config, [Event("later", 1, user.encode(), month.ids("item")[1].encode())])
 
-    request(config.store(), user.encode(), "user", at=0.0)
+    request_erasure(config.store(), user.encode(), "user", requested_at=0.0)
     retire.run(config)
 
     rows = pa.concat_tables(pq.read_table(event_file) for event_file in event_files(config).files)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from cache.config.events import EventsConfig
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import BEGIN_REPORT
 from tests.integration.changed.month import Month
 from tests.integration.nights import publish_night
 from tests.integration.taking.clicking import click, draw_mixed_events, take_all_events
@@ -31,5 +31,8 @@ def test_nights_of_an_arm_have_the_events_of_its_control(featured: Month) -> Non
     mine, arm_events = (read_manifest(build.store, build.generation).events for build in builds)
     assert mine is not None and arm_events is not None and mine.until == arm_events.until
     assert (mine.namespace, arm_events.namespace) == ("", control_config.namespace)
-    assert builds[0].need(BEGIN)["events"] == builds[1].need(BEGIN)["events"]
-    assert builds[0].need(BEGIN)["events"]["files"] == 2
+    assert (
+        builds[0].need_report(BEGIN_REPORT)["events"]
+        == builds[1].need_report(BEGIN_REPORT)["events"]
+    )
+    assert builds[0].need_report(BEGIN_REPORT)["events"]["files"] == 2

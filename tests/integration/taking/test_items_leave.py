@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.events.event import Event
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import (BEGIN_REPORT)
 from precompute.reuse.inputs import NAMED_ITEM_GONE_REASON
 from tests.integration.changed.month import Month, scored
 from tests.integration.taking.clicking import click, microseconds, take_all_events
@@ -36,7 +36,7 @@ def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Mo
         generation = month.publish()
 
         assert month.differences(generation, full) == []
-        begin_report = month.build(generation).need(BEGIN)
+        begin_report = month.build(generation).need_report(BEGIN_REPORT)
         reasons.append(begin_report["base"]["read_because"])
         users.append(begin_report["users"])
     # Without events of it an item may leave and the base's rows be taken over as ever.

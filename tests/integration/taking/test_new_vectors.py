@@ -13,8 +13,8 @@ from cache.config.night import DEFAULT_BUNDLE
 from cache.events.event import Event
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN
-from precompute.bundles.bundle_store import made_of_tables
+from precompute.builds.reports import BEGIN_REPORT
+from precompute.bundles.bundle_store import bundles_from_tables
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.erasure.erasing import begin_erasing, settle
 from precompute.events.event_trials import BEYOND_TABLE, WIDTH
@@ -67,7 +67,7 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(
     second = nights.publish_night(config, SECOND)
 
     # The one that is in the table is not one that leaves.
-    assert Build(config, config.store(), second).need(BEGIN)["unlisted_items"] == 1
+    assert Build(config, config.store(), second).need_report(BEGIN_REPORT)["unlisted_items"] == 1
     manifest_before, after = (
         read_manifest(config.store(), generation) for generation in (first, second)
     )
@@ -105,11 +105,11 @@ def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
     begin_erasing(store, b"gone", "item", at=1.0)
     with open_releases(config) as releases:
         settle(config, releases)
-        assert not list_files_with_vector() and not made_of_tables(store)
+        assert not list_files_with_vector() and not bundles_from_tables(store)
         nights.publish_night(config, SECOND)
-        table_bundles = made_of_tables(store)
+        table_bundles = bundles_from_tables(store)
         (standing,) = settle(config, releases)
 
     # The first generation still holds it; the bundle of the second one stays.
     assert standing.state == "pending" and len(table_bundles) == 1
-    assert made_of_tables(store) == table_bundles and not list_files_with_vector()
+    assert bundles_from_tables(store) == table_bundles and not list_files_with_vector()

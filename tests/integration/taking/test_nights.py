@@ -11,8 +11,8 @@ from cache.config.events import EventsConfig
 from cache.errors import ConfigError
 from cache.events.event import Event
 from cache.format.stream_position import STREAM_BEGINNING, Position
-from precompute.builds.build import Build, cut_of
-from precompute.builds.reports import BEGIN
+from precompute.builds.build import (Build, data_until_of)
+from precompute.builds.reports import (BEGIN_REPORT)
 from precompute.events import files as event_files
 from precompute.events import stream
 from precompute.events.files import FOLDER
@@ -69,7 +69,7 @@ def test_events_are_rows_of_a_file_behind_the_teams_own(month: Month) -> None:
     )
     assert event_generation != theirs
     assert same_bytes(*builds) == []
-    begin_reports = [build.need(BEGIN) for build in builds]
+    begin_reports = [build.need_report(BEGIN_REPORT) for build in builds]
     assert begin_reports[0]["interactions"] == begin_reports[1]["interactions"] == len(all_rows)
     assert begin_reports[0]["unknown_items"] == begin_reports[1]["unknown_items"] > 0
 
@@ -85,7 +85,7 @@ def go_through(month: Month, nights: int) -> None:
         generation = month.publish()
 
         assert month.differences(generation, scored(full, month.cut)) == []
-        begin_report = month.build(generation).need(BEGIN)
+        begin_report = month.build(generation).need_report(BEGIN_REPORT)
         if number:
             assert begin_report["base"]["took_over"], begin_report["base"]
             assert month.reasons(generation)["copied"] > 0
@@ -146,7 +146,7 @@ def test_without_events_a_night_is_as_it_was(month: Month) -> None:
     build = month.build(generation)
     rows = pa.ipc.open_stream(build.root / "work/partition/0000.rows").schema.names
     assert rows == ["xxh3(user)", "ordinal", "time"]
-    assert "events" not in build.need(BEGIN)
+    assert "events" not in build.need_report(BEGIN_REPORT)
     assert not (build.root / "seen/0000.times").exists()
     with pytest.raises(ConfigError, match="enabled is false"):
         begin.run(
@@ -161,8 +161,8 @@ def test_a_night_without_a_cut_is_as_new_as_its_events(month: Month) -> None:
     build = begin.run(month.config, data_until=None, run_after=None, named="2026-01-01T00:00:00Z")
 
     moment = int(until_position.partition("-")[0]) // 1000
-    assert Build.of(month.config, build).need(BEGIN)["cut"] is None
-    assert cut_of(build["generation"]) == moment
+    assert Build.of(month.config, build).need_report(BEGIN_REPORT)["cut"] is None
+    assert data_until_of(build["generation"]) == moment
 
 
 def test_a_night_without_a_cut_is_never_ahead_of_the_clock(month: Month) -> None:
@@ -176,10 +176,10 @@ def test_a_night_without_a_cut_is_never_ahead_of_the_clock(month: Month) -> None
     build = begin.run(month.config, data_until=None, run_after=None, named="2026-01-01T00:00:00Z")
 
     assert until_position == str(ahead)
-    assert redis_now_s <= cut_of(build["generation"]) <= redis_now_s + 3_600
+    assert redis_now_s <= data_until_of(build["generation"]) <= redis_now_s + 3_600
 
 
 def test_the_first_night_stands_at_the_beginning(featured: Month) -> None:
-    begin_report = featured.build(scored(featured.config, featured.cut)).need(BEGIN)
+    begin_report = featured.build(scored(featured.config, featured.cut)).need_report(BEGIN_REPORT)
 
     assert begin_report["events"] == {"until": str(STREAM_BEGINNING), "files": 0}

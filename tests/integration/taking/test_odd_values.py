@@ -4,7 +4,7 @@ from typing import Any
 
 from cache.events.event import Event
 from precompute.builds.build import Build
-from precompute.builds.reports import BEGIN
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.events import event_trials
 from tests.integration.changed.month import Month, scored
 from tests.integration.taking.clicking import click, draw_mixed_events, take_all_events
@@ -44,9 +44,9 @@ def test_nights_with_odd_values_copy_as_full_nights_compute(featured: Month) -> 
         generation = month.publish()
 
         assert month.differences(generation, scored(full, month.cut)) == []
-        unusable_by_source = Build(month.config, month.config.store(), generation).need(BEGIN)[
-            "unusable"
-        ]
+        unusable_by_source = Build(month.config, month.config.store(), generation).need_report(
+            BEGIN_REPORT
+        )["unusable"]
         assert (
             unusable_by_source["events.user_tower"]["reasons"][event_trials.RAISES]["rows"]
             == 3 + number

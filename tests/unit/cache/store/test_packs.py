@@ -11,7 +11,7 @@ from cache.store.releases import Release, all_releases, done_path, intent_path
 from cache.store.write_once import PACKED_FILES_MIN
 from precompute.erasure.erasing import begin_erasing
 from precompute.releases.release_log import Releases
-from precompute.sources.erasures import all_erasures, mark_done, request
+from precompute.sources.erasures import (all_erasures, mark_done, request_erasure)
 from tests.object_stores import Counting, requests, store_of
 
 
@@ -139,10 +139,10 @@ def test_erasing_blocks_before_it_reads_a_thousand_erasures_once(tmp_path):
 def test_marks_written_after_a_pack_are_seen(tmp_path):
     store = store_of(Counting, tmp_path)
     for number in range(PACKED_FILES_MIN):
-        request(store, b"u%d" % number, "user", at=1.0)
+        request_erasure(store, b"u%d" % number, "user", requested_at=1.0)
     erasures = all_erasures(store)
     assert [name for name in store.names("erasures") if name.startswith("pack-")]
 
-    assert mark_done(store, erasures[3], at=9.0) == all_erasures(store)[3]
+    assert mark_done(store, erasures[3], done_at=9.0) == all_erasures(store)[3]
 
     assert [erasure.number for erasure in all_erasures(store) if erasure.done_at == 9.0] == [4]

@@ -18,8 +18,8 @@ from cache.model.tower import Tower
 from infra.cli.check import look_at_bundle
 from precompute.adapters.classifiers import from_classifier
 from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_store import chosen_bundle, hand_over, handed_over
-from precompute.bundles.imports import find_import, note_import_begun, read_report
+from precompute.bundles.bundle_store import all_handovers, chosen_bundle, hand_over
+from precompute.bundles.imports import find_import, note_import_begun, read_import_report
 from precompute.config.settings import night_config
 from tests.unit.precompute.adapters import classifier_examples as examples
 
@@ -72,7 +72,7 @@ def test_a_model_that_is_imported_again_after_another_one_is_what_nights_use(
         imported(folder, labels=labels)
         config = night_config(str(folder / "larder.toml"))
         hand_over(config.store(), Bundle.open(folder / "bundle"))
-    second = handed_over(config.store())[-1].digest
+    second = all_handovers(config.store())[-1].digest
 
     # When the first one is imported again
     report = imported(folder, labels=LABELS)
@@ -415,7 +415,7 @@ def test_each_import_is_written_down_with_its_time_and_file(tmp_path: Path) -> N
     from_classifier(model, TABLE, to=folder, labels=LABELS[::-1], id_column="account")
     second = Bundle.open(folder / "bundle").digest
 
-    imports = read_report(folder)["imports"]
+    imports = read_import_report(folder)["imports"]
 
     assert [entry["bundle_digest"] for entry in imports] == [first, second]
     assert [entry["source"] for entry in imports] == ["", str(model)]
@@ -531,7 +531,7 @@ def test_columns_in_another_order_than_before_are_refused_unless_somebody_vouche
 ) -> None:
     folder, turned = tmp_path / "fraud", TABLE.select(["account", "f1", "f0", "f2"])
     imported(folder)
-    assert read_report(folder)["columns"] == {"features": ["f0", "f1", "f2"]}
+    assert read_import_report(folder)["columns"] == {"features": ["f0", "f1", "f2"]}
 
     message_pattern = (
         "columns of 'features' are f1, f0, f2 in this table, and were f0, f1, f2 at the import before, .*: name them "

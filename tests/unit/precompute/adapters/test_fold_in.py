@@ -12,15 +12,15 @@ from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.adapters.factorisations import _als_fold
 from precompute.adapters.fold_in import (
-    HISTORY_MAX,
-    Fold,
-    choose,
-    demand_taste,
-    enough_steps,
-    ridges,
-    run,
+    HISTORY_ITEMS_MAX,
+    HistoryFold,
+    choose_fold,
+    demand_better_than_chance,
+    find_enough_steps,
+    mean_and_ridge_folds,
+    run_tower,
 )
-from precompute.adapters.inputs import ClickMatrix, ids_of
+from precompute.adapters.inputs import ClickMatrix, checked_ids
 from tests.unit.precompute.adapters.written import taste_clicks
 
 COUNT, DIMS = 1500, 12
@@ -31,13 +31,15 @@ REGULARIZATION, CONFIDENCE = 0.5, 6.0
 LENGTHS = (1, 2, 50, 1024)
 HISTORIES = Histories.of([np.sort(RNG.choice(COUNT, length, replace=False)) for length in LENGTHS])
 SPEC = TowerSpec(
-    (InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=COUNT),), "vector", DIMS
+    (InputSpec("history", "history", "int32", max_length=HISTORY_ITEMS_MAX, pad=COUNT),),
+    "vector",
+    DIMS,
 )
 FOLDS = {
     "ALS": _als_fold(ITEMS, REGULARIZATION, CONFIDENCE),
-    **{fold.name: fold for fold in ridges(ITEMS, ZERO + 0.25, 1.5)},
-    "sum": Fold("sum", ITEMS, 0.0, None, ZERO),
-    "turned sum": Fold("turned", ITEMS, 0.0, np.diag(np.arange(DIMS)).astype("f4"), ZERO),
+    **{fold.name: fold for fold in mean_and_ridge_folds(ITEMS, ZERO + 0.25, 1.5)},
+    "sum": HistoryFold("sum", ITEMS, 0.0, None, ZERO),
+    "turned sum": HistoryFold("turned", ITEMS, 0.0, np.diag(np.arange(DIMS)).astype("f4"), ZERO),
 }
 
 
@@ -66,7 +68,9 @@ def test_a_ridge_is_least_squares(history):
     rows = ITEMS.astype(np.float64)
     size = np.square(rows).sum(axis=1).mean()
     history_rows = rows[history]
-    for fold, factor in zip(ridges(ITEMS, ZERO, 1.5)[1:], (0.1, 1.0, 10.0), strict=True):
+    for fold, factor in zip(
+        mean_and_ridge_folds(ITEMS, ZERO, 1.5)[1:], (0.1, 1.0, 10.0), strict=True
+    ):
         square = factor * size * np.eye(DIMS) + history_rows.T @ history_rows
         vector = np.linalg.solve(square, 1.5 * history_rows.sum(axis=0))
         np.testing.assert_allclose(fold.exact(history), vector, rtol=1e-4, atol=1e-6)
@@ -74,9 +78,9 @@ def test_a_ridge_is_least_squares(history):
 
 @pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
 def test_the_tower_gives_the_exact_vectors(fold):
-    steps, tower = enough_steps(fold, SPEC, HISTORIES)
+    steps, tower = find_enough_steps(fold, SPEC, HISTORIES)
 
-    vectors = run(tower, SPEC, HISTORIES)
+    vectors = run_tower(tower, SPEC, HISTORIES)
 
     for vector, history in zip(vectors, rows_of(HISTORIES), strict=True):
         exact = fold.exact(history)
@@ -90,10 +94,10 @@ def test_a_rows_bytes_do_not_depend_on_the_other_rows(fold):
     histories = Histories.of([rng.choice(COUNT, length, replace=False) for length in lengths])
     tower = fold.tower(8 if fold.strength else 1)
 
-    batch_vectors = run(tower, SPEC, histories)
+    batch_vectors = run_tower(tower, SPEC, histories)
 
     for row in (*range(8), 63):
-        alone = run(tower, SPEC, histories.select_rows(np.array([row])))
+        alone = run_tower(tower, SPEC, histories.select_rows(np.array([row])))
         assert alone.tobytes() == batch_vectors[row].tobytes()
 
 
@@ -117,7 +121,7 @@ def test_padding_of_any_length_has_no_influence(fold):
 def test_nothing_becomes_the_offset(fold):
     empty = Histories.of([(), ()])
 
-    vectors = run(fold.tower(4 if fold.strength else 1), SPEC, empty)
+    vectors = run_tower(fold.tower(4 if fold.strength else 1), SPEC, empty)
 
     assert np.array_equal(vectors, np.stack([fold.offset, fold.offset]))
     assert np.array_equal(fold.exact(np.empty(0, np.int64)), fold.offset)
@@ -130,10 +134,12 @@ def test_history_longer_than_the_longest_is_its_end(tmp_path):
 
     vectors = Tower.open(tmp_path / "tower.onnx", SPEC).run({"history": Histories.of([history])})
 
-    np.testing.assert_allclose(vectors[0], fold.exact(history[-HISTORY_MAX:]), atol=1e-4)
+    np.testing.assert_allclose(vectors[0], fold.exact(history[-HISTORY_ITEMS_MAX:]), atol=1e-4)
 
 
-CLICKS = ClickMatrix.of(taste_clicks(), ids_of(range(120), "user"), ids_of(range(80), "item"))
+CLICKS = ClickMatrix.of(
+    taste_clicks(), checked_ids(range(120), "user"), checked_ids(range(80), "item")
+)
 TASTE = (np.arange(80)[:, None] % 4 == np.arange(4)).astype(np.float32)
 """Vectors of items that say to which group each belongs."""
 NONE = np.zeros(4, np.float32)
@@ -141,15 +147,15 @@ NONE = np.zeros(4, np.float32)
 
 def planted():
     """A fold that knows the groups, and one that mistakes each for the next."""
-    good = Fold("good", TASTE, 0.0, None, NONE, is_mean=True)
-    return good, Fold("bad", np.roll(TASTE, 1, axis=1), 0.0, None, NONE, is_mean=True)
+    good = HistoryFold("good", TASTE, 0.0, None, NONE, is_mean=True)
+    return good, HistoryFold("bad", np.roll(TASTE, 1, axis=1), 0.0, None, NONE, is_mean=True)
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_better_candidate_is_chosen_wherever_it_stands(turned):
     folds = planted()[:: -1 if turned else 1]
 
-    fold_choice = choose(folds, TASTE, CLICKS, "inner_product", np.random.default_rng(0))
+    fold_choice = choose_fold(folds, TASTE, CLICKS, "inner_product", np.random.default_rng(0))
 
     assert (
         fold_choice.name == "good" and fold_choice.recalls["good"] > 2 * fold_choice.recalls["bad"]
@@ -158,9 +164,11 @@ def test_the_better_candidate_is_chosen_wherever_it_stands(turned):
 
 def test_the_first_of_equals_is_chosen():
     good = planted()[0]
-    twin = Fold("twin", TASTE, 0.0, None, NONE, is_mean=True)
+    twin = HistoryFold("twin", TASTE, 0.0, None, NONE, is_mean=True)
 
-    fold_choice = choose([good, twin], TASTE, CLICKS, "inner_product", np.random.default_rng(0))
+    fold_choice = choose_fold(
+        [good, twin], TASTE, CLICKS, "inner_product", np.random.default_rng(0)
+    )
 
     assert fold_choice.name == "good" and fold_choice.recalls["good"] == fold_choice.recalls["twin"]
 
@@ -168,24 +176,28 @@ def test_the_first_of_equals_is_chosen():
 def test_without_histories_the_first_is_chosen_and_nothing_claimed():
     short = CLICKS.matrix.copy()
     short.data[:] = 0
-    none = ClickMatrix.of(sp.csr_matrix(short), CLICKS.users, ids_of(range(80), "item"))
+    none = ClickMatrix.of(sp.csr_matrix(short), CLICKS.users, checked_ids(range(80), "item"))
 
     for clicks in (None, none):
-        fold_choice = choose(
+        fold_choice = choose_fold(
             planted()[::-1], TASTE, clicks, "inner_product", np.random.default_rng(0)
         )
         assert fold_choice.name == "bad" and not fold_choice.recalls
 
 
 def test_the_choice_is_the_same_every_time():
-    twice = [choose(planted(), TASTE, CLICKS, "cosine", np.random.default_rng(3)) for _ in range(2)]
+    twice = [
+        choose_fold(planted(), TASTE, CLICKS, "cosine", np.random.default_rng(3)) for _ in range(2)
+    ]
 
     assert asdict(twice[0]) == asdict(twice[1])
 
 
 def test_users_that_like_what_they_clicked_pass_and_mixed_ones_do_not():
     users = CLICKS.matrix.toarray() @ TASTE
-    demand_taste(TASTE, users, CLICKS, np.random.default_rng(0))
+    demand_better_than_chance(TASTE, users, CLICKS, np.random.default_rng(0))
 
     with pytest.raises(SourceError, match="as by chance"):
-        demand_taste(TASTE, np.roll(users, 1, axis=0), CLICKS, np.random.default_rng(0))
+        demand_better_than_chance(
+            TASTE, np.roll(users, 1, axis=0), CLICKS, np.random.default_rng(0)
+        )

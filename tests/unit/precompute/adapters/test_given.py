@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 from cache.config.night import Sources
 from cache.errors import SourceError
-from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
+from precompute.adapters.inputs import ClickMatrix, EntityVectors, checked_ids
 from precompute.adapters.vectors import from_vectors
 from precompute.config.settings import night_config
 from precompute.sources.readers import read_interactions
@@ -55,7 +55,7 @@ WRONG = {
 @pytest.mark.parametrize(("rows", "message_pattern"), WRONG.values(), ids=WRONG)
 def test_wrong_vectors(rows, message_pattern):
     with pytest.raises(SourceError, match=message_pattern) as error:
-        Vectors.of(None, rows, "item")
+        EntityVectors.of(None, rows, "item")
 
     assert "\n" not in error.value.message
 
@@ -75,7 +75,7 @@ IDS = {
 @pytest.mark.parametrize(("ids", "message_pattern"), IDS.values(), ids=IDS)
 def test_wrong_ids(ids, message_pattern):
     with pytest.raises(SourceError, match=message_pattern) as error:
-        ids_of(ids, "item")
+        checked_ids(ids, "item")
 
     assert "\n" not in error.value.message
 
@@ -83,12 +83,12 @@ def test_wrong_ids(ids, message_pattern):
 def test_ids_of_a_file(tmp_path):
     (tmp_path / "ids").write_text("a\nb\n", encoding="utf-8")
 
-    assert ids_of(tmp_path / "ids", "item").to_pylist() == ["a", "b"]
+    assert checked_ids(tmp_path / "ids", "item").to_pylist() == ["a", "b"]
     (tmp_path / "ids").write_bytes(b"\xff\xfe")
     with pytest.raises(SourceError, match="one id a line, in UTF-8"):
-        ids_of(tmp_path / "ids", "item")
+        checked_ids(tmp_path / "ids", "item")
     with pytest.raises(SourceError, match="one id a line, in UTF-8"):
-        ids_of(tmp_path / "none", "item")
+        checked_ids(tmp_path / "none", "item")
 
 
 @pytest.mark.parametrize("line_break", ["\n", "\r\n"])
@@ -98,7 +98,7 @@ def test_only_line_breaks_end_an_id_of_a_file(tmp_path, line_break):
     text = "\ufeff" + line_break.join([*ids[:-1], f" {ids[-1]} "]) + line_break
     (tmp_path / "ids").write_bytes(text.encode())
 
-    assert ids_of(tmp_path / "ids", "item").to_pylist() == ids
+    assert checked_ids(tmp_path / "ids", "item").to_pylist() == ids
 
 
 @pytest.mark.parametrize("null_text", ["NULL", "\\N", "nan"])
@@ -106,12 +106,12 @@ def test_a_word_for_nothing_among_the_ids_of_a_file_is_refused(tmp_path, null_te
     (tmp_path / "ids").write_text(f"a\n{null_text}\n")
 
     with pytest.raises(SourceError, match=r"item ids: .*no id, first in row 1 .*fill them in"):
-        ids_of(tmp_path / "ids", "item")
+        checked_ids(tmp_path / "ids", "item")
 
 
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.large_string(), pa.decimal128(38, 0)])
 def test_ids_of_other_types_are_texts(kind):
-    assert ids_of(pa.array(["7", "8"]).cast(kind), "item").to_pylist() == ["7", "8"]
+    assert checked_ids(pa.array(["7", "8"]).cast(kind), "item").to_pylist() == ["7", "8"]
 
 
 @pytest.mark.parametrize("rows", [[[1.0, 2.0], [1.0, None]], [[1, 2], [None, 1]]])
@@ -119,7 +119,7 @@ def test_ids_of_other_types_are_texts(kind):
 def test_a_number_that_is_missing_is_named_by_its_row(rows, is_chunked):
     column = pa.array(rows)
     with pytest.raises(SourceError, match="a number is missing in item vectors, first in row 1"):
-        Vectors.of(None, pa.chunked_array([column]) if is_chunked else column, "item")
+        EntityVectors.of(None, pa.chunked_array([column]) if is_chunked else column, "item")
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,14 @@ def test_a_number_that_is_missing_is_named_by_its_row(rows, is_chunked):
     [range(3), np.arange(3), np.arange(3).astype("i4"), ["0", "1", "2"], pa.array([0, 1, 2])],
 )
 def test_ids_of_every_kind_are_texts(ids):
-    assert ids_of(ids, "item").to_pylist() == ["0", "1", "2"]
+    assert checked_ids(ids, "item").to_pylist() == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
     "rows", [ITEMS, ITEMS.astype("f8"), ITEMS.tolist(), np.asfortranarray(ITEMS)]
 )
 def test_vectors_of_every_kind_are_the_same(rows):
-    vectors = Vectors.of(None, rows, "item")
+    vectors = EntityVectors.of(None, rows, "item")
 
     assert np.array_equal(vectors.rows, ITEMS) and vectors.rows.dtype == np.float32
 
@@ -143,11 +143,11 @@ class TestFiles:
     def test_one_that_is_not_there(self, tmp_path):
         for name in ("items.npy", "items.parquet"):
             with pytest.raises(SourceError, match=r"item vectors: there is no file .*items"):
-                Vectors.of(None, tmp_path / name, "item")
+                EntityVectors.of(None, tmp_path / name, "item")
 
     def test_one_of_another_kind(self, tmp_path):
         with pytest.raises(SourceError, match=r"a \.npy or a \.parquet file is read"):
-            Vectors.of(None, tmp_path / "items.csv", "item")
+            EntityVectors.of(None, tmp_path / "items.csv", "item")
 
     @pytest.mark.parametrize("name", ["items.npy", "items.parquet"])
     def test_one_that_is_cut_short(self, tmp_path, name):
@@ -157,7 +157,7 @@ class TestFiles:
         path.write_bytes(path.read_bytes()[:100])
 
         with pytest.raises(SourceError, match=re.escape(str(path))) as error:
-            Vectors.of(None, path, "item")
+            EntityVectors.of(None, path, "item")
 
         assert "\n" not in error.value.message
 
@@ -165,7 +165,7 @@ class TestFiles:
         path = parquet(tmp_path / "items.parquet", id=["a", "b"], vector=[[1.0, 2.0], [1.0]])
 
         with pytest.raises(SourceError, match="all rows need as many, and none may be missing"):
-            Vectors.of(None, path, "item")
+            EntityVectors.of(None, path, "item")
 
     @pytest.mark.parametrize("incomplete_vector", [None, [1.0, None]])
     def test_a_missing_vector_or_number(self, tmp_path, incomplete_vector):
@@ -174,35 +174,35 @@ class TestFiles:
         )
 
         with pytest.raises(SourceError, match=r"missing|not finite"):
-            Vectors.of(None, path, "item")
+            EntityVectors.of(None, path, "item")
 
     def test_two_columns_of_one_name(self, tmp_path):
         path = tmp_path / "items.parquet"
         pq.write_table(pa.table([["a"], [[1.0]], [[1.0]]], ["id", "vector", "vector"]), path)
 
         with pytest.raises(SourceError, match="two columns of one name among id, vector, vector"):
-            Vectors.of(None, path, "item")
+            EntityVectors.of(None, path, "item")
 
     def test_columns_that_do_not_say_which_is_which(self, tmp_path):
         path = parquet(tmp_path / "items.parquet", a=[1], b=[2], vector=[[1.0]])
 
         with pytest.raises(SourceError, match="has a, b, vector: it wants one of ids and one of"):
-            Vectors.of(None, path, "item")
+            EntityVectors.of(None, path, "item")
 
     def test_what_is_right_is_read(self, tmp_path):
         names = [f"i{n}" for n in range(80)]
         path = parquet(tmp_path / "items.parquet", id=names, vector=ITEMS.tolist())
 
-        assert Vectors.of(None, path, "item").ids.to_pylist() == names
-        assert np.array_equal(Vectors.of(None, path, "item").rows, ITEMS)
-        assert Vectors.of(range(80), path, "item").ids[79].as_py() == "79"
+        assert EntityVectors.of(None, path, "item").ids.to_pylist() == names
+        assert np.array_equal(EntityVectors.of(None, path, "item").rows, ITEMS)
+        assert EntityVectors.of(range(80), path, "item").ids[79].as_py() == "79"
         npy = saved(tmp_path / "items.npy", ITEMS)
-        assert np.array_equal(Vectors.of(None, str(npy), "item").rows, ITEMS)
+        assert np.array_equal(EntityVectors.of(None, str(npy), "item").rows, ITEMS)
 
 
 class TestClicks:
-    USERS = ids_of(range(120), "user")
-    ITEMS = ids_of(range(80), "item")
+    USERS = checked_ids(range(120), "user")
+    ITEMS = checked_ids(range(80), "item")
 
     def test_transposed_ones(self):
         with pytest.raises(

@@ -11,7 +11,7 @@ import pytest
 
 from cache.errors import ConfigError
 from precompute.adapters.vectors import from_vectors
-from precompute.bundles.bundle_store import chosen_bundle, look_at_chosen
+from precompute.bundles.bundle_store import chosen_bundle, preview_chosen_bundle
 from precompute.config.settings import night_config
 
 IDS, VECTORS = ["a", "b", "c", "d"], np.eye(4, dtype=np.float32)
@@ -28,7 +28,7 @@ def kill(*_, **__):
 
 to, step = Path(sys.argv[1]), sys.argv[2]
 if step == "before the bundle":
-    folder.swap_in = kill
+    folder.swap_in_folder = kill
 elif step == "after the bundle":
     folder._write_tables = kill
 elif step == "between two tables":
@@ -39,7 +39,7 @@ elif step == "between two tables":
             kill()
     Path.replace = replace_one
 else:
-    folder.write_import = kill
+    folder.write_import_report = kill
 ids, vectors = ["a", "b", "c", "d"], np.eye(4, dtype=np.float32)
 from_vectors(ids, 2 * vectors, ids, vectors, to=to)
 """
@@ -63,7 +63,7 @@ def test_neither_check_nor_night_takes_what_a_killed_import_left(tmp_path: Path,
     killed = run_and_kill(shop, step)
 
     assert killed == -signal.SIGKILL
-    for choose in (chosen_bundle, look_at_chosen):
+    for choose in (chosen_bundle, preview_chosen_bundle):
         expected = pytest.raises(
             ConfigError, match=r"was interrupted, or is not over.*run it again"
         )
@@ -71,7 +71,7 @@ def test_neither_check_nor_night_takes_what_a_killed_import_left(tmp_path: Path,
             pass
 
     from_vectors(IDS, VECTORS, IDS, VECTORS, to=shop)
-    with look_at_chosen(config) as bundle:
+    with preview_chosen_bundle(config) as bundle:
         assert bundle is not None
     assert not [path.name for path in shop.iterdir() if path.name.startswith(".")]
 

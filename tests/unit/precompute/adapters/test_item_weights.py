@@ -92,8 +92,8 @@ def test_what_a_cut_costs_is_said_and_can_be_recomputed(tmp_path):
 
 
 def test_more_items_than_are_kept_exactly_are_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(item_weights, "EXACT_MAX", 79)
-    monkeypatch.setattr(item_weights, "DIMS", 8)
+    monkeypatch.setattr(item_weights, "EXACT_ITEMS_MAX", 79)
+    monkeypatch.setattr(item_weights, "DEFAULT_DIMS", 8)
 
     report = from_item_weights(ease(CLICKS), CLICKS, to=tmp_path / "out")
 

@@ -15,7 +15,7 @@ pytest.importorskip("onnxscript")
 
 from cache.errors import LarderError, SourceError
 from cache.model.tower import Histories, Tower
-from precompute.adapters.torch_export import Example, export
+from precompute.adapters.torch_export import Example, export_tower
 from precompute.adapters.torch_towers import from_torch
 from precompute.bundles import onnx_model
 from precompute.bundles.bundle import Bundle
@@ -65,7 +65,7 @@ def exported():
         if kind not in export_by_kind:
             torch.manual_seed(0)
             tower = bound(getattr(towers, kind)(), example(**features))
-            export_by_kind[kind] = tower, *export(tower)[:2]
+            export_by_kind[kind] = tower, *export_tower(tower)[:2]
         return export_by_kind[kind]
 
     return of
@@ -317,8 +317,8 @@ def test_weights_that_the_graph_cannot_hold_get_a_file_of_their_own(monkeypatch,
     spec_of, tower = {}, bound(towers.Mean(), example())
     for name, limit in (("inside", onnx_model.GRAPH_BYTES_MAX), ("outside", 0)):
         monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", limit)
-        monkeypatch.setattr(onnx_model, "_SMALL_BYTES", 64)
-        model, spec_of[name], error = export(tower)
+        monkeypatch.setattr(onnx_model, "_INLINE_TENSOR_BYTES_MAX", 64)
+        model, spec_of[name], error = export_tower(tower)
         weights_file = model.write(tmp_path / f"{name}.onnx")
         assert error < 1e-6 and (weights_file is None) == (name == "inside")
     histories = {"history": Histories.of([[1, 2, 3], [4]])}
@@ -421,7 +421,7 @@ def imported_with_groups(folder, export_example, item_ids, **features):
 @pytest.mark.parametrize("code", [-1, -5])
 def test_a_negative_code_is_refused_as_one_beyond_the_table(code, tmp_path):
     tower = bound(towers.Country(), COUNTRY_ALONE)
-    model, spec, _ = export(tower)
+    model, spec, _ = export_tower(tower)
     model.write(tmp_path / "tower.onnx")
     opened_tower = Tower.open(tmp_path / "tower.onnx", spec)
     for wrong in (code, 5):

@@ -12,7 +12,7 @@ from torch import nn
 
 from cache.errors import BundleError, LarderError, SourceError
 from precompute.adapters import torch_export
-from precompute.adapters.torch_export import Example, export
+from precompute.adapters.torch_export import Example, export_tower
 from precompute.adapters.torch_towers import from_torch
 from tests.unit.precompute.adapters import torch_examples as towers
 from tests.unit.precompute.adapters.torch_examples import (
@@ -71,7 +71,7 @@ class Tiny(towers.Mean):
 
 def refused(kind, error, remedy):
     with pytest.raises(error, match=re.escape(remedy)) as raised:
-        export(bound(kind()))
+        export_tower(bound(kind()))
     assert "\n" not in raised.value.message
 
 
@@ -117,7 +117,7 @@ def test_a_fixed_length_is_what_a_frozen_tower_may_have():
         {"history": HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=12, is_fixed=True
     )
 
-    _, spec, worst = export(bound(FrozenLength(), export_example))
+    _, spec, worst = export_tower(bound(FrozenLength(), export_example))
 
     assert worst <= torch_export.PARITY_TOLERANCE and spec.inputs[0].max_length == 12
 
@@ -166,14 +166,14 @@ def test_a_padding_that_is_an_item_is_refused(pad):
 
 def test_flags_are_no_input():
     with pytest.raises(SourceError, match=r"inputs are int32, int64 or float32"):
-        export(bound(towers.Featured(), example(country=torch.tensor([True, False]))))
+        export_tower(bound(towers.Featured(), example(country=torch.tensor([True, False]))))
 
 
 def test_a_history_longer_than_its_table_of_places_is_named():
     export_example = Example({"history": HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=100)
 
     with pytest.raises(SourceError, match="pad, max_length and the number of items must be those"):
-        export(bound(towers.Transformer(), export_example))
+        export_tower(bound(towers.Transformer(), export_example))
 
 
 def test_towers_of_two_widths_are_refused_and_nothing_is_written(tmp_path):

@@ -36,7 +36,7 @@ def test_the_stream_is_the_one_that_was_read_whatever_is_configured_since(
 ) -> None:
     config = NightConfig(namespace="own", events=EventsConfig(enabled=True, namespace="b"))
 
-    events_read = seal._events(
+    events_read = seal._events_read(
         config, {"events": {"until": "5-1", "files": 1}, "events_namespace": events_namespace}
     )
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
 from precompute.adapters import vector_bundle
-from precompute.adapters.vector_bundle import make_bundle
-from precompute.adapters.vectors import model_of
+from precompute.adapters.vector_bundle import (make_vector_bundle)
+from precompute.adapters.vectors import (fold_vectors_model)
 from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_store import bundle_made_of, forget_items, made_of_tables
+from precompute.bundles.bundle_store import (bundle_made_of, bundles_from_tables, remove_bundles_with_items)
 from precompute.config.settings import NightConfig, Sources
 from precompute.sources.erasures import ErasedEntities
 from tests.unit.precompute.adapters.written import item_vectors
@@ -66,7 +66,7 @@ def with_clicks(config: NightConfig, users: Floats, items: Floats, at: datetime)
 
 
 def make_bundle_of(config: NightConfig, folder: str = "bundle", **more: Any) -> Bundle:
-    return make_bundle(config, config.path(folder), **{"interactions_before": None, **more})
+    return make_vector_bundle(config, config.path(folder), **{"interactions_before": None, **more})
 
 
 def test_the_same_tables_make_the_same_bytes_and_other_items_others(
@@ -121,9 +121,9 @@ def test_a_fold_is_chosen_by_few_users_of_many(
 
     def record_sizes(items: Any, users: Any, clicks: Any, **more: Any) -> Any:
         sample_sizes.extend((len(users.ids), clicks.matrix.shape[0], clicks.matrix.nnz))
-        return model_of(items, users, clicks, **more)
+        return fold_vectors_model(items, users, clicks, **more)
 
-    monkeypatch.setattr(vector_bundle, "model_of", record_sizes)
+    monkeypatch.setattr(vector_bundle, "fold_vectors_model", record_sizes)
     make_bundle_of(config)
 
     assert sample_sizes == [7, 7, 70]
@@ -260,16 +260,16 @@ def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: Nig
     }
     for name, event_vectors in vectors.items():
         key = hashlib.sha256(name.encode()).hexdigest()
-        make = partial(make_bundle, config, interactions_before=None, event_vectors=event_vectors)
+        make = partial(make_vector_bundle, config, interactions_before=None, event_vectors=event_vectors)
         with bundle_made_of(store, key, make) as bundle:
             digests[name] = bundle.digest
     store.local(f"bundles/{digests['damaged']}/items.parquet").write_bytes(b"{")
 
-    assert forget_items(store, []) == 0
-    assert forget_items(store, [b"nobody", b"new"]) == 2
+    assert remove_bundles_with_items(store, []) == 0
+    assert remove_bundles_with_items(store, [b"nobody", b"new"]) == 2
 
-    assert [bundle_record.digest for bundle_record in made_of_tables(store)] == [digests["without"]]
+    assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == [digests["without"]]
     files = [file for file in store.local("bundles").rglob("*") if file.is_file()]
     assert {file.parent.name for file in files} == {"bundles", digests["without"]}
     assert not any(np.full(DIMS, 0.25, "f4").tobytes() in file.read_bytes() for file in files)
-    assert forget_items(store, [b"nobody", b"new"]) == 0
+    assert remove_bundles_with_items(store, [b"nobody", b"new"]) == 0

@@ -13,12 +13,12 @@ from cache.errors import BundleError, ConfigError
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import BUNDLE_FILE, Bundle
 from precompute.bundles.bundle_store import (
+    all_handovers,
     bundle_made_of,
-    chosen_at,
+    bundles_from_tables,
     chosen_bundle,
+    chosen_bundle_handed_over_at,
     hand_over,
-    handed_over,
-    made_of_tables,
     sweep_bundles,
 )
 from precompute.config.settings import NightConfig
@@ -52,7 +52,10 @@ def test_a_host_without_a_bundle_takes_the_one_that_another_host_had(host):
         read_chosen_digest(host("b"))
 
     assert read_chosen_digest(host("a")) == digest == read_chosen_digest(host("b"))
-    assert chosen_at(host("b")) == handed_over(host("b").store())[0].unix_ms / 1000
+    assert (
+        chosen_bundle_handed_over_at(host("b"))
+        == all_handovers(host("b").store())[0].unix_ms / 1000
+    )
 
 
 def test_a_folder_that_was_followed_by_another_bundle_is_not_gone_back_to(host, caplog):
@@ -90,13 +93,13 @@ def test_a_bundle_that_no_night_can_use_does_not_follow_one_that_nights_use(host
     kept.rename(folder)
 
     # Then nights use that
-    assert read_chosen_digest(host("a")) == old and len(handed_over(host("a").store())) == 1
+    assert read_chosen_digest(host("a")) == old and len(all_handovers(host("a").store())) == 1
 
 
 def test_handing_over_what_is_the_last_one_changes_nothing(host):
     deliver(host("a"), 1)
     assert read_chosen_digest(host("a")) == read_chosen_digest(host("a"))
-    assert len(handed_over(host("a").store())) == 1
+    assert len(all_handovers(host("a").store())) == 1
 
 
 def test_a_clock_that_went_back_does_not_make_an_older_bundle_the_last_one(host):
@@ -104,11 +107,11 @@ def test_a_clock_that_went_back_does_not_make_an_older_bundle_the_last_one(host)
     for seed in (1, 2, 3):
         last = deliver(host("a"), seed)
         hand_over(store, Bundle.open(host("a").path("bundle")), clock=lambda: next(times))
-    assert handed_over(store)[-1].digest == last
+    assert all_handovers(store)[-1].digest == last
 
 
 def test_the_store_keeps_the_files_of_the_last_few_only(host, monkeypatch):
-    monkeypatch.setattr(bundle_store, "BUNDLES_KEPT", 2)
+    monkeypatch.setattr(bundle_store, "KEPT_BUNDLES_MAX", 2)
     digests = []
     for seed in (1, 2, 3):
         deliver(host("a"), seed)
@@ -166,11 +169,11 @@ def test_a_bundle_that_was_made_of_tables_follows_no_other(host):
     from_tables(host("a"), "1" * 64, lambda folder: train_small(folder, dims=7))
 
     assert read_chosen_digest(host("a")) == mine == read_chosen_digest(host("b"))
-    assert len(handed_over(host("a").store())) == 1
+    assert len(all_handovers(host("a").store())) == 1
 
 
 def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
-    monkeypatch.setattr(bundle_store, "BUNDLES_KEPT", 2)
+    monkeypatch.setattr(bundle_store, "KEPT_BUNDLES_MAX", 2)
     store, times = host("a").store(), itertools.count(1_000)
     mine = deliver(host("a"), 1)
     assert read_chosen_digest(host("a")) == mine
@@ -183,7 +186,7 @@ def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
     assert sweep_bundles(store) == 1
 
     assert {name for name in store.names("bundles") if len(name) == 64} == {mine, *digests[1:]}
-    assert [bundle_record.digest for bundle_record in made_of_tables(store)] == digests[1:]
+    assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == digests[1:]
     assert (
         from_tables(host("a"), "0" * 64, lambda folder: train_small(folder, dims=4)) == digests[0]
     )

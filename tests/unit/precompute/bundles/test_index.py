@@ -43,7 +43,7 @@ def test_an_index_of_the_wrong_metric_or_probes_shows_in_its_recall(tmp_path, ve
     sample = sample_queries(vectors)
 
     as_inner_product = measure_recall(Searcher.open(path, "inner_product"), vectors, sample)
-    index = indexes.inverted_file(vectors, "inner_product")
+    index = indexes.build_inverted_file(vectors, "inner_product")
     index.nprobe = 1
     one_probe = measure_recall(Searcher(index, "inner_product", 1), vectors, sample)
 
@@ -52,11 +52,11 @@ def test_an_index_of_the_wrong_metric_or_probes_shows_in_its_recall(tmp_path, ve
 
 
 def test_many_items_get_the_inverted_file_only_if_it_pays(tmp_path, vectors, monkeypatch):
-    monkeypatch.setattr(indexes, "FLAT_BELOW", 1000)
-    monkeypatch.setattr(indexes, "_search_ms", lambda searcher, sample: 1.0)
+    monkeypatch.setattr(indexes, "FLAT_ITEMS_MAX", 1000)
+    monkeypatch.setattr(indexes, "_median_search_ms", lambda searcher, sample: 1.0)
 
     slow = build_index(vectors, "inner_product", tmp_path / "a.faiss")
-    monkeypatch.setattr(indexes, "_WORTH_IT", 2.0)
+    monkeypatch.setattr(indexes, "_IVF_TIME_SHARE_MAX", 2.0)
     fast = build_index(vectors, "inner_product", tmp_path / "b.faiss")
 
     assert slow.kind == "flat"
@@ -152,7 +152,7 @@ def test_agreement_compares_a_tile_of_the_items_at_a_time(monkeypatch):
     exclusions = Histories.of([np.argsort(-scores[row])[:2] for row in range(3)] + [()] * 61)
 
     tracemalloc.start()
-    overlap, errors = agreement._compare(
+    overlap, errors = agreement._compare_tops(
         exact, close, item_vectors, 20, "inner_product", exclusions
     )
     peak = tracemalloc.get_traced_memory()[1]

@@ -19,7 +19,7 @@ from precompute.bundles.quantize import quantize_tower
 def outside(monkeypatch):
     """Limits under which every table of these tests stands beside its graph."""
     monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", 0)
-    monkeypatch.setattr(onnx_model, "_SMALL_BYTES", 63)
+    monkeypatch.setattr(onnx_model, "_INLINE_TENSOR_BYTES_MAX", 63)
 
 
 def table(items, dims, seed=0):
@@ -46,7 +46,7 @@ def test_a_model_is_the_same_with_its_weights_in_a_file_of_their_own(
     onnx_model.history_tower(rows).write(folder / "inside.onnx")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnx_model, "GRAPH_BYTES_MAX", 0)
-        patch.setattr(onnx_model, "_SMALL_BYTES", 63)
+        patch.setattr(onnx_model, "_INLINE_TENSOR_BYTES_MAX", 63)
         model = onnx_model.history_tower(rows)
     written = [model.write(folder / name) for name in ("outside.onnx", "again.onnx")]
 

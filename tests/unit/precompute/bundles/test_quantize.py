@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from cache.errors import BundleError
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.bundles.agreement import agreement, select_rows
+from precompute.bundles.agreement import measure_agreement, select_input_rows
 from precompute.bundles.quantize import quantize_tower
 from tests.models import histories_of, train_small
 
@@ -77,11 +77,11 @@ def test_a_general_int8_tower_is_batch_invariant_and_agrees(perceptron, tmp_path
     path, spec = perceptron
     int8_path = tmp_path / "int8.onnx"
     inputs = make_inputs(1200)
-    quantize_tower(path, spec, select_rows(inputs, np.arange(400)), int8_path)
+    quantize_tower(path, spec, select_input_rows(inputs, np.arange(400)), int8_path)
     exact, fast = Tower.open(path, spec), Tower.open(int8_path, spec)
     items = np.random.default_rng(2).standard_normal((500, DIMS)).astype(np.float32)
 
-    facts = agreement(exact, fast, inputs, items)
+    facts = measure_agreement(exact, fast, inputs, items)
 
     assert facts["batch_invariant"]
     assert facts["overlap_at_20"] > 0.85
@@ -89,7 +89,7 @@ def test_a_general_int8_tower_is_batch_invariant_and_agrees(perceptron, tmp_path
     all_vectors = fast.run(inputs)
     for size in (1, 2, 31, 700):
         rows = np.random.default_rng(size).choice(1200, size, replace=False)
-        assert np.array_equal(fast.run(select_rows(inputs, rows)), all_vectors[rows])
+        assert np.array_equal(fast.run(select_input_rows(inputs, rows)), all_vectors[rows])
 
 
 def test_weights_of_products_leave_room_for_pairs_in_16_bits(tmp_path):
@@ -129,7 +129,7 @@ def test_the_reference_towers_keep_their_lists_in_int8(tmp_path):
     for model in (bundle.user_tower, bundle.values["user_affinity"]):
         int8_path = tmp_path / f"{model.name}.onnx"
         quantize_tower(model.path, model.spec, inputs, int8_path)
-        facts = agreement(
+        facts = measure_agreement(
             Tower.open(model.path, model.spec),
             Tower.open(int8_path, model.spec),
             inputs,
@@ -171,7 +171,7 @@ def test_a_tower_of_means_finds_the_lists_of_histories_of_one_item(tmp_path):
 
     # When it is calibrated on long histories
     quantize_tower(path, spec, inputs, int8_path)
-    facts = agreement(Tower.open(path, spec), Tower.open(int8_path, spec), inputs, items)
+    facts = measure_agreement(Tower.open(path, spec), Tower.open(int8_path, spec), inputs, items)
 
     # Then both are found
     assert facts["overlap_at_20_newest"] > 0.9
@@ -185,7 +185,7 @@ def test_excluded_items_count_on_neither_side(tmp_path):
     vectors = item.run({"item_index": np.arange(len(bundle.item_ids))})
     inputs = {"history": histories_of()}
 
-    facts = agreement(tower, tower, inputs, vectors, excluded=histories_of())
+    facts = measure_agreement(tower, tower, inputs, vectors, excluded_ordinals=histories_of())
 
     assert facts["overlap_at_20"] == 1.0
     assert facts["score_error_p99"] == 0.0

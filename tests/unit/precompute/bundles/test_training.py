@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from precompute.bundles.bundle_store import heal_swap, swap_in, sweep_training
+from precompute.bundles.bundle_store import heal_swap, swap_in_folder, sweep_training
 from precompute.sources.columns import Ids
 from precompute.sources.vocabulary import HashedIds, NumberedIds
 
@@ -27,7 +27,7 @@ def version_of(folder: Path) -> str:
 def test_a_swap_leaves_the_new_bundle_and_nothing_else(tmp_path):
     target = bundle(tmp_path / "bundle", "1")
 
-    swap_in(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
+    swap_in_folder(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
 
     assert version_of(target) == "2"
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
@@ -48,7 +48,7 @@ def test_a_kill_between_the_two_renames_is_healed_with_the_old_bundle(tmp_path, 
 
     monkeypatch.setattr(Path, "replace", killed_at_the_second)
     with pytest.raises(SystemExit):
-        swap_in(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
+        swap_in_folder(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
     monkeypatch.undo()
     assert not target.exists()
 
@@ -68,7 +68,7 @@ def test_a_night_that_heals_in_the_middle_of_a_swap_does_not_stop_it(tmp_path, m
         return rename(self, to)
 
     monkeypatch.setattr(Path, "replace", healing)
-    swap_in(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
+    swap_in_folder(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
 
     assert healed == [True] and version_of(target) == "2"
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
@@ -92,7 +92,7 @@ def ids_of(texts: list[str]) -> Ids:
 
 def test_ids_are_numbered_as_they_come_whatever_the_batches(monkeypatch):
     """As one dictionary over all texts numbers them: which had offsets of 32 bits, so 2 GiB of ids were too many."""
-    monkeypatch.setattr("precompute.sources.vocabulary.BATCHES_MERGED_AT_ONCE", 3)
+    monkeypatch.setattr("precompute.sources.vocabulary.WAITING_BATCHES_MAX", 3)
     rng = np.random.default_rng(5)
     batches = [[f"item-{number}" for number in rng.integers(0, 40, 30)] for _ in range(10)]
     numbered, hashed_ids = NumberedIds(), HashedIds()

@@ -27,7 +27,7 @@ from precompute.sources.erasures import (
     all_erasures,
     mark_done,
     mark_forgotten,
-    request,
+    request_erasure,
 )
 from precompute.sources.readers import Interactions
 
@@ -50,14 +50,14 @@ def batch(*pairs: tuple[str, str]) -> Interactions:
 
 
 def test_a_request_is_written_once_and_read_back_whole(store):
-    first = request(store, b"u1", "user", at=5.0)
-    item = request(store, b"u1", "item", at=6.0, was_blocked=True)
+    first = request_erasure(store, b"u1", "user", requested_at=5.0)
+    item = request_erasure(store, b"u1", "item", requested_at=6.0, was_blocked=True)
 
-    assert request(store, b"u1", "user", at=7.0) == first
+    assert request_erasure(store, b"u1", "user", requested_at=7.0) == first
     assert all_erasures(store) == [first, item]
-    mark_done(store, first, at=8.0)
-    mark_done(store, first, at=9.0)
-    mark_forgotten(store, item, at=10.0, reason="a mistake")
+    mark_done(store, first, done_at=8.0)
+    mark_done(store, first, done_at=9.0)
+    mark_forgotten(store, item, forgotten_at=10.0, reason="a mistake")
     done_erasure, forgotten = all_erasures(store)
     assert (done_erasure.done_at, done_erasure.is_in_force, done_erasure.is_pending) == (
         8.0,
@@ -65,11 +65,11 @@ def test_a_request_is_written_once_and_read_back_whole(store):
         False,
     )
     assert (forgotten.reason, forgotten.is_in_force) == ("a mistake", False)
-    assert request(store, b"u1", "item", at=11.0).number == 3
+    assert request_erasure(store, b"u1", "item", requested_at=11.0).number == 3
 
 
 def test_forgetting_needs_a_reason(store):
-    request(store, b"u1", "user", at=5.0)
+    request_erasure(store, b"u1", "user", requested_at=5.0)
 
     with pytest.raises(ConfigError, match="--reason"):
         forget(store, b"u1", "user", at=6.0, reason=" ")
@@ -98,7 +98,7 @@ def test_a_night_leaves_out_erased_users_and_whatever_was_done_with_erased_items
     ] and remaining_interactions.users.codes.tolist() == [0, 1]
     assert remaining_interactions.items.texts().to_pylist() == ["i1", "u1"]
     assert remaining_interactions.times.tolist() == [2, 3]
-    assert erased.keeps_users(Ids.of(pa.array(["u1", "u2"]))).tolist() == [False, True]
+    assert erased.kept_users_mask(Ids.of(pa.array(["u1", "u2"]))).tolist() == [False, True]
     everything = batch(("u1", "i9"))
     assert NO_ERASURES.leave_out(everything) is everything
 
@@ -133,7 +133,7 @@ def test_forgotten_ones_are_not_left_out_and_done_ones_are():
 
 def test_an_unreadable_generation_counts_as_holding_the_entity(store, tmp_path):
     """Being made, damaged, or without the files to look into; but not one that says it left the entity out."""
-    erasure = request(store, b"u1", "user", at=5.0)
+    erasure = request_erasure(store, b"u1", "user", requested_at=5.0)
     begin_report = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}
     store.write(f"generations/{G1}/work/begin.json", orjson.dumps({**begin_report, "erased": [1]}))
     store.write(f"generations/{G2}/work/begin.json", orjson.dumps(begin_report))
@@ -154,7 +154,7 @@ def test_an_unreadable_generation_counts_as_holding_the_entity(store, tmp_path):
 
 def test_a_user_of_the_same_id_does_not_hold_an_erased_item(store):
     # Given a generation without the item, and no file of its users at hand
-    erasure = request(store, b"ann", "item", at=5.0)
+    erasure = request_erasure(store, b"ann", "item", requested_at=5.0)
     begin_report = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}
     store.write(f"generations/{G1}/work/begin.json", orjson.dumps(begin_report))
     store.write(f"generations/{G1}/directory/item/0000.u64", np.array([7], "<u8").tobytes())
@@ -169,7 +169,9 @@ def test_a_user_of_the_same_id_does_not_hold_an_erased_item(store):
 
 def test_copies_of_a_generation_that_is_gone_hold_whom_it_did_not_leave_out(store, tmp_path):
     """Else each night's retirement, whose copies other hosts still have, would keep every erasure pending for ever."""
-    earlier_erasure, after = (request(store, raw, "user", at=5.0) for raw in (b"u1", b"u2"))
+    earlier_erasure, after = (
+        request_erasure(store, raw, "user", requested_at=5.0) for raw in (b"u1", b"u2")
+    )
     other_store = ArtefactStore(store.url, tmp_path / "other host")
     note_left_out(store, G1, ErasedEntities.of([earlier_erasure]))
     record_copies(other_store, G1)
@@ -183,7 +185,7 @@ def test_copies_of_a_generation_that_is_gone_hold_whom_it_did_not_leave_out(stor
 
 
 def test_a_host_that_is_gone_for_good_is_declared_gone(store, tmp_path):
-    erasure = request(store, b"u1", "user", at=5.0)
+    erasure = request_erasure(store, b"u1", "user", requested_at=5.0)
     pods = [ArtefactStore(store.url, tmp_path / f"pod-{number}") for number in range(3)]
     for pod in pods:
         record_copies(pod, G1)

@@ -8,7 +8,7 @@ from cache.format.manifest import FORMAT_WITH_EVENTS, IncludedEvents, Manifest
 from cache.format.stream_position import Position
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.events.stream import take_events
-from precompute.sources.erasures import request
+from precompute.sources.erasures import request_erasure
 from tests.life import manifest_of
 from tests.unit.precompute.events.stream import Crash, Stream
 
@@ -56,7 +56,7 @@ def published(stream: Stream, until_position: Position) -> None:
 
 def erase(stream: Stream, user: str) -> None:
     """An erasure that is written down."""
-    request(stream.store, user.encode(), "user", at=0.0)
+    request_erasure(stream.store, user.encode(), "user", requested_at=0.0)
 
 
 def nights(stream: Stream, count: int, events: int = 2) -> list[Position]:

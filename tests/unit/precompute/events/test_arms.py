@@ -14,7 +14,7 @@ from cache.traffic.experiments import Experiment, ExperimentArm, change_experime
 from precompute.config.settings import NightConfig
 from precompute.events.files import event_files
 from precompute.events.stream import EventStores, forget_events, take_events, trim_stream
-from precompute.sources.erasures import request
+from precompute.sources.erasures import request_erasure
 from precompute.steps import retire
 from precompute.steps import take_events as take_events_step
 from tests.life import manifest_of
@@ -99,7 +99,7 @@ def test_nights_of_an_arm_trim_and_erase_nothing_of_the_control(
     initial_rows = stream.rows()
 
     assert retire.run(arm, attempt="a")["events_trimmed"] == 0
-    forget_events(arm, [request(arm.store(), b"u1", "user", at=0.0)])
+    forget_events(arm, [request_erasure(arm.store(), b"u1", "user", requested_at=0.0)])
 
     assert stream.rows() == initial_rows and stream.client.xlen(stream.keys.events) == 3
     assert b"u1" in {event.user for event in stream.added.values()}
@@ -115,7 +115,7 @@ def test_what_was_taken_in_before_another_namespaces_events_counted_is_erased_an
     )
     take_events(stream.store, stream.client, stream.keys)
 
-    forget_events(config, [request(stream.store, b"u1", "user", at=0.0)])
+    forget_events(config, [request_erasure(stream.store, b"u1", "user", requested_at=0.0)])
 
     remaining_positions = [
         position for position, event in stream.added.items() if event.user != b"u1"

@@ -22,7 +22,7 @@ from precompute.events.stream import (
     take_events,
     trim_stream,
 )
-from precompute.sources.erasures import ErasedEntities, Erasure, request
+from precompute.sources.erasures import ErasedEntities, Erasure, request_erasure
 from tests.unit.precompute.events.stream import Crash, Stream
 
 GENERATION = "20260131T000000Z-0123456789ab"
@@ -133,7 +133,7 @@ def test_nothing_is_forgotten_quietly_while_the_redis_of_events_is_away(
     stream: Stream, tmp_path: Path
 ) -> None:
     config = stream.config("unix:///nowhere/redis.sock")
-    erasure: Erasure = request(config.store(), b"u1", "user", at=0.0)
+    erasure: Erasure = request_erasure(config.store(), b"u1", "user", requested_at=0.0)
 
     with pytest.raises(TierUnavailable):
         forget_events(config, [erasure])
@@ -153,10 +153,10 @@ class InterruptedStore(ArtefactStore):
 
 def test_two_hosts_that_erase_at_once_bring_no_erased_user_back(stream: Stream) -> None:
     interrupted_store = InterruptedStore(stream.store.url)
-    first = request(stream.store, b"u1", "user", at=0.0)
+    first = request_erasure(stream.store, b"u1", "user", requested_at=0.0)
 
     def another() -> None:
-        second = request(stream.store, b"u0", "user", at=0.0)
+        second = request_erasure(stream.store, b"u0", "user", requested_at=0.0)
         assert forget_in_files(stream.store, ErasedEntities.of([second])) > 0
 
     interrupted_store.then = another
@@ -170,7 +170,7 @@ def test_a_night_that_was_killed_before_its_second_look_keeps_no_erased_user(
 ) -> None:
     def killed(*args: Any, **options: Any) -> None:
         take_events(*args, **options)
-        request(stream.store, b"u4", "user", at=0.0)
+        request_erasure(stream.store, b"u4", "user", requested_at=0.0)
         raise Crash
 
     config = stream.config(redis_url)
@@ -196,7 +196,7 @@ def test_the_stream_is_erased_from_where_no_events_are_taken_in_any_more(
     if has_url:
         config = replace(config, artifacts=f"{config.artifacts}/none")  # without files
 
-    forget_events(config, [request(config.store(), b"u4", "user", at=0.0)])
+    forget_events(config, [request_erasure(config.store(), b"u4", "user", requested_at=0.0)])
 
     assert list_stream_positions(stream) == [
         position for position, event in stream.added.items() if event.user != b"u4"

@@ -9,21 +9,21 @@ from cache.errors import ConfigError
 from cache.format.ids import fingerprints
 from precompute.config.settings import NightConfig
 from precompute.events.files import EventFiles, event_files
-from precompute.partitions.marks import are_marked, marks_file, write_marks
+from precompute.partitions.marks import marked_mask, marks_file_path, write_marks
 
 
 def test_marks_are_of_the_entities_that_were_written_and_of_no_others(tmp_path: Path) -> None:
     written = write_marks(tmp_path, "user", [b"u3", b"u1", b"u2"])
 
-    assert written == marks_file("user") != marks_file("item")
+    assert written == marks_file_path("user") != marks_file_path("item")
     queried_fingerprints = fingerprints([b"u1", b"u9", b"u3"])
-    assert are_marked(tmp_path / written, queried_fingerprints).tolist() == [True, False, True]
+    assert marked_mask(tmp_path / written, queried_fingerprints).tolist() == [True, False, True]
 
 
 def test_no_marks_are_a_file_without_any(tmp_path: Path) -> None:
     written = write_marks(tmp_path, "item", [])
 
-    assert are_marked(tmp_path / written, fingerprints([b"i1"])).tolist() == [False]
+    assert marked_mask(tmp_path / written, fingerprints([b"i1"])).tolist() == [False]
 
 
 def test_a_night_without_events_reads_none_and_takes_no_position_of_theirs() -> None:

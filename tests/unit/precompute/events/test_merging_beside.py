@@ -17,7 +17,7 @@ from precompute.events.files import last_taken, list_taken_files, superseded
 from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.events.taking import take_before_begin
 from precompute.releases.release_log import open_releases
-from precompute.sources.erasures import ErasedEntities, all_erasures, request
+from precompute.sources.erasures import ErasedEntities, all_erasures, request_erasure
 from tests.unit.precompute.events.merging_nights import (
     FILES_PER_MERGE,
     Killed,
@@ -51,7 +51,9 @@ def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_eras
         merge_files(EventStores(killed, stream.keys.namespace))
     erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
     assert erased_event_ids & {name for _, name in stream.rows()}
-    unrelated_erasure = request(stream.store, b"somebody", "user", at=0.0)  # in none of them
+    unrelated_erasure = request_erasure(
+        stream.store, b"somebody", "user", requested_at=0.0
+    )  # in none of them
 
     forget_in_files(stream.store, ErasedEntities.of([unrelated_erasure]))
 

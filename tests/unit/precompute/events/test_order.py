@@ -15,7 +15,7 @@ from cache.events.event import Event
 from cache.format.stream_position import Position
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.events.files import read_event_interactions, to_bytes
-from precompute.partitions.digests import of_users
+from precompute.partitions.digests import digest_users
 from precompute.partitions.night_input import FurtherInput, NightInput
 from precompute.partitions.partition import EarlierPartition, PartitionJob, PartitionResult
 from precompute.partitions.shard_input import read_shard
@@ -88,7 +88,7 @@ class Sandbox:
             for row, user in enumerate(part.ids.to_pylist()):
                 span = slice(part.indptr[row], part.indptr[row + 1])
                 items = self.items.ids_of(part.ordinals[span].astype("u4"))
-                digest = of_users(part, self.items.directory.hashes())[row]
+                digest = digest_users(part, self.items.directory.hashes())[row]
                 inputs_by_user[user] = (
                     list(zip(items, part.times[span].tolist(), strict=True)),
                     int(digest),

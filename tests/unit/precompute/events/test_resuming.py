@@ -11,7 +11,7 @@ import pytest
 from cache.config.events import EventsConfig
 from cache.control.states import GenerationState
 from precompute.builds.build import Build, settings_digest
-from precompute.builds.reports import BEGIN, BeginReport
+from precompute.builds.reports import BEGIN_REPORT, BeginReport
 from precompute.config.settings import NightConfig
 from precompute.events import taking
 
@@ -31,7 +31,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NightConfig:
         yield SimpleNamespace(store=night_config.store(), state=lambda _: GenerationState.BEGUN)
 
     monkeypatch.setattr(taking, "open_releases", opened)
-    monkeypatch.setattr(taking, "all_files", lambda _: [])
+    monkeypatch.setattr(taking, "all_input_files", lambda _: [])
     return night_config
 
 
@@ -41,7 +41,7 @@ def begun(config: NightConfig, generations: Mapping[str, str]) -> None:
         report = {
             "cut": CUT, "settings": settings_digest(config), "events": {"until": until_position}, "inputs": [],
         }  # fmt: skip
-        Build(config, config.store(), generation).report(BEGIN, cast(BeginReport, report))
+        Build(config, config.store(), generation).report(BEGIN_REPORT, cast(BeginReport, report))
 
 
 def test_a_generation_whose_files_were_merged_meanwhile_is_not_gone_on_with(

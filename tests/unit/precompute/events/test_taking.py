@@ -20,7 +20,7 @@ from precompute.events import taking
 from precompute.events.files import event_files, last_taken, path_of, read_event_interactions
 from precompute.events.stream import take_events
 from precompute.partitions.night_input import TakenEvents
-from precompute.sources.erasures import ErasedEntities, request
+from precompute.sources.erasures import ErasedEntities, request_erasure
 from precompute.sources.unusable import UnusableRows
 from tests.unit.precompute.events.stream import Crash, Stream, TroubledStore
 
@@ -209,7 +209,7 @@ def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
     config = stream.config(redis_url)
     stream.add(Event("of-them", 1, b"gone", b"i1"))
     last = stream.add()
-    request(config.store(), b"gone", "user", at=0.0)
+    request_erasure(config.store(), b"gone", "user", requested_at=0.0)
 
     step_result = taking.run(config)
 

@@ -21,7 +21,7 @@ from precompute.gates.evidence.user_sample import (
     sample_users,
 )
 from precompute.gates.rules import records as entities_gate
-from precompute.partitions.shard_files import HASH
+from precompute.partitions.shard_files import HASH_COLUMN
 from precompute.partitions.shard_input import read_shard
 from precompute.sources.columns import text_hashes
 
@@ -32,8 +32,8 @@ def write(folder: Path, rows: list[tuple[str, int, int]]) -> tuple[Directory, En
     """One shard of a partition and the directory of all its users."""
     columns = list(zip(*rows, strict=True))
     hashes = hash_ids([user.encode() for user in columns[0]], SEED)
-    interaction_table = pa.table({HASH: hashes, "ordinal": columns[1], "time": columns[2]})
-    ids = pa.table({"user": columns[0], HASH: hashes})
+    interaction_table = pa.table({HASH_COLUMN: hashes, "ordinal": columns[1], "time": columns[2]})
+    ids = pa.table({"user": columns[0], HASH_COLUMN: hashes})
     for kind, table in (("rows", interaction_table), ("ids", ids), ("features", ids.slice(0, 0))):
         sink = pa.OSFile(str(folder / f"0000.{kind}"), "wb")
         with sink, pa.ipc.new_stream(sink, table.schema) as writer:
@@ -94,7 +94,12 @@ def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(
     _, entities = write(tmp_path, [(user, 1, 10) for user in users])
     hashes = hash_ids([user.encode() for user in users], SEED)
     features = pa.table(
-        {"user": users, HASH: hashes, "age": [None, 30, None, 40], "size": [1.0, None, None, 2.0]}
+        {
+            "user": users,
+            HASH_COLUMN: hashes,
+            "age": [None, 30, None, 40],
+            "size": [1.0, None, None, 2.0],
+        }
     )
     with (
         pa.OSFile(str(tmp_path / "0000.features"), "wb") as sink,
@@ -125,7 +130,7 @@ def test_a_repeated_choice_is_no_new_one(tmp_path: Path) -> None:
 
 def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypatch) -> None:
     directory, entities = write(tmp_path, clicks(900))
-    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 300)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS_MAX", 300)
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
     night = read_shard(tmp_path, 0, history_limit=10)
     assert 0 < sample.source_user_count < len(night.ids)
@@ -137,7 +142,7 @@ def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypat
 
 def test_rows_of_users_whom_the_partition_does_not_name_are_no_evidence(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, clicks(100))
-    incomplete_ids = pa.table({"user": ["user-1"], HASH: hash_ids([b"user-1"], SEED)})
+    incomplete_ids = pa.table({"user": ["user-1"], HASH_COLUMN: hash_ids([b"user-1"], SEED)})
     with (
         pa.OSFile(str(tmp_path / "0000.ids"), "wb") as sink,
         pa.ipc.new_stream(sink, incomplete_ids.schema) as writer,
@@ -171,7 +176,7 @@ def test_the_names_of_a_shard_never_become_python_objects(tmp_path: Path) -> Non
     """`verify` held all ids of a shard as bytes, some 60 bytes each beside the text."""
     users = pa.array([f"user-{number}" for number in range(100_000)])
     hashes = text_hashes(users, SEED)
-    named = pa.table({"user": users, HASH: hashes})
+    named = pa.table({"user": users, HASH_COLUMN: hashes})
     for kind in ("ids", "features"):
         with (
             pa.OSFile(str(tmp_path / f"0000.{kind}"), "wb") as sink,

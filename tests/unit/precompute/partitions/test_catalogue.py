@@ -12,10 +12,10 @@ from cache.errors import SourceError
 from cache.format.ids import hash_id
 from cache.format.item_table import Ordinals
 from precompute.config.settings import NightConfig, Sources
-from precompute.partitions.catalogue import item_texts, open_items, write_catalogue
+from precompute.partitions.catalogue import item_id_texts, open_items, write_catalogue
 from precompute.sources.columns import text_hashes
 from precompute.sources.unusable import UnusableRows
-from precompute.sources.vocabulary import Vocabulary, as_strings
+from precompute.sources.vocabulary import Vocabulary, to_string_chunks
 
 ITEMS = 100_000
 
@@ -23,7 +23,7 @@ ITEMS = 100_000
 def bundle_of(texts):
     """What a catalogue is written from."""
     raws = tuple(text.encode() for text in texts)
-    vocabulary = Vocabulary.of(as_strings(pa.chunked_array([pa.array(texts)])))
+    vocabulary = Vocabulary.of(to_string_chunks(pa.chunked_array([pa.array(texts)])))
     return SimpleNamespace(vocabulary=vocabulary, item_ids=raws, models=())
 
 
@@ -41,7 +41,7 @@ def test_a_catalogue_is_written_without_a_python_object_per_item(tmp_path):
     assert peak < 120 * ITEMS
     assert items.count == ITEMS
     assert [items.ordinal_of(texts[at].encode()) >= 0 for at in (0, ITEMS - 1)] == [True, True]
-    assert sorted(item_texts(items).to_pylist()) == texts
+    assert sorted(item_id_texts(items).to_pylist()) == texts
 
 
 def test_ordinals_ids_and_model_indices_belong_together(tmp_path):
@@ -51,7 +51,7 @@ def test_ordinals_ids_and_model_indices_belong_together(tmp_path):
         shards=3, base=str(tmp_path), sources=Sources(item_features="items.parquet")
     )
 
-    laid = write_catalogue(config, bundle_of(texts), tmp_path, erased=[b"7"])
+    laid = write_catalogue(config, bundle_of(texts), tmp_path, erased_raw_ids=[b"7"])
 
     items = open_items(tmp_path, laid)
     item_ids = items.ids_of(np.arange(items.count, dtype=np.uint32))
@@ -70,7 +70,7 @@ def test_an_item_listed_again_is_left_out_and_named(tmp_path):
 
     laid = write_catalogue(config, bundle_of(["a"]), tmp_path, unusable=unusable)
 
-    assert sorted(item_texts(open_items(tmp_path, laid)).to_pylist()) == ["a", "b", "c"]
+    assert sorted(item_id_texts(open_items(tmp_path, laid)).to_pylist()) == ["a", "b", "c"]
     ((reason, reason_report),) = unusable.to_json()["item_features"]["reasons"].items()
     assert (reason, reason_report["rows"]) == ("listed before", 3)
     assert [case["item"] for case in reason_report["cases"]] == ["a", "b", "a"]

@@ -12,17 +12,17 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources
 from precompute.filters.item_attributes import write_item_attributes
 from precompute.partitions.catalogue import (
-    ITEM_FEATURES,
+    ITEM_FEATURES_FILE,
     open_items,
     write_catalogue,
     write_item_features,
 )
-from precompute.partitions.night_input import NO_NIGHT_VALUES, NightInput
+from precompute.partitions.night_input import NO_EVENT_VALUES, NightInput
 from precompute.partitions.partition import PartitionJob
 from precompute.partitions.shard_input import read_shard
-from precompute.sources.features import NO_VALUES, EntityValues
+from precompute.sources.features import NO_ENTITY_VALUES, EntityValues
 from precompute.sources.unusable import UnusableRows
-from precompute.sources.vocabulary import Vocabulary, as_strings
+from precompute.sources.vocabulary import Vocabulary, to_string_chunks
 from tests.unit.precompute.partitions.test_partition import item_table
 
 IDS = [f"i{number}" for number in range(8)]
@@ -70,7 +70,7 @@ def written(
     sources = Sources(item_features="items.parquet", item_attributes=NAMES)
     config = NightConfig(shards=1, sources=sources, base=str(folder))
     bundle: Any = SimpleNamespace(
-        vocabulary=Vocabulary.of(as_strings(pa.chunked_array([IDS]))), models=[]
+        vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))), models=[]
     )
     items = open_items(folder, write_catalogue(config, bundle, folder))
     files = write_item_attributes(config, items, folder, values=values, unusable=unusable)
@@ -85,8 +85,8 @@ def test_attributes_are_those_of_the_changed_table(tmp_path: Path) -> None:
 
     attribute_files = written(tmp_path / "events", TABLE, SET, unusable)
 
-    assert attribute_files == written(tmp_path / "table", apply_values(SET), NO_VALUES)
-    assert attribute_files != written(tmp_path / "before", TABLE, NO_VALUES)
+    assert attribute_files == written(tmp_path / "table", apply_values(SET), NO_ENTITY_VALUES)
+    assert attribute_files != written(tmp_path / "before", TABLE, NO_ENTITY_VALUES)
     assert all(not source_report["reasons"] for source_report in unusable.to_json().values())
 
 
@@ -98,7 +98,7 @@ def test_an_attribute_of_another_kind_is_noted(tmp_path: Path) -> None:
     )
 
     cleared: EntityValues = {b"i4": {"price": None, "brand": None}}
-    assert attribute_files == written(tmp_path / "table", apply_values(cleared), NO_VALUES)
+    assert attribute_files == written(tmp_path / "table", apply_values(cleared), NO_ENTITY_VALUES)
     unusable_report = unusable.to_json()
     assert unusable_report["events.price"]["reasons"]["not a finite number"]["cases"] == [
         {"item": "i4"}
@@ -124,11 +124,15 @@ def pinned(
     )
     model = SimpleNamespace(name="item_tower", entity="item", spec=TowerSpec(inputs, "vector", 2))
     bundle: Any = SimpleNamespace(
-        vocabulary=Vocabulary.of(as_strings(pa.chunked_array([IDS]))), models=(model,), values={}
+        vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))),
+        models=(model,),
+        values={},
     )
-    items = open_items(folder, write_catalogue(config, bundle, folder, values=values))
-    write_item_features(config, bundle, items, folder, values=values)
-    return (folder / ITEM_FEATURES).read_bytes(), [items.id_of(at) for at in range(items.count)]
+    items = open_items(folder, write_catalogue(config, bundle, folder, event_values=values))
+    write_item_features(config, bundle, items, folder, event_values=values)
+    return (folder / ITEM_FEATURES_FILE).read_bytes(), [
+        items.id_of(at) for at in range(items.count)
+    ]
 
 
 def test_features_and_catalogue_are_those_of_the_changed_table(tmp_path: Path) -> None:
@@ -138,7 +142,7 @@ def test_features_and_catalogue_are_those_of_the_changed_table(tmp_path: Path) -
 
     features_and_ids = pinned(tmp_path / "events", original_prices, values)
 
-    assert features_and_ids == pinned(tmp_path / "table", after, NO_VALUES)
+    assert features_and_ids == pinned(tmp_path / "table", after, NO_ENTITY_VALUES)
     assert set(features_and_ids[1]) == {*IDS} - {"i4"}
 
 
@@ -154,7 +158,7 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
         sources = Sources(interactions=("clicks.parquet",), user_features="users.parquet")
         config = NightConfig(base=str(folder), shards=shards, sources=sources)
         items = item_table([item_id.encode() for item_id in IDS])
-        night = NightInput(config, items, values=NO_NIGHT_VALUES._replace(users=values))
+        night = NightInput(config, items, values=NO_EVENT_VALUES._replace(users=values))
         PartitionJob(night, folder / "work", feature_columns=["age"]).run()
         inputs_by_user: dict[str, Any] = {}
         for shard in range(shards):
@@ -176,5 +180,7 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
     }  # fmt: skip
     inputs_with_events = users("events", {"a": 1, "b": 2, "c": 3}, values)
 
-    assert inputs_with_events == users("table", {"a": 9, "b": None, "c": 3, "new": 5}, NO_VALUES)
+    assert inputs_with_events == users(
+        "table", {"a": 9, "b": None, "c": 3, "new": 5}, NO_ENTITY_VALUES
+    )
     assert set(inputs_with_events) == {"a", "b", "c", "new"}

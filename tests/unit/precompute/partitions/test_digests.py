@@ -12,7 +12,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from precompute.partitions.digests import Digests, of_column, of_columns, of_rows, of_users
+from precompute.partitions.digests import (
+    Digests,
+    digest_column,
+    digest_columns,
+    digest_users,
+    digest_value_rows,
+)
 from precompute.partitions.shard_input import ShardInput
 
 HASHES: Digests = np.random.default_rng(0).integers(0, 2**64, 40, np.uint64)
@@ -54,7 +60,7 @@ def bits(value: Any) -> Any:
 def test_rows_have_one_digest_where_they_hold_the_same(kind: str, data: st.DataObject) -> None:
     values = data.draw(columns(kind))
 
-    digests = of_column(pa.array(values, KINDS[kind][0])).tolist()
+    digests = digest_column(pa.array(values, KINDS[kind][0])).tolist()
 
     for row, digest in enumerate(digests):
         for earlier_row in range(row):
@@ -74,10 +80,12 @@ def test_chunks_and_slices_change_nothing(kind: str, data: st.DataObject) -> Non
     chunks = [full_array.slice(start, end - start) for start, end in pairwise(cuts)]
     copies = [pa.concat_arrays([chunk]) for chunk in chunks]
 
-    expected = of_column(full_array).tolist()
+    expected = digest_column(full_array).tolist()
     for chunk_list in (chunks, copies):
-        assert of_column(pa.chunked_array(chunk_list, full_array.type)).tolist() == expected
-        assert [digest for chunk in chunk_list for digest in of_column(chunk).tolist()] == expected
+        assert digest_column(pa.chunked_array(chunk_list, full_array.type)).tolist() == expected
+        assert [
+            digest for chunk in chunk_list for digest in digest_column(chunk).tolist()
+        ] == expected
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,7 @@ def test_how_a_value_is_laid_out_does_not_matter(
     values = data.draw(columns(first_kind))
 
     first_digests, second_digests = (
-        of_column(pa.array(values, KINDS[kind][0])) for kind in (first_kind, second_kind)
+        digest_column(pa.array(values, KINDS[kind][0])) for kind in (first_kind, second_kind)
     )
 
     assert first_digests.tolist() == second_digests.tolist()
@@ -106,9 +114,9 @@ def test_a_value_under_a_null_is_not_looked_at() -> None:
     mask = pa.array([False, True])
     fixed = pa.FixedSizeListArray.from_arrays(numbers, 2, mask=mask)
     ragged = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), numbers, mask=mask)
-    expected = of_column(pa.array([[1.0, 2.0], None], pa.list_(pa.float32()))).tolist()
+    expected = digest_column(pa.array([[1.0, 2.0], None], pa.list_(pa.float32()))).tolist()
 
-    assert of_column(fixed).tolist() == of_column(ragged).tolist() == expected
+    assert digest_column(fixed).tolist() == digest_column(ragged).tolist() == expected
 
 
 @given(st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=4), max_size=8))
@@ -116,10 +124,12 @@ def test_rows_of_numbers_have_their_own_bounds(rows: list[list[int]]) -> None:
     values = np.array([number for row in rows for number in row], np.uint64)
     starts = np.cumsum([0, *map(len, rows)]).astype(np.int64)
 
-    digests = of_rows(values, starts).tolist()
+    digests = digest_value_rows(values, starts).tolist()
 
     for row, digest in enumerate(digests):
-        assert of_rows(np.array(rows[row], np.uint64), np.array([0, len(rows[row])])) == [digest]
+        assert digest_value_rows(np.array(rows[row], np.uint64), np.array([0, len(rows[row])])) == [
+            digest
+        ]
         for earlier_row in range(row):
             assert (digest == digests[earlier_row]) == (rows[row] == rows[earlier_row])
 
@@ -127,12 +137,12 @@ def test_rows_of_numbers_have_their_own_bounds(rows: list[list[int]]) -> None:
 def test_columns_count_by_their_names_and_in_any_order() -> None:
     ages, sizes = pa.array([1, 2]), pa.array([2, 1])
 
-    digests = of_columns({"age": ages, "size": sizes}, 2).tolist()
+    digests = digest_columns({"age": ages, "size": sizes}, 2).tolist()
 
-    assert of_columns({"size": sizes, "age": ages}, 2).tolist() == digests
-    assert of_columns({"age": sizes, "size": ages}, 2).tolist() == digests[::-1]
+    assert digest_columns({"size": sizes, "age": ages}, 2).tolist() == digests
+    assert digest_columns({"age": sizes, "size": ages}, 2).tolist() == digests[::-1]
     assert digests[0] != digests[1]
-    assert of_columns({}, 2).tolist() == [0, 0]
+    assert digest_columns({}, 2).tolist() == [0, 0]
 
 
 Parts = dict[str, Any]
@@ -193,7 +203,7 @@ def test_a_digest_changes_with_its_user_and_with_nobody_else(
     assume(repr(changed_users[row]) != repr(users[row]))
 
     original_digests, after = (
-        of_users(entities(user_list), HASHES).tolist() for user_list in (users, changed_users)
+        digest_users(entities(user_list), HASHES).tolist() for user_list in (users, changed_users)
     )
 
     assert [row for row, digest in enumerate(after) if digest != original_digests[row]] == [row]
@@ -207,7 +217,7 @@ def test_an_item_that_goes_to_the_next_user_changes_both(users: list[Parts]) -> 
     changed_users[1]["history"] = [users[0]["history"][-1], *users[1]["history"]]
 
     original_digests, after = (
-        of_users(entities(user_list), HASHES).tolist() for user_list in (users, changed_users)
+        digest_users(entities(user_list), HASHES).tolist() for user_list in (users, changed_users)
     )
 
     assert [row for row, digest in enumerate(after) if digest != original_digests[row]] == [0, 1]
@@ -219,10 +229,10 @@ def test_numbers_of_items_and_the_company_do_not_matter(users: list[Parts], seed
     turned = rng.permutation(40)
     order = rng.permutation(len(users))
     all_entities = entities(users)
-    expected = of_users(all_entities, HASHES)[order].tolist()
+    expected = digest_users(all_entities, HASHES)[order].tolist()
 
     moved = replace(all_entities, ordinals=turned[all_entities.ordinals]).select_rows(order)
 
     hashes = np.empty_like(HASHES)
     hashes[turned] = HASHES
-    assert of_users(moved, hashes).tolist() == expected
+    assert digest_users(moved, hashes).tolist() == expected

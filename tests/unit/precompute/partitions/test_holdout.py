@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from precompute.partitions.holdout import ITEMS_MAX, Holdout, read_holdout
+from precompute.partitions.holdout import HOLDOUT_ITEMS_MAX, Holdout, read_holdout
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 
@@ -28,11 +28,11 @@ def test_many_users_are_cut_down_to_the_same_sample_in_any_order(tmp_path):
 
 def test_a_user_keeps_a_bounded_number_of_different_items(tmp_path):
     holdout = Holdout()
-    items = [str(number) for number in range(ITEMS_MAX + 30)]
+    items = [str(number) for number in range(HOLDOUT_ITEMS_MAX + 30)]
     holdout.add(batch(["user"] * len(items) * 2, items * 2))
     holdout.write(tmp_path)
 
-    assert len(read_holdout(tmp_path)["user"]) == ITEMS_MAX
+    assert len(read_holdout(tmp_path)["user"]) == HOLDOUT_ITEMS_MAX
 
 
 def test_nothing_newer_than_the_cut_is_written_down_as_nothing(tmp_path):

@@ -18,8 +18,8 @@ from cache.model.filter_mask import FilterMask
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.filters.item_attributes import write_item_attributes
 from precompute.partitions.catalogue import open_items, write_catalogue
-from precompute.sources.unusable import NOT_FINITE, UnusableRows
-from precompute.sources.vocabulary import Vocabulary, as_strings
+from precompute.sources.unusable import NOT_FINITE_REASON, UnusableRows
+from precompute.sources.vocabulary import Vocabulary, to_string_chunks
 
 IDS = [f"i{number}" for number in range(6)]
 
@@ -31,7 +31,7 @@ def opened(
     pq.write_table(pa.table({"item": IDS, "a": column}), folder / "items.parquet")
     sources = Sources(item_features="items.parquet", item_attributes=("a",))
     config = NightConfig(shards=1, sources=sources, base=str(folder))
-    texts = as_strings(pa.chunked_array([IDS]))
+    texts = to_string_chunks(pa.chunked_array([IDS]))
     vocabulary = cast("Vocabulary", Vocabulary.of(texts))
     bundle: Any = SimpleNamespace(vocabulary=vocabulary, models=[])
     items = open_items(folder, write_catalogue(config, bundle, folder))
@@ -89,7 +89,7 @@ def test_a_column_is_kept_in_its_kind(
     [
         (pa.array(["x" * 257, "y", "y", "y", "y", "y"]), TEXT_TOO_LONG, {"exists": "a"}),
         (pa.array([2**53 + 1, 1, 1, 1, 1, 1], pa.int64()), NUMBER_TOO_LARGE, {"exists": "a"}),
-        (pa.array([float("inf"), 1, 1, 1, 1, 1]), NOT_FINITE, {"exists": "a"}),
+        (pa.array([float("inf"), 1, 1, 1, 1, 1]), NOT_FINITE_REASON, {"exists": "a"}),
     ],
 )
 def test_a_value_that_cannot_be_kept_is_noted_and_lacks(

@@ -15,7 +15,7 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources
 from precompute.partitions import catalogue
 from precompute.partitions.catalogue import (
-    ITEM_FEATURES,
+    ITEM_FEATURES_FILE,
     ItemFeatures,
     open_items,
     write_catalogue,
@@ -23,7 +23,7 @@ from precompute.partitions.catalogue import (
 )
 from precompute.scoring.items import embed_catalogue
 from precompute.sources.unusable import UnusableRows
-from precompute.sources.vocabulary import Vocabulary, as_strings
+from precompute.sources.vocabulary import Vocabulary, to_string_chunks
 
 ITEMS = 100_000
 TITLE = InputSpec("title", "feature", "string", column="title")
@@ -45,7 +45,7 @@ class Lengths:
 def bundle_of(names: list[str]) -> Any:
     """A vocabulary, and one value model that wants a text and a number of each item."""
     model = SimpleNamespace(name="values", entity="item", spec=SPEC)
-    vocabulary = Vocabulary.of(as_strings(pa.chunked_array([pa.array(names)])))
+    vocabulary = Vocabulary.of(to_string_chunks(pa.chunked_array([pa.array(names)])))
     return SimpleNamespace(vocabulary=vocabulary, models=(model,), values={"values": model})
 
 
@@ -67,7 +67,7 @@ def test_no_step_makes_a_python_object_per_item_text(tmp_path):
     write_item_features(config, bundle, items, tmp_path)
     pinned = tracemalloc.get_traced_memory()[1]
     tracemalloc.reset_peak()
-    features = ItemFeatures.open(tmp_path / ITEM_FEATURES, SPEC, items.count)
+    features = ItemFeatures.open(tmp_path / ITEM_FEATURES_FILE, SPEC, items.count)
     usable = features.usable()
     lengths = sum(int(vectors[:, 0].sum()) for vectors in embed_catalogue(tower, items, features))
     read = tracemalloc.get_traced_memory()[1]
@@ -90,7 +90,7 @@ def test_values_and_notes_are_the_same_however_many_are_read_at_once(
     monkeypatch.setattr(catalogue, "FEATURE_ROWS_AT_ONCE", at_once)
 
     write_item_features(config, bundle, items, tmp_path, unusable=unusable)
-    features = ItemFeatures.open(tmp_path / ITEM_FEATURES, SPEC, items.count)
+    features = ItemFeatures.open(tmp_path / ITEM_FEATURES_FILE, SPEC, items.count)
     inputs, usable = features.of(np.arange(items.count))
 
     ids = [items.id_of(ordinal) for ordinal in range(items.count)]

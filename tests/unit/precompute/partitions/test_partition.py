@@ -24,30 +24,16 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.records import Layout, encode_numbers
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions import shard_files
-from precompute.partitions.grouping import places_of, sort_unique
+from precompute.partitions.grouping import (order_if_distinct, positions_of_hashes)
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import PartitionJob
-from precompute.partitions.shard_files import (
-    HASH,
-    KINDS,
-    PARTITION,
-    ShardFiles,
-    first_hash,
-    naming,
-    read_stream,
-    shard_of,
-)
-from precompute.partitions.shard_input import (
-    ShardInput,
-    count_distinct,
-    read_shard,
-    slice_shard,
-)
+from precompute.partitions.shard_files import (BASE_FILE_KINDS, HASH_COLUMN, PARTITION_FOLDER, ShardFiles, first_hash, read_stream, shard_of, user_naming_kinds)
+from precompute.partitions.shard_input import (ShardInput, count_distinct_ids, read_shard, slice_shard)
 from precompute.scoring import input_samples
 from precompute.scoring.pages import PageFile
 from precompute.scoring.towers import select_usable_inputs
-from precompute.sources.features import read_values
+from precompute.sources.features import (read_feature_values)
 from precompute.sources.readers import Interactions, read_interactions
 
 USERS = ["007", "7", "ü/1", "u4", "u5"]
@@ -130,7 +116,7 @@ def test_two_ids_with_one_hash_lead_to_the_next_seed(config, tmp_path):
 
     partition_result, history_by_user = histories(config, tmp_path, hasher=weak)
     assert partition_result.seed == 1 and set(history_by_user) == set(USERS)
-    assert sort_unique(weak([b"a", b"b"], 0)) is None
+    assert order_if_distinct(weak([b"a", b"b"], 0)) is None
 
 
 def test_the_cut_keeps_what_is_strictly_older(config, tmp_path):
@@ -236,13 +222,13 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
     PartitionJob(NightInput(config, item_table(ITEMS)), folder, feature_columns=["age"]).run()
     for shard in range(config.shards):
         whole_shard = read_shard(folder, shard, history_limit=9)
-        slices = slice_shard(folder, shard, config.shards, scratch, rows=rows)
+        slices = slice_shard(folder, shard, config.shards, scratch, slice_rows_max=rows)
         assert len(slices.numbers) > 1 or not len(whole_shard.ids)
         parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
         distinct_counts = [
             (len(set(part.ids.to_pylist())), len(set(part.hashes.tolist()))) for part in parts
         ]
-        assert list(count_distinct(slices)) == distinct_counts
+        assert list(count_distinct_ids(slices)) == distinct_counts
         assert pa.concat_arrays([part.ids for part in parts]) == whole_shard.ids
         for name in ("hashes", "ordinals"):
             joined = np.concatenate([getattr(part, name) for part in parts])
@@ -259,7 +245,7 @@ def test_many_slices_are_cut_in_two_passes_with_few_files_open(config, tmp_path,
     folder, scratch = tmp_path / "work", tmp_path / "scratch"
     PartitionJob(NightInput(replace(config, shards=1), item_table(ITEMS)), folder).run()
     whole_shard = read_shard(folder, 0, history_limit=9)
-    monkeypatch.setattr("precompute.partitions.shard_input.FILES_MAX", 9)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_FILES_MAX", 9)
     opened = []
     init = ShardFiles.__init__
 
@@ -269,7 +255,7 @@ def test_many_slices_are_cut_in_two_passes_with_few_files_open(config, tmp_path,
 
     monkeypatch.setattr(ShardFiles, "__init__", counting)
 
-    slices = slice_shard(folder, 0, 1, scratch, rows=5)
+    slices = slice_shard(folder, 0, 1, scratch, slice_rows_max=5)
 
     parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
     assert pa.concat_arrays([part.ids for part in parts]) == whole_shard.ids
@@ -286,22 +272,22 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
     )
     folder = tmp_path / "work"
     PartitionJob(NightInput(config, item_table(ITEMS)), folder, feature_columns=["taste"]).run()
-    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_BYTES", 6_000)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_BYTES_MAX", 6_000)
 
     slices = slice_shard(folder, 0, 1, tmp_path / "scratch")
-    namings = slice_shard(folder, 0, 1, tmp_path / "naming", rows=3, kinds=naming(KINDS))
+    namings = slice_shard(folder, 0, 1, tmp_path / "naming", slice_rows_max=3, file_kinds=user_naming_kinds(BASE_FILE_KINDS))
 
     assert len(slices.numbers) >= 2
     assert read_stream(tmp_path / f"naming/{namings.numbers[0]:04d}.features").column_names == [
-        "user", HASH,
+        "user", HASH_COLUMN,
     ]  # fmt: skip
 
 
 def test_only_the_first_slices_are_written_where_no_more_are_wanted(config, tmp_path):
     folder = tmp_path / "work"
     PartitionJob(NightInput(replace(config, shards=1), item_table(ITEMS)), folder).run()
-    every = slice_shard(folder, 0, 1, tmp_path / "all", rows=3)
-    first = slice_shard(folder, 0, 1, tmp_path / "first", rows=3, first=2)
+    every = slice_shard(folder, 0, 1, tmp_path / "all", slice_rows_max=3)
+    first = slice_shard(folder, 0, 1, tmp_path / "first", slice_rows_max=3, first_slices_max=2)
 
     assert list(first.numbers) == list(every.numbers)[:2]
     for number in first.numbers:
@@ -313,10 +299,10 @@ def test_only_the_first_slices_are_written_where_no_more_are_wanted(config, tmp_
 
 
 def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path, monkeypatch):
-    folder, items = tmp_path / PARTITION, item_table(ITEMS)
+    folder, items = tmp_path / PARTITION_FOLDER, item_table(ITEMS)
     PartitionJob(NightInput(config, items), folder).run()
     whole_shards = [read_shard(folder, shard, history_limit=9) for shard in range(config.shards)]
-    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 3)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS_MAX", 3)
     monkeypatch.setattr(input_samples, "fetch_partition", lambda *_: None)
 
     sampled_parts: list[ShardInput] = []
@@ -326,7 +312,7 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
         return np.empty(0, np.int64), None, {}
 
     monkeypatch.setattr(input_samples, "select_usable_inputs", reject_part)
-    fake_build: Any = SimpleNamespace(config=config, root=tmp_path, need=lambda _report: {})
+    fake_build: Any = SimpleNamespace(config=config, root=tmp_path, need_report=lambda _report: {})
     model: Any = SimpleNamespace(name="user_tower", spec=None)
     with pytest.raises(SourceError, match="no entity of the sources has the inputs"):
         input_samples.sample_inputs(fake_build, items, model)
@@ -346,13 +332,13 @@ def test_every_hash_is_found_where_it_lies(hashes, data):
     """Evenly spread or not: what is crowded or lone takes longer, no other place."""
     sorted_hashes = np.array(hashes, np.uint64)
     positions = data.draw(st.lists(st.integers(0, len(hashes) - 1), max_size=50))
-    assert places_of(sorted_hashes, sorted_hashes[positions]).tolist() == positions
+    assert positions_of_hashes(sorted_hashes, sorted_hashes[positions]).tolist() == positions
 
     stranger = data.draw(
         st.integers(0, 2**64 - 1).filter(lambda candidate_hash: candidate_hash not in hashes)
     )
     with pytest.raises(CorruptArtefact, match="does not name"):
-        places_of(sorted_hashes, np.array([hashes[0], stranger], np.uint64))
+        positions_of_hashes(sorted_hashes, np.array([hashes[0], stranger], np.uint64))
 
 
 def test_rows_without_ids_are_corrupt(config, tmp_path):
@@ -366,7 +352,7 @@ def test_rows_without_ids_are_corrupt(config, tmp_path):
 
 
 def test_a_collision_within_a_slice_is_seen(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 1)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS_MAX", 1)
     seeds = []
 
     def colliding(raws, seed):
@@ -466,7 +452,7 @@ def test_wide_features_are_never_numbers_of_python(kind):
         column = pa.ListArray.from_arrays(lengths.cast(pa.int32()), values)
 
     tracemalloc.start()
-    numbers = read_values(column[500:], wide).numbers
+    numbers = read_feature_values(column[500:], wide).numbers
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
@@ -506,9 +492,9 @@ def test_more_files_are_allowed_or_refused_by_name(config, tmp_path, monkeypatch
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, new_limits: limits.append(new_limits))
 
-    shard_files.allow_files(1000)
-    assert limits[-1] == (1000 + shard_files.SPARE_FILES, 2048)
-    shard_files.allow_files(10)
+    shard_files.allow_open_files(1000)
+    assert limits[-1] == (1000 + shard_files.SPARE_DESCRIPTORS, 2048)
+    shard_files.allow_open_files(10)
     assert len(limits) == 2
 
     with pytest.raises(ConfigError, match=r"may open 2048.*ulimit -n.*fewer shards"):

@@ -8,32 +8,37 @@ import pytest
 
 from precompute.partitions import shard_input
 from precompute.partitions.shard_files import (
-    HASH,
-    KINDS,
+    BASE_FILE_KINDS,
+    HASH_COLUMN,
     ShardFiles,
     first_hash,
+    range_count_per_shard,
     range_of,
-    ranges_of_a_shard,
     shard_of,
     shard_paths,
 )
-from precompute.partitions.shard_input import ShardPieces, group_rows, joined, read_shard
-from precompute.partitions.user_tables import IDS
+from precompute.partitions.shard_input import (
+    ShardPieces,
+    group_rows_by_entity,
+    join_shard_inputs,
+    read_shard,
+)
+from precompute.partitions.user_tables import USER_IDS_SCHEMA
 
 SHARDS, SHARD = 3, 1
 LIMIT = 50
-ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
+ROWS = pa.schema([(HASH_COLUMN, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
 
 
 def write_shards(folder: Path, *, in_order: bool, batches: int = 5, users: int = 400) -> None:
     """A partition of drawn rows: each batch in the order of hash ranges, as `begin` writes it, or of shards only."""
     rng = np.random.default_rng(3)
     hashes = rng.integers(0, 2**64, users, np.uint64)
-    ranges = ranges_of_a_shard(SHARDS) if in_order else 1
+    ranges = range_count_per_shard(SHARDS) if in_order else 1
     numbers = range_of if in_order else shard_of
-    for kind, schema in zip(KINDS, (ROWS, IDS, IDS), strict=True):
+    for kind, schema in zip(BASE_FILE_KINDS, (ROWS, USER_IDS_SCHEMA, USER_IDS_SCHEMA), strict=True):
         paths = [folder / f"{shard:04d}.{kind}" for shard in range(SHARDS)]
-        with ShardFiles(paths, schema, ranges=ranges) as files:
+        with ShardFiles(paths, schema, ranges_per_file=ranges) as files:
             for _ in range(batches):
                 rows = rng.integers(0, users, 4 * users)
                 if kind == "ids":
@@ -50,7 +55,7 @@ def write_shards(folder: Path, *, in_order: bool, batches: int = 5, users: int =
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_input, "PIECE_ROWS", 100)
-    monkeypatch.setattr(shard_input, "PIECE_OF_A_BATCH_ROWS", 1)
+    monkeypatch.setattr(shard_input, "PIECE_ROWS_PER_BATCH_MIN", 1)
 
 
 def test_pieces_together_are_the_shard(tmp_path: Path) -> None:
@@ -58,13 +63,19 @@ def test_pieces_together_are_the_shard(tmp_path: Path) -> None:
     pieces = ShardPieces.open(tmp_path, SHARD, SHARDS)
     assert pieces is not None and len(pieces.numbers) > 8
 
-    parts = [group_rows(pieces.tables(number), history_limit=LIMIT) for number in pieces.numbers]
+    parts = [
+        group_rows_by_entity(pieces.tables(number), history_limit=LIMIT)
+        for number in pieces.numbers
+    ]
     pieces.let_go()
 
     total = SHARDS * len(pieces.numbers)
     for number, part in zip(pieces.numbers, parts, strict=True):
         assert (shard_of(part.hashes, total) == number).all()
-    whole_shard, joined_pieces = read_shard(tmp_path, SHARD, history_limit=LIMIT), joined(parts)
+    whole_shard, joined_pieces = (
+        read_shard(tmp_path, SHARD, history_limit=LIMIT),
+        join_shard_inputs(parts),
+    )
     assert len(whole_shard.hashes) > 100
     assert joined_pieces.ids.equals(whole_shard.ids)
     for name in ("hashes", "indptr", "ordinals"):
@@ -91,21 +102,21 @@ def test_a_shard_without_rows_is_one_piece(tmp_path: Path) -> None:
     write_shards(tmp_path, in_order=True, batches=0)
     pieces = ShardPieces.open(tmp_path, SHARD, SHARDS)
     assert pieces is not None
-    assert list(pieces.numbers) == [SHARD] and pieces.slices == 1
-    assert len(group_rows(pieces.tables(SHARD), history_limit=LIMIT).hashes) == 0
+    assert list(pieces.numbers) == [SHARD] and pieces.slice_count == 1
+    assert len(group_rows_by_entity(pieces.tables(SHARD), history_limit=LIMIT).hashes) == 0
 
 
 def test_a_shard_too_large_for_its_ranges_has_no_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shards(tmp_path, in_order=True)
-    monkeypatch.setattr(shard_input, "SLICE_ROWS", 1)
+    monkeypatch.setattr(shard_input, "SLICE_ROWS_MAX", 1)
     assert ShardPieces.open(tmp_path, SHARD, SHARDS) is None
 
 
 @pytest.mark.parametrize("shards", [1, 3, 257, 4096, 65_536])
 def test_ranges_of_a_shard_end_where_it_ends(shards: int) -> None:
-    ranges = ranges_of_a_shard(shards)
+    ranges = range_count_per_shard(shards)
     assert shards * ranges <= 1 << 16
     firsts = [first_hash(number, shards) for number in range(shards)]
     edges = np.array([*firsts, *(first - 1 for first in firsts[1:]), 2**64 - 1], np.uint64)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from precompute.partitions.stages import Stages
+from precompute.partitions.stages import StreamStages
 
 PATIENCE_S = 10
 
@@ -20,8 +20,8 @@ def identity(value: Value) -> Value:
 
 
 def test_values_pass_all_stages_in_order() -> None:
-    with Stages() as stages:
-        doubled = stages.ahead(2 * number for number in stages.ahead(range(1000)))
+    with StreamStages() as stages:
+        doubled = stages.run_ahead(2 * number for number in stages.run_ahead(range(1000)))
         assert list(doubled) == [2 * number for number in range(1000)]
 
 
@@ -36,8 +36,8 @@ def test_a_stage_is_never_more_than_its_depth_ahead(depth: int) -> None:
             produced_semaphore.release()
             yield count
 
-    with Stages() as stages:
-        staged_values = stages.ahead(source(), depth=depth)
+    with StreamStages() as stages:
+        staged_values = stages.run_ahead(source(), depth=depth)
         for expected in range(1, 20):
             assert next(staged_values) == expected
             assert count <= expected + depth + 1  # those that wait, and one in the making
@@ -47,8 +47,8 @@ def test_a_stage_is_never_more_than_its_depth_ahead(depth: int) -> None:
 
 
 def test_what_was_taken_is_not_held() -> None:
-    with Stages() as stages:
-        values = stages.ahead(map(identity, stages.ahead(Value() for _ in range(3))))
+    with StreamStages() as stages:
+        values = stages.run_ahead(map(identity, stages.run_ahead(Value() for _ in range(3))))
         for value in values:
             value_ref = weakref.ref(value)
             del value
@@ -62,8 +62,8 @@ def test_an_error_arrives_after_the_values_before_it() -> None:
         raise KeyError("broken")
 
     received_values: list[str] = []
-    with Stages() as stages, pytest.raises(KeyError, match="broken"):
-        received_values.extend(stages.ahead(map(str, stages.ahead(source()))))
+    with StreamStages() as stages, pytest.raises(KeyError, match="broken"):
+        received_values.extend(stages.run_ahead(map(str, stages.run_ahead(source()))))
     assert received_values == ["1", "2"]
 
 
@@ -79,8 +79,8 @@ def test_who_fails_further_on_stops_all_stages_and_closes_their_source() -> None
     initial_thread_count = threading.active_count()
 
     def use() -> None:
-        with Stages() as stages:
-            for text in stages.ahead(map(str, stages.ahead(source()))):
+        with StreamStages() as stages:
+            for text in stages.run_ahead(map(str, stages.run_ahead(source()))):
                 raise ZeroDivisionError(text)
 
     with pytest.raises(ZeroDivisionError):
@@ -91,17 +91,17 @@ def test_who_fails_further_on_stops_all_stages_and_closes_their_source() -> None
 
 def test_leaving_early_ends_a_stage_that_waits_for_room() -> None:
     initial_thread_count = threading.active_count()
-    with Stages() as stages:
-        values = stages.ahead(stages.ahead(iter(int, 1)))
+    with StreamStages() as stages:
+        values = stages.run_ahead(stages.run_ahead(iter(int, 1)))
         assert next(values) == 0
     assert threading.active_count() == initial_thread_count
 
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_values_that_several_threads_work_on_keep_their_order(workers: int) -> None:
-    with Stages() as stages:
+    with StreamStages() as stages:
         doubled = stages.map_values(
-            lambda value: 2 * value, stages.ahead(range(1000)), workers=workers
+            lambda value: 2 * value, stages.run_ahead(range(1000)), workers=workers
         )
         assert list(doubled) == [2 * value for value in range(1000)]
 
@@ -115,7 +115,7 @@ def test_several_threads_work_at_once_and_no_further_than_they_are_many() -> Non
         barrier.wait()  # ends only if two others work
         return value
 
-    with Stages() as stages:
+    with StreamStages() as stages:
         for received_count, value in enumerate(stages.map_values(work, range(30), workers=3), 1):
             assert value == received_count - 1
             assert len(started_values) <= received_count + 3
@@ -129,14 +129,16 @@ def test_an_error_of_one_of_several_threads_arrives_in_its_place() -> None:
 
     initial_thread_count = threading.active_count()
     received_values: list[int] = []
-    with Stages() as stages, pytest.raises(KeyError, match="broken"):
-        received_values.extend(stages.map_values(work, stages.ahead(iter(range(100))), workers=4))
+    with StreamStages() as stages, pytest.raises(KeyError, match="broken"):
+        received_values.extend(
+            stages.map_values(work, stages.run_ahead(iter(range(100))), workers=4)
+        )
     assert received_values == [0, 1]
     assert threading.active_count() == initial_thread_count
 
 
 def test_what_several_threads_worked_on_is_not_held() -> None:
-    with Stages() as stages:
+    with StreamStages() as stages:
         for value in stages.map_values(identity, (Value() for _ in range(5)), workers=2):
             value_ref = weakref.ref(value)
             del value

@@ -15,7 +15,7 @@ from precompute.config.settings import NightConfig, Sources
 from precompute.planning import sampling
 from precompute.planning.sampling import draw_sample
 from precompute.sources.readers import read_features, read_interactions
-from precompute.sources.vocabulary import Distinct
+from precompute.sources.vocabulary import DistinctCounter
 
 USERS = 400
 
@@ -23,7 +23,7 @@ USERS = 400
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=80))
 def test_few_are_counted_exactly(values):
-    distinct_counter = Distinct(keep=64)
+    distinct_counter = DistinctCounter(hashes_max=64)
     for value in values:
         distinct_counter.add(np.array([value], np.uint64))
 
@@ -31,7 +31,7 @@ def test_few_are_counted_exactly(values):
 
 
 def test_many_are_counted_within_what_the_estimator_promises():
-    distinct_counter, rng = Distinct(keep=4096), np.random.default_rng(0)
+    distinct_counter, rng = DistinctCounter(hashes_max=4096), np.random.default_rng(0)
     hashes = rng.integers(0, 2**64, 300_000, np.uint64)
 
     for _ in range(2):  # what comes again counts once
@@ -39,7 +39,7 @@ def test_many_are_counted_within_what_the_estimator_promises():
             distinct_counter.add(part)
 
     assert distinct_counter.count == pytest.approx(300_000, rel=4 / np.sqrt(4096))
-    assert len(distinct_counter.smallest) == 4096
+    assert len(distinct_counter.smallest_hashes) == 4096
 
 
 @pytest.fixture

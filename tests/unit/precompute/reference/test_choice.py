@@ -94,13 +94,13 @@ def test_with_times_the_latest_items_are_held_out(monkeypatch):
     items = np.where(order < 8, 2 * order, 2 * order + 1)
     mixed = np.random.default_rng(0).permutation(len(users))
     held_out_arrays = []
-    real = held_out.recalls
+    real = held_out.recall_by_user
 
     def caught(vectors, rows, input_histories, targets, metric):
         held_out_arrays.append(targets.indices)
         return real(vectors, rows, input_histories, targets, metric)
 
-    monkeypatch.setattr(held_out, "recalls", caught)
+    monkeypatch.setattr(held_out, "recall_by_user", caught)
 
     choose_shape(users[mixed], items[mixed], 20, 4, np.random.default_rng(0), times=order[mixed])
 

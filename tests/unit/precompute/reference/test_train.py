@@ -112,7 +112,7 @@ def test_repeated_interactions_count_once(tmp_path):
 def test_tables_too_large_for_a_model_file_are_stored_next_to_it(tmp_path, monkeypatch):
     """2.1 M items of 256 dimensions failed when they were written, after hours."""
     monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", 4 * 5 * (8 + 1))
-    monkeypatch.setattr(onnx_model, "_SMALL_BYTES", 128)
+    monkeypatch.setattr(onnx_model, "_INLINE_TENSOR_BYTES_MAX", 128)
     rows = np.arange(8)
     data = ReferenceData(rows, rows, [str(row) for row in rows])
 

@@ -15,7 +15,7 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, Sources, parse_time
-from precompute.partitions.digests import of_users
+from precompute.partitions.digests import digest_users
 from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import (
     UNKNOWN_ITEMS_SEED,
@@ -23,12 +23,12 @@ from precompute.partitions.partition import (
     PartitionJob,
     PartitionResult,
 )
-from precompute.partitions.shard_files import HASH, TOUCHED, read_stream, shard_paths
+from precompute.partitions.shard_files import HASH_COLUMN, TOUCHED_KIND, read_stream, shard_paths
 from precompute.partitions.shard_input import read_shard
-from precompute.partitions.user_tables import USER_ROWS
+from precompute.partitions.user_tables import USER_FEATURES_SOURCE
 from precompute.scoring.copies import pair_with_digests
 from precompute.sources.columns import text_hashes
-from precompute.sources.readers import INTERACTIONS
+from precompute.sources.readers import INTERACTIONS_SOURCE
 
 SHARDS = 2
 CUT = "1970-01-01T00:30:00Z"
@@ -71,7 +71,7 @@ class Night:
         inputs_by_user: dict[str, Any] = {}
         for shard in range(SHARDS):
             part = read_shard(self.folder, shard, history_limit=5)
-            pairs = pair_with_digests(part, of_users(part, self.items.directory.hashes()))
+            pairs = pair_with_digests(part, digest_users(part, self.items.directory.hashes()))
             for row, name in enumerate(part.ids.to_pylist()):
                 history = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
                 inputs_by_user[name] = (
@@ -81,8 +81,10 @@ class Night:
         return inputs_by_user
 
     def touched(self) -> set[int]:
-        paths = [shard_paths(self.folder, shard, (TOUCHED,))[0] for shard in range(SHARDS)]
-        return {hash_ for path in paths for hash_ in read_stream(path).column(HASH).to_pylist()}
+        paths = [shard_paths(self.folder, shard, (TOUCHED_KIND,))[0] for shard in range(SHARDS)]
+        return {
+            hash_ for path in paths for hash_ in read_stream(path).column(HASH_COLUMN).to_pylist()
+        }
 
 
 def partitioned(
@@ -124,7 +126,7 @@ def taken_over(night: Night, files: int, items: ItemTable) -> EarlierPartition:
         unknown_items=interaction_counts.unknown_items,
         unusable={
             name: report for name, report in unusable.items()
-            if name.partition(".")[0] in (INTERACTIONS, USER_ROWS)
+            if name.partition(".")[0] in (INTERACTIONS_SOURCE, USER_FEATURES_SOURCE)
         },
     )  # fmt: skip
 

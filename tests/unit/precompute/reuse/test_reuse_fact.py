@@ -7,15 +7,18 @@ import pytest
 
 from cache.reuse import REUSE_FACT, REUSE_NIGHTS_MAX
 from precompute.builds.build import Build
-from precompute.builds.reports import NO_BASE, ShardReport
+from precompute.builds.reports import NO_BASE_ENTRY, ShardReport
 from precompute.reuse import reuse_fact
 from precompute.reuse.reuse_fact import MEASURED_USERS, build_reuse_fact
 
 
 def made(base: str | None) -> Build:
     """A build whose `begin` chose this base."""
-    reports = {"begin": {"base": {**NO_BASE, "generation": base}}, "embed_items": {"copied": 5}}
-    return cast(Build, SimpleNamespace(need=reports.__getitem__, store=None))
+    reports = {
+        "begin": {"base": {**NO_BASE_ENTRY, "generation": base}},
+        "embed_items": {"copied": 5},
+    }
+    return cast(Build, SimpleNamespace(need_report=reports.__getitem__, store=None))
 
 
 def shard(copied: int, computed: int, seconds: float) -> ShardReport:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from precompute.builds.reports import NO_BASE, BaseEntry
+from precompute.builds.reports import (BaseEntry, NO_BASE_ENTRY)
 from precompute.reuse.base import NO_VERIFIED_BASE_REASON, OTHER_BUNDLE_REASON
 from precompute.reuse.reasons import base_in_words, users_in_words
 
@@ -25,15 +25,15 @@ def test_users_are_reported_by_reason(users: dict[str, int], expected_text: str)
 @pytest.mark.parametrize(
     ("base_entry", "expected_text"),
     [
-        (NO_BASE, "no copies"),
+        (NO_BASE_ENTRY, "no copies"),
         (
-            {**NO_BASE, "why": NO_VERIFIED_BASE_REASON, "read_because": NO_VERIFIED_BASE_REASON},
+            {**NO_BASE_ENTRY, "why": NO_VERIFIED_BASE_REASON, "read_because": NO_VERIFIED_BASE_REASON},
             f"no copies: {NO_VERIFIED_BASE_REASON}",
         ),
-        ({**NO_BASE, "generation": "g"}, "copies from g"),
-        ({**NO_BASE, "generation": "g", "read_because": "x changed"}, "copies from g; all files read: x changed"),
+        ({**NO_BASE_ENTRY, "generation": "g"}, "copies from g"),
+        ({**NO_BASE_ENTRY, "generation": "g", "read_because": "x changed"}, "copies from g; all files read: x changed"),
         (
-            {**NO_BASE, "generation": "g", "why": OTHER_BUNDLE_REASON},
+            {**NO_BASE_ENTRY, "generation": "g", "why": OTHER_BUNDLE_REASON},
             f"no lists copied, items and values from g: {OTHER_BUNDLE_REASON}",
         ),
     ],

@@ -57,13 +57,13 @@ def test_a_column_is_its_rows_however_it_is_encoded(
 
 def test_texts_with_one_hash_stay_apart(monkeypatch):
     """A second hash tells; one that nobody can tell apart by either is a chance of 2 to the -128."""
-    real = columns.hashes_of_texts
+    real = columns.native_text_hashes
 
     def weak(texts, seed):
         hashes = real(texts, seed)
         return hashes if hashes is None or seed else np.zeros_like(hashes)
 
-    monkeypatch.setattr(columns, "hashes_of_texts", weak)
+    monkeypatch.setattr(columns, "native_text_hashes", weak)
     texts = ["a", "b", "a", "c"]
     assert check_and_get_texts(Ids.of(pa.array(texts))) == texts
     assert check_and_get_texts(Ids.of(pa.array(["a", "a"]))) == ["a", "a"]
@@ -153,7 +153,7 @@ def test_who_acted_only_after_the_cut_or_with_no_weight_is_in_no_batch(tmp_path,
     batches = list(
         read_interactions(
             Sources(interactions=("a.parquet",)), tmp_path,
-            cutoff_at=parse_time("2026-01-01"), late=late_batches.append,
+            cutoff_at=parse_time("2026-01-01"), take_late=late_batches.append,
         )
     )  # fmt: skip
     assert [text for batch in batches for text in check_and_get_texts(batch.users)] == users[:rows]

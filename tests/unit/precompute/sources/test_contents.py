@@ -15,7 +15,7 @@ from cache.errors import SourceError
 from precompute.config.settings import Sources, parse_time
 from precompute.sources.columns import read_ids
 from precompute.sources.readers import feature_schema, read_features, read_interactions
-from precompute.sources.unusable import UnusableRows, ids_in
+from precompute.sources.unusable import UnusableRows, ids_named_in
 
 DAY_US = 86_400 * 10**6
 DAY = dt.date(2023, 11, 14)
@@ -26,7 +26,7 @@ SECONDS = 1_700_000_000
 def read(folder, *names, **settings):
     """Pairs and times of all rows, and what was left out."""
     unusable = UnusableRows()
-    batches = list(read_interactions(Sources(names, **settings), folder, unusable=unusable))
+    batches = list(read_interactions(Sources(names, **settings), folder, unusable_rows=unusable))
     pairs = [
         pair
         for batch in batches
@@ -238,12 +238,12 @@ def test_an_erased_id_is_no_example_of_a_remark_and_others_are_found_by_an_erasu
     write(tmp_path, user=users, item=["i"] * 202)
     for hidden, example in (((), "8.0"), ((b"8.0",), "7.0"), ((b"7.0", b"8.0"), None)):
         unusable = UnusableRows(hidden)
-        list(read_interactions(Sources(("a.parquet",)), tmp_path, unusable=unusable))
+        list(read_interactions(Sources(("a.parquet",)), tmp_path, unusable_rows=unusable))
         report = unusable.to_json()
         (remark,) = report["interactions"]["remarks"]
         assert "in 2 of 202 rows" in remark
         assert (repr(example) in remark) is (example is not None)
-        assert ids_in(report) == ({example} if example else set())
+        assert ids_named_in(report) == ({example} if example else set())
 
 
 def column_of_many(kind):
@@ -327,8 +327,8 @@ def test_a_new_file_is_held_against_those_that_a_night_does_not_read_again(tmp_p
     write(tmp_path, "a.parquet", timestamp=[SECONDS])
     write(tmp_path, "b.parquet", weight=[1])
     with pytest.raises(SourceError, match=r"b\.parquet has no column 'timestamp', .*a\.parquet"):
-        list(read_interactions(Sources(("*",)), tmp_path, skip=1))
-    assert not list(read_interactions(Sources(("*",)), tmp_path, skip=2))
+        list(read_interactions(Sources(("*",)), tmp_path, skipped_file_count=1))
+    assert not list(read_interactions(Sources(("*",)), tmp_path, skipped_file_count=2))
 
 
 def test_lines_of_ids_have_no_times_that_another_file_has(tmp_path):
@@ -645,7 +645,7 @@ def test_a_table_may_have_the_columns_of_a_list_in_its_place_in_any_order(
     table = {"f1": second_column, "user": ["u", "v"], "body": ["x", "y"], "f0": first_column}
     pq.write_table(pa.table(table), path)
 
-    ((_, columns),) = read_features(path, "user", ["features", "text"], lists=LISTS)
+    ((_, columns),) = read_features(path, "user", ["features", "text"], columns_of_lists=LISTS)
 
     schema = feature_schema(path, ["features", "text"], LISTS)
     assert schema.field("features").type == columns["features"].type == pa.list_(value_type, 2)
@@ -657,7 +657,7 @@ def test_a_table_may_have_the_columns_of_a_list_in_its_place_in_any_order(
 def test_a_list_comes_before_its_columns_and_a_missing_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "users.parquet"
     pq.write_table(pa.table({"user": ["u"], "features": [[1, 2]], "f0": [3], "f1": [4]}), path)
-    ((_, columns),) = read_features(path, "user", ["features"], lists=LISTS)
+    ((_, columns),) = read_features(path, "user", ["features"], columns_of_lists=LISTS)
     assert columns["features"].to_pylist() == [[1, 2]]
 
     pq.write_table(pa.table({"user": ["u"], "f0": [3]}), path)
@@ -665,7 +665,7 @@ def test_a_list_comes_before_its_columns_and_a_missing_one_is_named(tmp_path: Pa
         feature_schema(path, ["features"], LISTS)
     pq.write_table(pa.table({"user": ["u"], "f2": [3]}), path)
     with pytest.raises(SourceError, match="no column 'features'"):
-        list(read_features(path, "user", ["features"], lists=LISTS))
+        list(read_features(path, "user", ["features"], columns_of_lists=LISTS))
     pq.write_table(pa.table({"user": ["u"], "f0": [3], "f1": ["x"]}), path)
     with pytest.raises(SourceError, match="f0, f1 are read as one list 'features'"):
         feature_schema(path, ["features"], LISTS)

@@ -20,7 +20,7 @@ UNQUOTED = "u{0},i{0},Heat,1700000000\n"
 def read(folder, *names, **settings):
     """Pairs of all rows, and what was left out."""
     unusable = UnusableRows()
-    batches = read_interactions(Sources(names, **settings), folder, unusable=unusable)
+    batches = read_interactions(Sources(names, **settings), folder, unusable_rows=unusable)
     pairs = [
         pair
         for batch in batches
@@ -39,7 +39,7 @@ def write(folder, text, name="a.csv"):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces so small that rows begin and end anywhere in them."""
-    monkeypatch.setattr("precompute.sources.csv_files.PIECE_BYTES", 37, raising=False)
+    monkeypatch.setattr("precompute.sources.csv_files.PARSED_PIECE_BYTES", 37, raising=False)
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])

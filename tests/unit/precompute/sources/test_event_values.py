@@ -17,7 +17,12 @@ from cache.format.manifest import EntityKind
 from cache.format.stream_position import Position
 from precompute.events.files import EventValues, brought_vectors
 from precompute.sources.columns import Ids
-from precompute.sources.features import NO_VALUES, EntityValues, digest_of_values, with_event_values
+from precompute.sources.features import (
+    NO_ENTITY_VALUES,
+    EntityValues,
+    digest_of_event_values,
+    with_event_values,
+)
 from precompute.sources.unusable import UnusableRows
 
 TYPES = {
@@ -78,7 +83,7 @@ def test_the_table_is_the_one_with_these_values(
         values,
         kind="user",
         unusable=unusable,
-        adds=values if adds else (),
+        addable_ids=values if adds else (),
     )
 
     expected_rows = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]
@@ -208,11 +213,17 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 def test_the_digest_is_of_what_models_take_alone() -> None:
     values: EntityValues = {b"u": {"country": 1, "mood": "x"}, b"v": {"mood": "y"}}
 
-    assert digest_of_values(NO_VALUES, ["country"]) == digest_of_values(values, ["age"]) == ""
-    assert digest_of_values(values, ["country"]) == digest_of_values(
+    assert (
+        digest_of_event_values(NO_ENTITY_VALUES, ["country"])
+        == digest_of_event_values(values, ["age"])
+        == ""
+    )
+    assert digest_of_event_values(values, ["country"]) == digest_of_event_values(
         {b"u": {"country": 1}}, ["country", "age"]
     )
-    assert digest_of_values(values, ["country"]) != digest_of_values(
+    assert digest_of_event_values(values, ["country"]) != digest_of_event_values(
         {b"u": {"country": None}}, ["country"]
     )
-    assert digest_of_values(values, ["mood"]) != digest_of_values({b"u": {"mood": "x"}}, ["mood"])
+    assert digest_of_event_values(values, ["mood"]) != digest_of_event_values(
+        {b"u": {"mood": "x"}}, ["mood"]
+    )

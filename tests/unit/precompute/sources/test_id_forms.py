@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.sources.id_forms import IdForms, fold
+from precompute.sources.id_forms import IdForms, fold_ids
 
 
 def remark_of(forms, hidden=()):
@@ -27,14 +27,14 @@ def remark_of(forms, hidden=()):
     ],
 )
 def test_forms_of_one_id_fold_to_the_same(texts, form):
-    rows, forms = fold(pa.array([*texts, form]))
+    rows, forms = fold_ids(pa.array([*texts, form]))
 
     assert rows.tolist() == list(range(len(texts))) and {*forms.to_pylist()} == {form}
 
 
 @pytest.mark.parametrize("text", ["u007", "1,000,5", "1.5", "a.0", "-7", "x", "\u4e2d", "0", "10"])
 def test_other_ids_fold_to_themselves(text):
-    assert len(fold(pa.array([text]))[0]) == 0
+    assert len(fold_ids(pa.array([text]))[0]) == 0
 
 
 def test_two_odd_forms_are_one_id_without_a_plain_one():
@@ -59,7 +59,7 @@ def test_ids_of_one_form_are_no_remark():
 
 def test_of_more_ids_than_are_kept_a_share_is_compared():
     rng = np.random.default_rng(1)
-    forms = IdForms("user", ids_kept=1 << 19)
+    forms = IdForms("user", ids_compared_max=1 << 19)
     numbers = rng.permutation(1_000_000)
     for part in np.array_split(numbers, 7):
         forms.add(pa.array([f"u{number}" for number in part.tolist()]))
@@ -69,4 +69,4 @@ def test_of_more_ids_than_are_kept_a_share_is_compared():
 
     count = int(remark.removeprefix("about ").partition(" ")[0].replace(",", ""))
     assert abs(count - 100_000) < 2_000 and named[0].lower() == named[1]
-    assert len(forms._plain) + len(forms._odd) <= 1 << 19
+    assert len(forms._plain_hashes) + len(forms._odd_hash_pairs) <= 1 << 19

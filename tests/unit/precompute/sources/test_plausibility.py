@@ -9,13 +9,13 @@ import pytest
 from cache.errors import SourceError
 from precompute.config.settings import Sources
 from precompute.sources.plausibility import (
-    FEW_USERS,
+    GATE_USERS_MIN,
+    InteractionFigures,
     RowCounts,
-    Shape,
-    demand_least,
+    demand_enough_ids,
     few_in_words,
-    hold_lists,
-    remarks,
+    has_lists_of_ids,
+    plausibility_remarks,
     unknown_item_share,
 )
 from precompute.sources.readers import read_interactions
@@ -23,11 +23,11 @@ from precompute.sources.readers import read_interactions
 NOW_S = 1_700_000_000
 
 
-def shape_of(folder: Path, rows: list[str], **sources: str) -> Shape:
+def shape_of(folder: Path, rows: list[str], **sources: str) -> InteractionFigures:
     """Shape of a CSV file of these rows of user, item and time."""
     (folder / "a.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
     (batch,) = read_interactions(Sources(("a.csv",), **sources), folder)  # type: ignore[arg-type]
-    return Shape.of_batch(batch)
+    return InteractionFigures.of_batch(batch)
 
 
 def make_usual_rows(rows: int = 1000) -> list[str]:
@@ -38,17 +38,17 @@ def test_labels_of_a_classifier_are_no_items_that_are_too_few() -> None:
     remark = few_in_words(40, None)
 
     assert remark is not None and "40 users; shares" in remark and "item" not in remark
-    assert few_in_words(FEW_USERS, None) is None
+    assert few_in_words(GATE_USERS_MIN, None) is None
 
 
 def test_of_usual_interactions_nothing_is_said(tmp_path: Path) -> None:
-    assert remarks(shape_of(tmp_path, make_usual_rows())) == []
+    assert plausibility_remarks(shape_of(tmp_path, make_usual_rows())) == []
 
 
 def test_one_id_with_a_fifth_of_the_rows_is_named(tmp_path: Path) -> None:
     rows = make_usual_rows() + [f"0,i{row % 40},{NOW_S}" for row in range(300)]
 
-    (remark,) = remarks(shape_of(tmp_path, rows))
+    (remark,) = plausibility_remarks(shape_of(tmp_path, rows))
 
     assert remark.startswith("the user '0' has 23% of all rows")
 
@@ -58,7 +58,7 @@ def test_items_that_come_only_once_are_reported_with_fields_that_hold_several(
 ) -> None:
     rows = [f"u{row},i{row} j{row} k{row},{NOW_S}" for row in range(200)]
 
-    (remark,) = remarks(shape_of(tmp_path, rows))
+    (remark,) = plausibility_remarks(shape_of(tmp_path, rows))
 
     assert "200 items in 200 rows: nearly each comes once, and most hold several words" in remark
 
@@ -68,20 +68,22 @@ def test_times_that_are_all_older_than_any_log_are_reported(tmp_path: Path) -> N
         row.rpartition(",")[0] + f",{number + 1}" for number, row in enumerate(make_usual_rows())
     ]
 
-    (remark,) = remarks(shape_of(tmp_path, rows))
+    (remark,) = plausibility_remarks(shape_of(tmp_path, rows))
 
     assert remark.startswith("the newest time is 1970-01-01")
 
 
 @pytest.mark.parametrize("newest", ["2100-01-01", "4102444800"])
 def test_a_newest_time_in_the_future_is_told(tmp_path: Path, newest: str) -> None:
-    (remark,) = remarks(shape_of(tmp_path, [*make_usual_rows(), f"u1,i1,{newest}"]))
+    (remark,) = plausibility_remarks(shape_of(tmp_path, [*make_usual_rows(), f"u1,i1,{newest}"]))
 
     assert remark.startswith("the newest time is 2100-01-01")
 
 
 def test_times_before_1980_among_later_ones_are_told(tmp_path: Path) -> None:
-    (remark,) = remarks(shape_of(tmp_path, [*make_usual_rows(), "u1,i1,1971-05-06", "u1,i1,86400"]))
+    (remark,) = plausibility_remarks(
+        shape_of(tmp_path, [*make_usual_rows(), "u1,i1,1971-05-06", "u1,i1,86400"])
+    )
 
     assert remark.startswith("2 of 1,002 rows have a time before 1980")
 
@@ -89,20 +91,20 @@ def test_times_before_1980_among_later_ones_are_told(tmp_path: Path) -> None:
 def test_the_share_of_rows_without_a_time_is_reported(tmp_path: Path) -> None:
     rows = [row.rpartition(",")[0] + ",0" for row in make_usual_rows(100)] + make_usual_rows(900)
 
-    (remark,) = remarks(shape_of(tmp_path, rows))
+    (remark,) = plausibility_remarks(shape_of(tmp_path, rows))
 
     assert remark.startswith("10% of the rows have no time")
-    assert remarks(shape_of(tmp_path, rows, timestamp_column="")) == []
+    assert plausibility_remarks(shape_of(tmp_path, rows, timestamp_column="")) == []
 
 
 def test_too_little_data_is_said_with_what_is_needed(tmp_path: Path) -> None:
-    (remark,) = remarks(shape_of(tmp_path, ["u1,i1,1700000000", "u2,i2,1700000000"]))
+    (remark,) = plausibility_remarks(shape_of(tmp_path, ["u1,i1,1700000000", "u2,i2,1700000000"]))
 
     assert "too little data to judge by: 2 users and 2 items" in remark
     assert "about 100 users and 20 items" in remark
     with pytest.raises(SourceError, match="1 user and 1 item; at least 2 users and 2 items"):
-        demand_least(1, 1)
-    demand_least(2, 2)
+        demand_enough_ids(1, 1)
+    demand_enough_ids(2, 2)
 
 
 def test_counts_of_two_parts_are_those_of_the_whole() -> None:
@@ -122,24 +124,26 @@ def test_counts_of_two_parts_are_those_of_the_whole() -> None:
 
 
 def test_few_ids_and_ids_of_one_word_are_no_histories() -> None:
-    assert not hold_lists(pa.array(["a b"] * 30))
-    assert not hold_lists(pa.array([f"a b{row}" for row in range(5)]))
-    assert not hold_lists(pa.array([f"item-{row}" for row in range(30)]))
-    assert hold_lists(pa.array([f"a,b{row}" for row in range(30)]))
+    assert not has_lists_of_ids(pa.array(["a b"] * 30))
+    assert not has_lists_of_ids(pa.array([f"a b{row}" for row in range(5)]))
+    assert not has_lists_of_ids(pa.array([f"item-{row}" for row in range(30)]))
+    assert has_lists_of_ids(pa.array([f"a,b{row}" for row in range(30)]))
 
 
 def test_a_column_in_which_most_fields_hold_several_ids_holds_histories() -> None:
     histories = [f"i{row} j{row} k{row}" for row in range(60)]
-    assert hold_lists(pa.array([*histories, *["i1"] * 40]))
-    assert not hold_lists(pa.array([*histories, *["i1"] * 80]))
-    assert not hold_lists(pa.array(["The Third Man", "Some Like It Hot"] * 30))
+    assert has_lists_of_ids(pa.array([*histories, *["i1"] * 40]))
+    assert not has_lists_of_ids(pa.array([*histories, *["i1"] * 80]))
+    assert not has_lists_of_ids(pa.array(["The Third Man", "Some Like It Hot"] * 30))
 
 
 def test_few_rows_without_a_time_are_reported_by_their_number() -> None:
-    shape = Shape(
+    shape = InteractionFigures(
         rows=4_200, users=300, items=120, most_of_user=20, most_of_item=90, untimed=1, newest_us=10**15
     )  # fmt: skip
-    assert any(remark.startswith("1 of 4,200 rows have no time") for remark in remarks(shape))
+    assert any(
+        remark.startswith("1 of 4,200 rows have no time") for remark in plausibility_remarks(shape)
+    )
 
 
 def test_events_make_the_share_of_unknown_items_no_larger() -> None:

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from cache.errors import SourceError, StoreError
 from precompute.config.settings import Sources, parse_time
-from precompute.sources.files import pin, source_files
+from precompute.sources.files import digest_files, source_files
 from precompute.sources.readers import read_features, read_interactions
 
 SECONDS = 1_700_000_000
@@ -245,7 +245,7 @@ def test_sources_behind_a_url_are_read_as_files_of_this_host_are(tmp_path, name)
 
     for pattern in (f"memory:/{folder}/{name}", f"memory:/{folder}", f"memory:/{folder}/*"):
         remote_files = source_files((pattern,), tmp_path)
-        assert pin(remote_files) == pin(files)
+        assert digest_files(remote_files) == digest_files(files)
         batches = list(read_interactions(Sources((pattern,)), tmp_path))
         assert pairs(batches) == pairs(read(tmp_path, name)) == {("u", "i0"), ("u", "i1")}
 
@@ -273,7 +273,7 @@ def test_what_a_driver_raises_is_worth_another_try_and_shows_no_secret(tmp_path,
     monkeypatch.setattr(MemoryFileSystem, "_open", fails)
 
     for read_it in (
-        lambda: pin([source_file]),
+        lambda: digest_files([source_file]),
         lambda: list(read_interactions(Sources((url,)), tmp_path)),
     ):
         with pytest.raises(StoreError, match="Throttled: SlowDown") as failed:
@@ -294,7 +294,7 @@ def test_batches_of_wide_features_have_fewer_rows(tmp_path, monkeypatch):
     users = [f"u{row}" for row in range(1000)]
     table = pa.table({"user": users, "taste": wide})
     pq.write_table(table, tmp_path / "users.parquet", use_dictionary=False)
-    monkeypatch.setattr("precompute.sources.readers.BATCH_BYTES", 50_000)
+    monkeypatch.setattr("precompute.sources.readers.BATCH_BYTES_MAX", 50_000)
 
     batches = list(read_features(tmp_path / "users.parquet", "user", ["taste"]))
 

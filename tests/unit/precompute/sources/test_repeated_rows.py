@@ -25,7 +25,7 @@ def add(
 
 
 def test_of_more_rows_than_are_kept_a_share_of_the_users_is_compared() -> None:
-    repeated = RepeatedRows(rows_kept=10_000)
+    repeated = RepeatedRows(rows_compared_max=10_000)
     one, other = Path("1/a.csv"), Path("2/a.csv")
     add(repeated, one, np.arange(1, 40_001))
     add(repeated, one, np.arange(40_001, 60_001))
@@ -36,7 +36,7 @@ def test_of_more_rows_than_are_kept_a_share_of_the_users_is_compared() -> None:
     assert remark.startswith("1/a.csv and 2/a.csv hold about ") and "rows in common" in remark
     count = int(remark.split("about ")[1].split(" ")[0].replace(",", ""))
     assert abs(count - 10_000) < 1_500
-    assert repeated._kept_rows <= 10_000
+    assert repeated._compared_row_count <= 10_000
 
 
 def test_clicks_without_times_that_come_again_are_usual() -> None:

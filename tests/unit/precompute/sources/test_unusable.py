@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
 from precompute.config.settings import NightConfig, Sources, parse_time
-from precompute.partitions.user_tables import write_features
+from precompute.partitions.user_tables import write_feature_files
 from precompute.sources.columns import text_hashes
-from precompute.sources.features import demand_type, read_values
+from precompute.sources.features import demand_column_type, read_feature_values
 from precompute.sources.readers import read_features, read_interactions
-from precompute.sources.times import times_of_texts
-from precompute.sources.unusable import CASES, UnusableRows, ids_in, merged
+from precompute.sources.times import parse_time_texts
+from precompute.sources.unusable import CASES_MAX, UnusableRows, ids_named_in, merge_reports
 
 GOOD = [("u1", "i1", 1_700_000_000), ("u2", "i2", 1_700_000_100)]
 
 
 def read(folder, name, unusable):
-    batches = read_interactions(Sources((name,)), folder, unusable=unusable)
+    batches = read_interactions(Sources((name,)), folder, unusable_rows=unusable)
     return [
         (user, item, int(time) // 10**6)
         for batch in batches
@@ -101,7 +101,9 @@ def test_a_line_that_is_not_utf_8_costs_only_itself(tmp_path):
 def test_rows_of_a_feature_table_without_an_id_are_left_out(tmp_path):
     pq.write_table(pa.table({"user": ["a", None, "b"], "age": [1, 2, 3]}), tmp_path / "u.parquet")
     unusable = UnusableRows()
-    ((ids, values),) = read_features(tmp_path / "u.parquet", "user", ["age"], unusable=unusable)
+    ((ids, values),) = read_features(
+        tmp_path / "u.parquet", "user", ["age"], unusable_rows=unusable
+    )
     assert (ids.texts().to_pylist(), values["age"].to_pylist()) == (["a", "b"], [1, 3])
     assert reasons(unusable, "features") == {"user: no id": 1}
 
@@ -119,15 +121,15 @@ def test_a_source_of_which_no_row_can_be_used_is_refused_with_what_to_do(tmp_pat
 
 
 def test_cases_are_few_and_name_no_erased_user():
-    unusable = UnusableRows(hidden=[b"gone"])
-    unusable.looked_at("interactions", 100)
+    unusable = UnusableRows(hidden_ids=[b"gone"])
+    unusable.count_checked("interactions", 100)
     unusable.note("interactions", "no id", 50, ({"user": f"u{row}"} for row in range(50)))
     unusable.note("interactions", "no time", 2, [{"user": "gone"}, {"user": "here"}])
     report = unusable.to_json()
-    assert len(report["interactions"]["reasons"]["no id"]["cases"]) == CASES
+    assert len(report["interactions"]["reasons"]["no id"]["cases"]) == CASES_MAX
     assert report["interactions"]["left_out"] == 52
-    assert "here" in ids_in(report) and "gone" not in ids_in(report)
-    twice = merged([report, report])["interactions"]
+    assert "here" in ids_named_in(report) and "gone" not in ids_named_in(report)
+    twice = merge_reports([report, report])["interactions"]
     assert (twice["rows"], twice["left_out"]) == (200, 104)
 
 
@@ -138,7 +140,7 @@ def test_texts_are_read_as_the_times_that_python_reads(moment, zone, between):
     text = moment.isoformat(between) + zone
     expected_us = round(parse_time(text).timestamp() * 10**6)
     for other_texts in ([], ["noon", "2024-06-01", "1700000000.5"]):
-        times_us, readable, missing = times_of_texts(pa.array([text, *other_texts]))
+        times_us, readable, missing = parse_time_texts(pa.array([text, *other_texts]))
         assert readable[0] and not missing.any()
         assert abs(int(times_us[0]) - expected_us) <= 200  # of a float of seconds
     assert times_us.tolist()[2:] == [1_717_200_000_000_000, 1_700_000_000_500_000]
@@ -152,27 +154,27 @@ def test_texts_are_read_as_the_times_that_python_reads(moment, zone, between):
 )  # fmt: skip
 def test_texts_that_are_no_time_are_unreadable_but_not_missing(text):
     for other_texts in ([], ["2024-01-01T00:00:00.123456789Z"]):
-        _, readable, missing = times_of_texts(pa.array([text, *other_texts]))
+        _, readable, missing = parse_time_texts(pa.array([text, *other_texts]))
         assert readable.tolist() == [False, *[True] * len(other_texts)] and not missing.any()
 
 
 def test_values_that_an_input_cannot_hold_cost_only_their_rows():
     narrow = InputSpec("x", "feature", "int32", column="age")
-    feature_values = read_values(pa.array([1, 2**40, None]), narrow)
+    feature_values = read_feature_values(pa.array([1, 2**40, None]), narrow)
     assert feature_values.usable.tolist() == [True, False, False]
     assert feature_values.missing.tolist() == [False, False, True] and list(
         feature_values.unusable_mask_by_reason
     ) == ["age: too large for int32"]
     wide = InputSpec("x", "feature", "float32", column="taste", width=2)
     rows = [[1.0, 2.0], [1.0], [1.0, None], [1.0, float("nan")], None, [3.0, 4.0]]
-    feature_values = read_values(pa.array(rows), wide)
+    feature_values = read_feature_values(pa.array(rows), wide)
     assert feature_values.usable.tolist() == [True, False, False, False, False, True]
     assert feature_values.numbers[[0, 5]].tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert set(feature_values.unusable_mask_by_reason) == {
         "taste: not of width 2", "taste: a null in a list", "taste: not finite as float32",
     }  # fmt: skip
     texts = InputSpec("x", "feature", "string", column="land")
-    feature_values = read_values(pa.array([b"de", b"\xff", None]).view(pa.string()), texts)
+    feature_values = read_feature_values(pa.array([b"de", b"\xff", None]).view(pa.string()), texts)
     assert feature_values.numbers.tolist() == ["de", "", ""] and feature_values.usable.tolist() == [
         True,
         False,
@@ -192,7 +194,7 @@ def test_values_that_an_input_cannot_hold_cost_only_their_rows():
 def test_a_column_that_no_row_can_be_read_from_is_refused_by_name(kind, dtype, width):
     spec = InputSpec("x", "feature", dtype, column="age", width=width)
     with pytest.raises(SourceError, match=r"column 'age' is .* the model's input 'x' wants"):
-        demand_type(kind, spec, "users.parquet")
+        demand_column_type(kind, spec, "users.parquet")
 
 
 def test_a_row_is_counted_once_however_many_models_take_its_column(tmp_path):
@@ -215,7 +217,7 @@ def test_a_row_is_counted_once_however_many_models_take_its_column(tmp_path):
     unusable = UnusableRows()
     (tmp_path / "parts").mkdir()
 
-    write_features(
+    write_feature_files(
         config, tmp_path / "parts", lambda ids: text_hashes(ids.texts(), 1), ["number", "text"], inputs,
         unusable,
     )  # fmt: skip
