@@ -24,7 +24,7 @@ from precompute.adapters.vectors import model_of
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import bundle_made_of
 from precompute.config.settings import NightConfig
-from precompute.events.files import brought_vectors, counted_behind
+from precompute.events.files import counted_behind_number, newest_vector_by_item
 from precompute.sources.columns import Ids, as_rows
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities, all_erasures
 from precompute.sources.features import read_values
@@ -61,8 +61,8 @@ def vector_bundle(
         interactions_before.isoformat() if interactions_before and sources.interactions else ""
     )
     hasher.update(f"|{erased.digest(inputs)}|{cut_text}".encode())
-    behind = counted_behind(config.events.keep_values_days, int(cut.timestamp()))
-    vectors = brought_vectors(files.events, behind)
+    behind = counted_behind_number(config.events.keep_values_days, int(cut.timestamp()))
+    vectors = newest_vector_by_item(files.events, behind)
     if event_vectors := {raw: vector for raw, vector in vectors.items() if raw not in erased.items}:
         hasher.update(
             orjson.dumps([(raw.decode(), vector) for raw, vector in event_vectors.items()])

@@ -19,9 +19,9 @@ from cache.errors import SourceError
 from cache.l2.sync_clients import connect
 from cache.process.command_line import json_text
 from precompute.bulk.headroom import ArmRoom
-from precompute.config.console import OutputContent, out_console, show
+from precompute.config.console import OutputContent, out_console, print_output
 from precompute.config.progress import Progress, size_text
-from precompute.config.settings import NightConfig, generations_at_peak
+from precompute.config.settings import NightConfig, peak_generation_count
 from precompute.gates.evidence.candidate import Verdict
 from precompute.planning.capacity import demand_room, limits_of
 from precompute.planning.filter_costs import SHORT_LIST_ITEMS, FilterCost
@@ -46,14 +46,14 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
         host_gb=arguments.host_gb, disk_gb=arguments.disk_gb,
     )  # fmt: skip
     verdicts = judged(config, night_forecast, limits)
-    generations = generations_at_peak(config.keep)
+    generations = peak_generation_count(config.keep)
     output = (
         _json(night_forecast, verdicts, generations, limits.arms)
         if arguments.json
         else _tables(night_forecast, verdicts, plan_parameters, generations, limits.arms)
     )
     if not all(verdict.passed for verdict in verdicts):
-        show(output, out_console)
+        print_output(output, out_console)
         demand_room(verdicts)
     return output
 

@@ -31,10 +31,10 @@ from precompute.builds.tables import (
     metric_of,
     scored_tables,
 )
-from precompute.bulk.headroom import floor_seconds, time_limit_remark
+from precompute.bulk.headroom import seconds_at_floor_rate, time_limit_remark
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress, quiet
-from precompute.config.settings import NightConfig, generations_at_peak, parse_time
+from precompute.config.settings import NightConfig, parse_time, peak_generation_count
 from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.shard_files import USER_VECTORS
 from precompute.planning.capacity import CapacityLimits, verdicts
@@ -251,7 +251,7 @@ def forecast(
     return Forecast(
         len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(loading),
-        floor_seconds(config, shape.payload_bytes),
+        seconds_at_floor_rate(config, shape.payload_bytes),
         gpu_seconds(timings, rate.users_per_s, shape), rate.how, _hit_rates_by_size(shape, parameters, popularity),
         filters,
         copying_nights(timings, shape, changed_share, parameters.items_changed, items_per_user(sample)), note,
@@ -262,7 +262,7 @@ def forecast(
 def judged(config: NightConfig, night_forecast: Forecast, limits: CapacityLimits) -> list[Any]:
     """Return the verdicts on a forecast within these limits."""
     return verdicts(
-        limits, config.gates, generations=generations_at_peak(config.keep), redis_bytes=night_forecast.redis_bytes,
+        limits, config.gates, generations=peak_generation_count(config.keep), redis_bytes=night_forecast.redis_bytes,
         mapped_bytes=night_forecast.shape.mapped_bytes, disk_bytes=night_forecast.shape.disk_bytes,
     )  # fmt: skip
 

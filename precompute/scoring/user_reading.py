@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
-from precompute.bulk.headroom import demand_disk
+from precompute.bulk.headroom import demand_disk_room
 from precompute.partitions.digests import Digests, of_users
 from precompute.partitions.shard_files import PARTITION, first_hash
 from precompute.partitions.shard_input import (
@@ -63,7 +63,7 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
         count = len(decisions.pairs)
         work.counts["entities"] = prior_count + count
         chunks, users = chunks_of(work, decisions, decisions.inputs_of(entities))
-        demand_disk(work.build.root, users * work.record_bytes * (slices_left + 1))
+        demand_disk_room(work.build.root, users * work.record_bytes * (slices_left + 1))
         for chunk, reached_share in chunks:
             chunk.entities = prior_count + int(reached_share * count)
             chunk.total = (prior_count + count) * (slice_number + slices_left) // slice_number

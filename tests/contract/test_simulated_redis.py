@@ -88,8 +88,8 @@ def command(rng: random.Random, keys: Keyspace) -> list[bytes]:
         script(control_plane._BEAT, [replicas], score, value, rng.choice(members)),
         script(commands._LEASE_SWAP_SCRIPT, [name], value, rng.choice(members), b"500000"),
         script(hot_keys.REPORT, [sketch, keys.hot_names(0).encode()], b"4096", b"7200", b"1", score, value, members[2]),
-        script(staging._STAGE, [note, channel, live], attempt, generation, b"5", staged),
-        script(staging._UNSTAGE, [note, channel], attempt, generation), [b"GET", note],
+        script(staging._STAGE_SCRIPT, [note, channel, live], attempt, generation, b"5", staged),
+        script(staging._UNSTAGE_SCRIPT, [note, channel], attempt, generation), [b"GET", note],
     ])  # fmt: skip
 
 
