@@ -129,14 +129,14 @@ def postgres(state: Path) -> Iterator[str]:
 
 
 def _command_prefix_as(account: pwd.struct_passwd) -> list[str | Path]:
-    """Prefix of a command that `user` is to run; empty where that is us."""
+    """Prefix of a command that `account` is to run; empty where that is us."""
     if account.pw_uid == os.geteuid():
         return []
     return ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups"]
 
 
 def _remove_linked_folder(folder_link: Path) -> None:
-    """Remove the folder that `link` names, also one that a killed command left, and the link."""
+    """Remove the folder that `folder_link` names, also one that a killed command left, and the link."""
     if not folder_link.is_symlink():
         return
     folder = folder_link.readlink()

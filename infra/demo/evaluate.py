@@ -103,7 +103,7 @@ def offline_lists(
 def _run_tower(
     model: BundleModel, index_rows: Sequence[Sequence[int]], features: Sequence[Features]
 ) -> NDArray[np.float32]:
-    """Run a tower on histories, or items' own indices, in `rows`, and on features."""
+    """Run a tower on histories, or items' own indices, in `index_rows`, and on features."""
     inputs: dict[str, Histories | NDArray[Any]] = {}
     for input_spec in model.spec.inputs:
         if input_spec.bind == "feature":

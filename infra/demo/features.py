@@ -45,7 +45,7 @@ vector = Where (is_trained_row, trained, featured)
 
 
 def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles) -> None:
-    """Replace the reference bundle in `folder` by one whose towers take features too.
+    """Replace the reference bundle in `bundle_folder` by one whose towers take features too.
 
     An item that the reference model was trained on keeps its vector, and a user with a history theirs; all others get
     the mean vector of their category or country. `histories` are those of the training, of items that it knows.

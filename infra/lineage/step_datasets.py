@@ -58,7 +58,7 @@ class DatasetName:
 
     @classmethod
     def of_url(cls, url: str, *subpath_parts: str) -> Self:
-        """Return the name of the dataset at a URL or an absolute path, extended by `parts`; without secrets."""
+        """Return the name of the dataset at a URL or an absolute path, extended by `subpath_parts`; without secrets."""
         url = _without_query(url)
         azure_match = _AZURE_CONTAINER_PATTERN.match(url)
         prefix_length = azure_match.end() if azure_match else 0
@@ -72,7 +72,7 @@ class DatasetName:
 
     @classmethod
     def of_pattern(cls, pattern: str, base_folder: str) -> Self:
-        """Return the name of source files: the file, or the folder above the first wildcard, relative to `base`."""
+        """Return the name of source files: the file, or the folder above the first wildcard, from `base_folder`."""
         full_pattern = (
             _without_query(pattern)
             if "://" in pattern
@@ -185,7 +185,7 @@ class FinishedStep:
         return None if raw is None else Manifest.from_bytes(raw)
 
     def in_redis(self, stable_key: str, generation_key: str, **dataset_fields: Any) -> StepDataset:
-        """Return the dataset of Redis keys: `name` is the same every night, `key` is this generation's."""
+        """Return the dataset of Redis keys: `stable_key` is each night's, `generation_key` this generation's."""
         url = str(self.build.config.redis_url)
         return StepDataset(
             DatasetName.of_redis(url, stable_key), self.build.generation, DatasetName.of_redis(url, generation_key),

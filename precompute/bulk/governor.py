@@ -189,7 +189,7 @@ class Governor:
         self.throttle.step(
             Signals(
                 working_round_trips_s=working_round_trips_s,
-                rested=resting_round_trips_s,
+                resting_round_trips_s=resting_round_trips_s,
                 replicas_ms=observation.replicas_ms if observation else {},
                 busy=observation.busy if observation else 0.0,
                 lag_bytes=observation.lag_bytes if observation else 0,
@@ -292,13 +292,13 @@ def open_governor(
 class Signals:
     """Signals of one step: round trips of probes in seconds (inf: none came back), and load figures.
 
-    `worked`: while pieces were sent, `rested`: while none were; `replicas_ms`: the p99 that replicas report; `busy`:
-    share of Redis' main thread in use; `lag_bytes`: how far the slowest replica of Redis is behind; `done_bytes` in
-    `spent_s`: the work itself.
+    `working_round_trips_s`: while pieces were sent, `resting_round_trips_s`: while none were; `replicas_ms`: the p99
+    that replicas report; `busy`: share of Redis' main thread in use; `lag_bytes`: how far the slowest replica of Redis
+    is behind; `done_bytes` in `spent_s`: the work itself.
     """
 
     working_round_trips_s: Sequence[float] = ()
-    rested: Sequence[float] = ()
+    resting_round_trips_s: Sequence[float] = ()
     replicas_ms: Mapping[str, float] = field(default_factory=dict)
     busy: float = 0.0
     lag_bytes: int = 0
@@ -361,7 +361,7 @@ class Throttle:
         """Return the next rate. Without `readers` only Redis' replicas are spared; without evidence the rate falls."""
         self.reason = self._objection(signals, readers)
         if readers:
-            self.calibrate(signals.rested)
+            self.calibrate(signals.resting_round_trips_s)
         if self.reason:
             self._congested_rate, self._clean_step_count = self.rate, 0
             self.rate = max(self.floor, self.rate * BACK_OFF_FACTOR)
@@ -389,7 +389,7 @@ class Throttle:
         working_late_share, resting_late_share = (
             sum(round_trip_s > self.limit_s for round_trip_s in round_trips_s)
             / max(1, len(round_trips_s))
-            for round_trips_s in (signals.working_round_trips_s, signals.rested)
+            for round_trips_s in (signals.working_round_trips_s, signals.resting_round_trips_s)
         )
         self._late_share_pairs.append((working_late_share, resting_late_share))
         if self._is_late():

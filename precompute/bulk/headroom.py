@@ -116,7 +116,7 @@ def unevictable_bytes(
 def redis_page_bytes(
     store: ArtefactStore, control: Control, *, left_out_generation: str | None = None
 ) -> int:
-    """Return the payload of this namespace's generations, other than `but`, whose pages Redis may hold."""
+    """Return the payload of this namespace's generations, but `left_out_generation`, whose pages Redis may hold."""
     held_page_bytes = 0
     for generation, row in control.rows().items():
         if generation != left_out_generation and row.state is not State.RETIRED:

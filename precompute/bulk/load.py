@@ -246,7 +246,7 @@ class PageStream(OwnConnections):
         first_page_number: int,
         page_size_bytes: int,
     ) -> None:
-        """Send the pages from number `first` on; page n is `pages[n * size:]`, the last one may be shorter."""
+        """Send pages from `first_page_number` on; n is `all_pages[n * page_size_bytes:]`, the last may be shorter."""
 
         def resend_page(page_number: int) -> None:
             with all_pages[

@@ -77,7 +77,7 @@ def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
 def _incomplete_parts(
     control: Control, manifest: Manifest, *, are_marked_whole: bool = False
 ) -> Iterator[Part]:
-    """Yield parts without their mark or, unless marked parts `are_whole`, without a page of its length."""
+    """Yield parts without their mark or, unless marked parts `are_marked_whole`, without a page of its length."""
     mark_by_part_name: Any = control.client.hgetall(control.keys.loaded(manifest.generation))
     for part in parts_of(manifest):
         page_lengths = read_page_lengths(control.client, control.keys, manifest, part)

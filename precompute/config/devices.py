@@ -81,9 +81,9 @@ def claim_least_busy_device(
 ) -> Iterator[str | None]:
     """Yield the device with the fewest scoring processes on this host; among equals the shard's own in turn.
 
-    A process that scores on a GPU holds a lock, so a killed one leaves nothing behind. `tasks` is how many may share a
-    device; more than that share it, too, and the log says so. The locks are in `folder`, by default one of this user's
-    own; if that cannot be trusted, the shard takes its turn's device.
+    A process that scores on a GPU holds a lock, so a killed one leaves nothing behind. `tasks_max` is how many may
+    share a device; more than that share it, too, and the log says so. The locks are in `locks_folder`, by default one
+    of this user's own; if that cannot be trusted, the shard takes its turn's device.
     """
     device_names = devices(device_setting)
     if not device_names or not device_names[0].startswith("cuda"):

@@ -45,7 +45,7 @@ def retained_count(keep: int) -> int:
 
 
 def peak_generation_count(keep: int) -> int:
-    """Return the number of generations in Redis and on each host: live, `retained`, one in the making, one unpublished.
+    """Return the number of generations in Redis and on each host: live, retained, one in the making, one unpublished.
 
     The last is a canary, or a refused or broken night's generation that no sweep may touch yet.
     """

@@ -211,7 +211,7 @@ def _find_beyond_cut(kind: EntityKind, erasures: Sequence[Erasure], fetch: Fetch
 def copies_on_hosts(
     store: ArtefactStore, *, left_out_generations: Collection[str] = ()
 ) -> list[EntityHolder]:
-    """Return recorded copies of generations other than `but`; a local store has none."""
+    """Return recorded copies of generations other than `left_out_generations`; a local store has none."""
     if store.copies is None:
         return []
     generations_and_hosts = [

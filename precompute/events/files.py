@@ -294,9 +294,9 @@ class EventValues(NamedTuple):
     ) -> Self:
         """Read files of events, in the order of their positions, without those of erased entities.
 
-        Only values set `behind` a position's number count, and only attributes in `attributes_by_kind`: other values
-        take no memory, and displace none. Raises SourceError naming a file that cannot be read, CorruptArtefact for a
-        malformed event.
+        Only values set behind `oldest_counted_number`, a position's number count, and only attributes in
+        `attributes_by_kind`: other values take no memory, and displace none. Raises SourceError naming a file that
+        cannot be read, CorruptArtefact for a malformed event.
         """
         attribute_events, event_item_ids = AttributeEvents(), set()
         for position, event in _read_value_events(event_files):

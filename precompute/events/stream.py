@@ -198,7 +198,7 @@ def _read_stream(
 
 
 def merge_files(stores: EventStores) -> int:
-    """Merge old unmerged files, `FILES_MERGED` of them into one; return how many were merged.
+    """Merge old unmerged files, `FILES_PER_MERGE` of them into one; return how many were merged.
 
     A merged file's name has both its ends: from the moment it exists, the files within count no more, and are
     removed. Only files before every generation in the stores are merged: a file has to end where any generation's

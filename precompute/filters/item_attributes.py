@@ -57,7 +57,7 @@ def write_item_attributes(
 ) -> dict[str, AttributeFiles]:
     """Write a column for each configured attribute; returns its kind and files by name.
 
-    They have the `values` that events set, put in as the service does. A value that cannot be kept is noted,
+    They have the `event_values` that events set, put in as the service does. A value that cannot be kept is noted,
     and the item lacks that attribute. Raises SourceError for a column that is not there, or of a type that no attribute
     has, ConfigError for a facet of one without texts.
     """
@@ -213,7 +213,7 @@ def _attribute_arrays(
 def _encode_texts(
     texts: Any, left_out_mask: NDArray[np.bool_]
 ) -> tuple[NDArray[np.uint32], ArrayByName]:
-    """Codes of texts uint32 [n], NO_CODE for those `without`, and the texts themselves in the order of their bytes."""
+    """Codes of texts uint32 [n], NO_CODE by `left_out_mask`, and the texts themselves in the order of their bytes."""
     usable_texts = texts.filter(pa.array(~left_out_mask)).cast(pa.large_string())
     dictionary_array = usable_texts.dictionary_encode()
     raw_texts = dictionary_array.dictionary.cast(pa.large_binary())
@@ -290,7 +290,7 @@ def named_filters(config: NightConfig) -> dict[str, Filter]:
 def passing_filters(
     config: NightConfig, root: Path, attributes: Mapping[str, Any], item_count: int
 ) -> dict[str, FilterMask]:
-    """Items that pass each declared filter, of `count` whose attributes were written below `root`.
+    """Items that pass each declared filter, of `item_count` whose attributes were written below `root`.
 
     Raises ConfigError for a filter that does not fit the attributes.
     """

@@ -24,7 +24,7 @@ class ProbeTaker:
         self._user_count = 0
 
     def take(self, users: ShardInput, usable_rows: NDArray[np.int64]) -> bool:
-        """Take the rows still needed from the `usable` ones; return True if more are needed."""
+        """Take the rows still needed from the `usable_rows`; return True if more are needed."""
         taken_rows = usable_rows[~users.has_vector[usable_rows]][: USERS_MAX - self._user_count]
         if len(usable_rows) and not len(taken_rows):
             return (

@@ -58,7 +58,7 @@ class ReleaseView:
         return self.pointer.epoch if self.pointer else 0
 
     def state(self, generation: str) -> State | None:
-        """State of a generation in all of it: see `standing`."""
+        """State of a generation in all of it: see `generation_state`."""
         return generation_state(generation, self.ledger, self.rows.get(generation))
 
     def demand_agreement(self) -> None:
@@ -343,7 +343,7 @@ def ledger_and_rows_after_move(
     moved_at: float,
     reason: str = "",
 ) -> tuple[Ledger, dict[str, RegistryRow]]:
-    """The ledger that a move at the time `at` would lead to, and the rows that it changes."""
+    """The ledger that a move at the time `moved_at` would lead to, and the rows that it changes."""
     epoch = max(view.epoch, view.ledger.epoch) + 1
     done_release = Release(epoch, action, generation, None, attempt, moved_at, is_done=True)
     ledger_after = without_retired(fold([*view.history, done_release]), view.rows)

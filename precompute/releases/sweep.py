@@ -39,7 +39,7 @@ def sweep(
     generation_being_made: str | None = None,
     progress: Progress = quiet,
 ) -> SweepResult:
-    """Retire every generation that is not needed; `making` replaces older ones that were never published."""
+    """Retire every unneeded generation; `generation_being_made` replaces older ones that were never published."""
     sweepable_generations = sweepable(
         releases,
         keep=config.keep,
@@ -88,7 +88,7 @@ def sweepable(
 
     A generation superseded in the future of this clock was superseded just now. The newest `keep` superseded ones stay
     for rollbacks, at least one. Unfinished ones go once they are older than the live one and were not touched
-    for `abandon_after_s`, or at once when `making`, the generation that this night makes, replaces them.
+    for `abandon_after_s`, or at once when `generation_being_made` replaces them.
     """
     view, checked_at = releases.view(), releases.clock()
     ledger = view.ledger

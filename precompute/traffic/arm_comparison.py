@@ -34,7 +34,7 @@ class CanaryArmTotals:
     """Totals of one arm over all replicas: requests and feedback; per key, once, its source and top score's bucket.
 
     `keys`, `keys_by_answer_source`, `scores` and `score_sum` are estimates for the keys of each replica, added up;
-    `different`: how many different keys these are; `certain`: how many independent keys they are worth.
+    `different_keys`: how many different keys these are; `effective_keys`: how many independent keys they are worth.
     """
 
     requests: int = 0
@@ -280,7 +280,7 @@ def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
 def population_stability_index(
     expected_counts: Mapping[int, int], actual_counts: Mapping[int, int]
 ) -> float:
-    """Return the population stability index over at most ten equal bins of `expected`; inf if one side is empty."""
+    """Return the population stability index over at most ten equal bins of `expected_counts`; inf if one is empty."""
     expected_total, actual_total = sum(expected_counts.values()), sum(actual_counts.values())
     if not expected_total or not actual_total:
         return 0.0 if expected_total == actual_total else math.inf

@@ -68,7 +68,7 @@ def gather_exposures(
 ) -> dict[str, int]:
     """Make files of the parts of all hours that ended `late_s` ago, and remove the parts; how many there were.
 
-    Keys in `erased` are left out. Safe to repeat after a crash at any place.
+    Keys in `erased_keys` are left out. Safe to repeat after a crash at any place.
     """
     file_count = part_count = 0
     part_names_by_hour = {

@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from cache.filters.reranker import Reranker
 from numpy.typing import NDArray
 
 from cache.filters.expression import Filter, InvalidFilter
 from cache.filters.filtering import Filtering, UnknownAttribute, unknown_filter
+from cache.filters.reranker import Reranker
 from cache.filters.reranking import Reranking, below
 from cache.model.filter_mask import FilterMask
 from cache.model.ranking import Metric

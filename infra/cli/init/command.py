@@ -155,7 +155,7 @@ def _notes_on_text_files(setting_guesses: Guesses, folder: Path) -> list[str]:
 
 
 def _find_bundle(folder: Path, base_folder: Path) -> str | None:
-    """Return the folder of a model's bundle, at or directly below the inspected one, relative to `base`, or None."""
+    """Return the folder of a model's bundle, at or directly below the inspected one, from `base_folder`, or None."""
     bundle_folder = next(
         (
             manifest_path.parent

@@ -98,7 +98,7 @@ class FoundTable:
 
 
 def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], list[str]]:
-    """Find the tables below a folder, largest first, patterns relative to `base`; return also remarks on others."""
+    """Find the tables below a folder, largest first, patterns from `base_folder`; return also remarks on others."""
     file_looks_by_key: dict[_GroupKey, list[_FileLook]] = defaultdict(list)
     unread_looks: list[_FileLook] = []
     folder_walk = _FolderWalk(folder, base_folder)

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache.filters.reranker import Reranker
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import InvalidInput
 from cache.filters.expression import read_filter
 from cache.filters.filtering import UnknownAttribute, mask_of
+from cache.filters.reranker import Reranker
 from cache.filters.reranking import read_reranking
 from cache.model.filter_mask import FilterMask
 from tests.unit.cache.filters.columns import KINDS, Item, attributes_of, passes

@@ -319,7 +319,12 @@ def throttle() -> Throttle:
 
 def step(throttle: Throttle, worked: list[float], **more: Any) -> float:
     """One step in which the whole rate was used."""
-    signal_fields = {"done_bytes": 10**9, "spent_s": 0.1, "rested": [IDLE_S] * 20, **more}
+    signal_fields = {
+        "done_bytes": 10**9,
+        "spent_s": 0.1,
+        "resting_round_trips_s": [IDLE_S] * 20,
+        **more,
+    }
     return throttle.step(Signals(worked, **signal_fields), readers=True)
 
 
@@ -361,7 +366,7 @@ def test_what_is_as_late_at_rest_is_not_the_works_doing():
     slow = [*[IDLE_S] * 14, *[1.0] * 6]
 
     for _ in range(4 * COMPARED_STEPS_MIN):
-        step(calibrated_throttle, slow * 5, rested=slow)
+        step(calibrated_throttle, slow * 5, resting_round_trips_s=slow)
         assert not calibrated_throttle.reason
 
 
