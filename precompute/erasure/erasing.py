@@ -41,7 +41,7 @@ class ErasureStatus:
     """Erasure and the holders of its entity, with the expected time of each one's removal."""
 
     erasure: Erasure
-    holders_by_erasure_number: tuple[tuple[EntityHolder, str], ...] = ()
+    holders: tuple[tuple[EntityHolder, str], ...] = ()
 
     @property
     def state(self) -> str:

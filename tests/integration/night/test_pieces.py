@@ -123,7 +123,7 @@ def test_pieces_are_asked_for_ahead_of_their_replies(world, small, monkeypatch):
     ahead, receive_piece = [], PieceReader._receive_piece
 
     def note_and_receive(reader: PieceReader) -> Iterator[PageDigest]:
-        ahead.append(len(reader._waiting))
+        ahead.append(len(reader._unanswered_requests))
         return receive_piece(reader)
 
     monkeypatch.setattr(PieceReader, "_receive_piece", note_and_receive)
