@@ -269,10 +269,7 @@ def streams(draw: st.DrawFn, users: list[str]) -> list[bytes]:
 
 def fuzz(court: Court, examples: int) -> None:
     @settings(
-        max_examples=examples,
-        deadline=None,
-        database_url=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(pieces=streams(court.users), waits=st.booleans())
     def agree(pieces: list[bytes], waits: bool) -> None:
@@ -330,10 +327,7 @@ def leave(court: Court, examples: int) -> None:
         transport.abort()
 
     @settings(
-        max_examples=examples,
-        deadline=None,
-        database_url=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(pieces=streams(court.users), size=st.integers(0, 2_000), iterations=st.integers(0, 9))
     def leave_early(pieces: list[bytes], size: int, iterations: int) -> None:

@@ -27,7 +27,7 @@ WITHOUT_INPUT = {
 }  # fmt: skip
 TABLES = ["user_topk", "user_vector", "item_vector", "item_similar", "user_affinity", "nothing"]
 FUZZ_SETTINGS = partial(
-    settings, deadline=None, database_url=None, phases=[Phase.generate, Phase.shrink],
+    settings, deadline=None, database=None, phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 EVENTS = "POST /v1/events"
