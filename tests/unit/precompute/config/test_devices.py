@@ -29,12 +29,12 @@ def test_a_machine_without_a_gpu_never_imports_torch():
     code = (
         "import sys\n"
         "from cache.config.timetable import NIGHT_STEPS\n"
-        "from precompute.steps.night import step_in_night\n"
-        "assert [step_in_night(name) for name in NIGHT_STEPS]\n"
+        "from precompute.steps.night import find_step\n"
+        "assert [find_step(name) for name in NIGHT_STEPS]\n"
         "from precompute.config import devices\n"
-        "devices._SIGNS = ()\n"
+        "devices._GPU_DEVICE_FILES = ()\n"
         "assert devices.devices('auto') == devices.devices('off') == ()\n"
-        "assert devices.device_of('auto', 3) is None\n"
+        "assert devices.device_for_shard('auto', 3) is None\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -154,8 +154,8 @@ import sys
 from pathlib import Path
 from precompute.config import devices
 devices.devices = lambda wanted: ("cuda:0", "cuda:1", "cuda:2")
-devices.identity = lambda device: device[-1]
-with devices.least_busy("auto", int(sys.argv[2]), 2, Path(sys.argv[1])) as device:
+devices.gpu_identity = lambda device: device[-1]
+with devices.claim_least_busy_device("auto", int(sys.argv[2]), 2, Path(sys.argv[1])) as device:
     print(device, flush=True)
     sys.stdin.read()
 """
