@@ -20,7 +20,7 @@ for line in sys.stdin:
     if not os.fork():
         code = 1
         try:
-            command = CommandPlace(name, tuple(loads)).load()
+            command = CommandPlace(name, tuple(loads)).import_command()
             for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(command)))):
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     exec(ast.unparse(node), {})
