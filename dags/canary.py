@@ -45,7 +45,7 @@ FINAL = RetryRule(
     action=RetryAction.FAIL,
     reason="the same question would be answered the same",
 )
-LONGEST = timedelta(days=2)
+CANARY_TIME_MAX = timedelta(days=2)
 """The most that `wait_s` and `wait_max_s` may come to; a canary left running longer than this is a red task."""
 
 
@@ -84,7 +84,7 @@ def canary() -> None:
             attempt=context["run_id"],
         )
 
-    @task.sensor(mode="reschedule", poke_interval=60, timeout=LONGEST.total_seconds())
+    @task.sensor(mode="reschedule", poke_interval=60, timeout=CANARY_TIME_MAX.total_seconds())
     def wait(started: dict[str, Any]) -> bool:
         """Look whether the canary has run long enough, or was ended."""
         from precompute.config.settings import night_config
@@ -99,7 +99,7 @@ def canary() -> None:
         from precompute.traffic.canary import trial as steps
 
         attempt = get_current_context()["run_id"]
-        return steps.conclude(night_config(), started["generation"], attempt=attempt)
+        return steps.publish_or_abandon(night_config(), started["generation"], attempt=attempt)
 
     started = start()
     wait(started) >> conclude(started)

@@ -67,30 +67,30 @@ if TYPE_CHECKING:  # else parsing would load numpy
     from precompute.partitions.night_input import TakenEvents
     from precompute.steps.score import ShardResult
 
-NIGHTS = Timetable.configured(os.environ).nights()
-TRIES = DagConfig.configured(os.environ)
-EVENTS = EventsConfig.configured(os.environ)
+NIGHTS_TIMETABLE = Timetable.configured(os.environ).nights()
+DAG_CONFIG = DagConfig.configured(os.environ)
+EVENTS_CONFIG = EventsConfig.configured(os.environ)
 SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
 
-FINAL = RetryRule(
+FINAL_RULE = RetryRule(
     exception=[BundleError, ConfigError, Refused, SourceError],
     action=RetryAction.FAIL,
     reason="the same inputs would fail again",
 )
 
 
-def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
+def run_step(step_name: str, *arguments: Any, **named_arguments: Any) -> dict[str, Any]:
     """Run a step by its module in `precompute.steps`, imported here so that parsing DAGs does not load it."""
     from cache.control.own_store import demand_own_store
     from precompute.builds.night_failure import forget_failure, note_failure_of_step
     from precompute.config.settings import night_config
 
-    config, run = night_config(), import_module(f"precompute.steps.{name}").run
+    config, run_step_module = night_config(), import_module(f"precompute.steps.{step_name}").run
     demand_own_store(config, config.redis_url, config.redis_timeout_s)  # a failure is noted there
     generation = arguments[0]["generation"] if arguments else None
-    with note_failure_of_step(config, name, generation):
-        step_result: dict[str, Any] = run(config, *arguments, **more)
-    if name == "retire" or step_result.get("already_live"):  # the night is done
+    with note_failure_of_step(config, step_name, generation):
+        step_result: dict[str, Any] = run_step_module(config, *arguments, **named_arguments)
+    if step_name == "retire" or step_result.get("already_live"):  # the night is done
         forget_failure(config)
     return step_result
 
@@ -98,14 +98,14 @@ def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
 @dag(
     schedule=AssetOrTimeSchedule(
         assets=Asset("larder_bundle"),
-        timetable=CronTriggerTimetable(NIGHTS.cron, timezone=NIGHTS.timezone),
+        timetable=CronTriggerTimetable(NIGHTS_TIMETABLE.cron, timezone=NIGHTS_TIMETABLE.timezone),
     ),
     catchup=False,
     max_active_runs=1,
     params={"data_until": Param(None, type=["null", "string"], format="date-time")},
     default_args={
-        **TRIES.defaults(),
-        "retry_policy": ExceptionRetryPolicy(rules=[FINAL]),
+        **DAG_CONFIG.defaults(),
+        "retry_policy": ExceptionRetryPolicy(rules=[FINAL_RULE]),
     },
     doc_md=__doc__,
     tags=["larder"],
@@ -148,7 +148,7 @@ def nightly_precompute() -> None:
         multiple_outputs=False,
         pool="gpu",
         queue=SCORE_QUEUE,
-        execution_timeout=timedelta(seconds=TRIES.score_timeout_s),
+        execution_timeout=timedelta(seconds=DAG_CONFIG.score_timeout_s),
         map_index_template="shard {{ task.op_kwargs['shard'] }}",
     )
     def score(build: "BegunBuild", shard: int) -> "ShardResult":
@@ -177,17 +177,17 @@ def nightly_precompute() -> None:
         """Make the int8 towers and measure their agreement."""
         return run_step("quantize", build)
 
-    @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
+    @task(multiple_outputs=False, execution_timeout=timedelta(seconds=DAG_CONFIG.load_timeout_s))
     def load(build: "BegunBuild") -> dict[str, Any]:
         """Stream the pages into Redis, in addition to the live generation's."""
         return run_step("load", build)
 
-    @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.verify_timeout_s))
+    @task(multiple_outputs=False, execution_timeout=timedelta(seconds=DAG_CONFIG.verify_timeout_s))
     def verify(build: "BegunBuild") -> dict[str, Any]:
         """Put the generation through every gate; red means not published."""
         return run_step("verify", build, attempt=get_current_context()["run_id"])
 
-    @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
+    @task(multiple_outputs=False, execution_timeout=timedelta(seconds=DAG_CONFIG.load_timeout_s))
     def publish(verified: dict[str, Any]) -> dict[str, Any]:
         """Move the pointer; a retry recognises its own publish by the run id."""
         return run_step("publish", verified, attempt=get_current_context()["run_id"])
@@ -207,13 +207,13 @@ def nightly_precompute() -> None:
 
     @task(
         multiple_outputs=False,
-        trigger_rule="none_failed" if TRIES.publish == "canary" else "all_success",
+        trigger_rule="none_failed" if DAG_CONFIG.publish == "canary" else "all_success",
     )
     def retire() -> dict[str, Any]:
         """Remove generations that are no longer needed."""
         return run_step("retire", attempt=get_current_context()["run_id"])
 
-    build = begin(take_events() if EVENTS.enabled else {})
+    build = begin(take_events() if EVENTS_CONFIG.enabled else {})
     verified = verify(build)
     tasks = {
         "begin": build,
@@ -230,7 +230,7 @@ def nightly_precompute() -> None:
     }
     stages = [[tasks[name] for name in stage] for stage in NIGHT_STAGES]
     chain(*(stage if len(stage) > 1 else stage[0] for stage in stages))
-    if TRIES.publish == "canary":
+    if DAG_CONFIG.publish == "canary":
         from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
 
         try_as_canary = TriggerDagRunOperator(

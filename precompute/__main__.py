@@ -27,39 +27,45 @@ from typing import NoReturn
 from cache.control.own_store import demand_own_store
 from cache.errors import LarderError
 from cache.process.command_line import interrupts_never_swallowed, json_text
-from precompute.cli.parser import PROG, parser_of_commands
-from precompute.cli.temporary_redis import redis_for
-from precompute.config.console import CommandOutput, bars_on, err_console, out_console, show
+from precompute.cli.parser import PROG, build_command_parser
+from precompute.cli.temporary_redis import open_redis_for_command
+from precompute.config.console import (
+    CommandOutput,
+    err_console,
+    out_console,
+    print_output,
+    progress_bars,
+)
 from precompute.config.settings import NightConfig, night_config
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Exit code: 0 done, 1 refused or failed, 2 wrong usage, 3 what `status` saw is not well, 130 interrupted."""
-    arguments = parser_of_commands(prog).parse_args(argv)
+    arguments = build_command_parser(prog).parse_args(argv)
     try:
-        run = arguments.run.load()
-        _on_interrupt(_interrupt)
+        run_command = arguments.run.import_command()
+        _set_interrupt_handler(_raise_interrupt)
         overrides = {
             name: getattr(arguments, name)
             for name in ("namespace", "artifacts", "state", "bundle", "shards")
         }
         config = night_config(arguments.config, **overrides)
         with (
-            interrupts_never_swallowed(_interrupt),
-            bars_on(err_console, is_quiet=arguments.quiet) as progress,
-            redis_for(config, arguments, progress) as config,
+            interrupts_never_swallowed(_raise_interrupt),
+            progress_bars(err_console, is_quiet=arguments.quiet) as progress,
+            open_redis_for_command(config, arguments, progress) as config,
         ):
-            _look_at_store(config, arguments)
-            command_result = run(config, arguments, progress)
+            _check_store(config, arguments)
+            command_result = run_command(config, arguments, progress)
         command_output = (
             command_result
             if isinstance(command_result, CommandOutput)
             else CommandOutput(command_result)
         )
-        is_plain = isinstance(command_output.content, Mapping)
-        show(
+        is_mapping = isinstance(command_output.content, Mapping)
+        print_output(
             json_text(command_output.content)
-            if arguments.json and is_plain
+            if arguments.json and is_mapping
             else command_output.content,
             out_console,
         )
@@ -67,13 +73,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         err_console.print("interrupted; run the same command again to go on where it stopped")
         return 130
     except Exception as error:
-        _on_interrupt(_end)
+        _set_interrupt_handler(_exit_interrupted)
         _explain(error, debug=arguments.debug)
         return 1
     return command_output.code
 
 
-def _look_at_store(config: NightConfig, arguments: argparse.Namespace) -> None:
+def _check_store(config: NightConfig, arguments: argparse.Namespace) -> None:
     """Raise Conflict before a command writes into the store of another Redis; warn of one that would be new."""
     # `restore --adopt` is for such a pointer.
     if arguments.store == "reads" or getattr(arguments, "adopt", False):
@@ -99,38 +105,40 @@ def _explain(error: Exception, *, debug: bool) -> None:
             err_console.print(f"this machine refused: {error}", markup=False)
         case _:
             text = f"internal error: {type(error).__name__}: {error}".rstrip(": ")
-            more = "" if debug else "; run with --debug for the traceback"
-            err_console.print(f"{text}{more}", markup=False, highlight=False)
+            debug_hint = "" if debug else "; run with --debug for the traceback"
+            err_console.print(f"{text}{debug_hint}", markup=False, highlight=False)
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
     # While the first is being honoured (a tile finishes, the server stops) a second one ends at once;
     # the server's guard then takes it along.
-    _on_interrupt(_end)
+    _set_interrupt_handler(_exit_interrupted)
     raise KeyboardInterrupt
 
 
-def _end(_signal: int, _frame: FrameType | None) -> None:
+def _exit_interrupted(_signal: int, _frame: FrameType | None) -> None:
     os._exit(130)
 
 
-def _on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
+def _set_interrupt_handler(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers,
+) -> None:
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, handler)
 
 
-def leave(code: int) -> NoReturn:
+def leave(exit_code: int) -> NoReturn:
     """End the program after `main`; a further interrupt ends it at once."""
-    _on_interrupt(_end)  # a thread that hangs can still be left behind
+    _set_interrupt_handler(_exit_interrupted)  # a thread that hangs can still be left behind
     if any(thread.daemon for thread in threading.enumerate()):
         # A gate that was interrupted may still be in ONNX Runtime: when Python ends, it ends such a thread within C++,
         # which aborts the process.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    atexit.register(_on_interrupt, signal.SIG_IGN)  # what is left is over in a moment
-    sys.exit(code)
+        os._exit(exit_code)
+    atexit.register(_set_interrupt_handler, signal.SIG_IGN)  # what is left is over in a moment
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

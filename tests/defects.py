@@ -127,7 +127,7 @@ def _old_pages_come_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def _just_left_is_long_ago(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sweep, "_left_s_ago", lambda *_arguments: float("inf"))
+    patch.setattr(sweep, "_seconds_since_left", lambda *_arguments: float("inf"))
 
 
 def _older_data_is_published(patch: pytest.MonkeyPatch) -> None:

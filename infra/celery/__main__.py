@@ -13,16 +13,16 @@ from cache.errors import ConfigError, LarderError
 from cache.process.command_line import interrupts_never_swallowed
 from cache.process.redis_server import redis_url
 from infra.celery.airflow import (
-    QUEUES,
+    CONCURRENCY_BY_QUEUE,
     CeleryAirflow,
-    absolute,
+    absolute_folders,
     celery_airflow,
     check_installed,
 )
 from infra.local.airflow import AirflowFailed
 from precompute.config.settings import night_config
 
-RUN_S = 12 * 3600.0
+RUN_S_MAX = 12 * 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,45 +48,53 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace) -> None:
     check_installed()
-    environment = {"LARDER_CONFIG": str(args.config.absolute()), **absolute(os.environ)}
+    environment = {"LARDER_CONFIG": str(args.config.absolute()), **absolute_folders(os.environ)}
     night_config(environment["LARDER_CONFIG"])
-    with ExitStack() as stack:
-        url = stack.enter_context(redis_url(args.state, os.environ.get("REDIS_URL")))
-        environment["REDIS_URL"] = url
+    with ExitStack() as exit_stack:
+        redis_server_url = exit_stack.enter_context(
+            redis_url(args.state, os.environ.get("REDIS_URL"))
+        )
+        environment["REDIS_URL"] = redis_server_url
         print("starting: broker, PostgreSQL, Airflow, workers ...", flush=True)
-        running = stack.enter_context(celery_airflow(args.state, environment=environment))
-        print(f"Airflow    {running.airflow.url}")
-        print(f"queues     {', '.join(QUEUES)}: a worker each")
-        print(f"REDIS_URL  {url}")
-        print(f"logs       {running.airflow.home / 'processes'}", flush=True)
+        running_airflow = exit_stack.enter_context(
+            celery_airflow(args.state, environment=environment)
+        )
+        print(f"Airflow    {running_airflow.airflow.url}")
+        print(f"queues     {', '.join(CONCURRENCY_BY_QUEUE)}: a worker each")
+        print(f"REDIS_URL  {redis_server_url}")
+        print(f"logs       {running_airflow.airflow.home / 'processes'}", flush=True)
         if args.run is not None:
-            _run(running, args.run, {"data_until": args.data_until} if args.data_until else {})
+            _run(
+                running_airflow,
+                args.run,
+                {"data_until": args.data_until} if args.data_until else {},
+            )
             return
         print("until Ctrl-C", flush=True)
         while True:
-            _look_after(running)
+            _revive_workers(running_airflow)
             time.sleep(1.0)
 
 
-def _run(running: CeleryAirflow, dag: str, conf: Mapping[str, str]) -> None:
-    run_id, give_up = running.airflow.trigger(dag, conf), time.monotonic() + RUN_S
-    while running.airflow.report(dag, run_id).state not in ("success", "failed"):
-        if time.monotonic() > give_up:
+def _run(running_airflow: CeleryAirflow, dag_id: str, conf: Mapping[str, str]) -> None:
+    run_id, give_up_at = running_airflow.airflow.trigger(dag_id, conf), time.monotonic() + RUN_S_MAX
+    while running_airflow.airflow.report(dag_id, run_id).state not in ("success", "failed"):
+        if time.monotonic() > give_up_at:
             break
-        _look_after(running)
+        _revive_workers(running_airflow)
         time.sleep(0.5)
-    report = running.airflow.wait(dag, run_id, 0.0)
+    report = running_airflow.airflow.wait(dag_id, run_id, 0.0)
     for task in report.tasks:
-        shard = f" [{task.map_index}]" if task.map_index >= 0 else ""
-        tries = f" (try {task.try_number})" if task.try_number > 1 else ""
-        print(f"  {task.duration_s:7.1f} s  {task.task_id}{shard} {task.state}{tries}")
-    print(f"{dag} {report.state}: {report.duration_s:.1f} s")
+        shard_text = f" [{task.map_index}]" if task.map_index >= 0 else ""
+        tries_text = f" (try {task.try_number})" if task.try_number > 1 else ""
+        print(f"  {task.duration_s:7.1f} s  {task.task_id}{shard_text} {task.state}{tries_text}")
+    print(f"{dag_id} {report.state}: {report.duration_s:.1f} s")
 
 
-def _look_after(running: CeleryAirflow) -> None:
-    running.airflow.check()
-    for queue, code in running.workers.revive().items():
-        print(f"the worker of the queue {queue} ended ({code}); started again", flush=True)
+def _revive_workers(running_airflow: CeleryAirflow) -> None:
+    running_airflow.airflow.check()
+    for queue, exit_code in running_airflow.workers.revive().items():
+        print(f"the worker of the queue {queue} ended ({exit_code}); started again", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,44 +18,44 @@ from cache.process.command_line import install_command
 from cache.process.redis_server import find_server, join_or_start_server
 from infra.local.airflow import AirflowFailed, LocalAirflow, hold_lock
 
-DEBIAN = Path("/usr/lib/postgresql")
+DEBIAN_POSTGRES_FOLDER = Path("/usr/lib/postgresql")
 
 
-OWNER = "postgres"
+POSTGRES_USER = "postgres"
 """System user that runs PostgreSQL when we are root, which PostgreSQL refuses; Debian's package creates the user."""
 
 
-_PREFIX = "larder-postgres-"
+_FOLDER_PREFIX = "larder-postgres-"
 
 
-_REMEDY = "on Debian `apt-get install postgresql`, on macOS `brew install postgresql`"
+_INSTALL_REMEDY = "on Debian `apt-get install postgresql`, on macOS `brew install postgresql`"
 
 
-_START_S = 60.0
+_POSTGRES_START_S_MAX = 60.0
 
 
 # Metadata of runs that end with this command: nothing of it has to survive a crash of the machine.
-_SETTINGS = ("listen_addresses=", "fsync=off", "synchronous_commit=off", "full_page_writes=off")
+_POSTGRES_SETTINGS = ("listen_addresses=", "fsync=off", "synchronous_commit=off", "full_page_writes=off")
 
 
-def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN) -> Path:
+def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN_POSTGRES_FOLDER) -> Path:
     """The folder with `initdb` and `postgres`: that of PATH, else Debian's newest; ConfigError where there is none."""
-    folders = [
+    bin_folders = [
         Path(path_entry) for path_entry in environ.get("PATH", "").split(os.pathsep) if path_entry
     ]
-    versions = [
+    debian_bin_folders = [
         bin_folder for bin_folder in debian.glob("*/bin") if bin_folder.parent.name.isdecimal()
     ]
-    folders += sorted(versions, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True)
-    for folder in folders:
-        if all((folder / name).is_file() for name in ("initdb", "postgres")):
-            return folder
+    bin_folders += sorted(debian_bin_folders, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True)
+    for candidate_folder in bin_folders:
+        if all((candidate_folder / program_name).is_file() for program_name in ("initdb", "postgres")):
+            return candidate_folder
     raise ConfigError(
-        f"no PostgreSQL server (initdb and postgres) on PATH or in {debian}/*/bin: {_REMEDY}"
+        f"no PostgreSQL server (initdb and postgres) on PATH or in {debian}/*/bin: {_INSTALL_REMEDY}"
     )
 
 
-def owner(user_id: int, system_user: str = OWNER) -> pwd.struct_passwd:
+def postgres_account(user_id: int, system_user: str = POSTGRES_USER) -> pwd.struct_passwd:
     """Account that the server runs as: our own, or `system_user` where we are root; raises ConfigError without it."""
     if user_id != 0:
         return pwd.getpwuid(user_id)
@@ -64,7 +64,7 @@ def owner(user_id: int, system_user: str = OWNER) -> pwd.struct_passwd:
     except KeyError:
         raise ConfigError(
             f"PostgreSQL does not run as root and there is no system user {system_user!r}: "
-            f"{_REMEDY}, or `useradd --system {system_user}`"
+            f"{_INSTALL_REMEDY}, or `useradd --system {system_user}`"
         ) from None
 
 
@@ -74,63 +74,63 @@ def postgres(state: Path) -> Iterator[str]:
 
     Not for two at a time with one `state`. Raises ConfigError when it cannot be started.
     """
-    programs, user = find_postgres(), owner(os.geteuid())
-    link, log = state / "postgres", state / "postgres.log"
-    _sweep(link)
-    log.unlink(missing_ok=True)
+    programs_folder, account = find_postgres(), postgres_account(os.geteuid())
+    folder_link, log_path = state / "postgres", state / "postgres.log"
+    _remove_linked_folder(folder_link)
+    log_path.unlink(missing_ok=True)
     # Not under `state`: its owner may not be able to go there, and a socket's path has at most 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    link.symlink_to(folder)
+    postgres_folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    folder_link.symlink_to(postgres_folder)
     try:
-        as_owner = _as_owner(user)
-        if as_owner:
-            os.chown(folder, user.pw_uid, user.pw_gid)
-        data = folder / "data"
-        initdb = [*as_owner, programs / "initdb", "-D", data, "-U", "airflow", "--auth=trust"]
-        initdb += ["--encoding=UTF8", "--no-locale", "--no-sync"]
-        with GuardedCommand(initdb, log_path=log, cwd=folder) as making:
-            _wait(making, lambda: not making.is_running)
-            if making.returncode != 0:
-                raise ConfigError(f"initdb failed: {making.log_tail(5)}")
-        server = [*as_owner, programs / "postgres", "-D", data, "-k", folder]
-        for setting in _SETTINGS:
-            server += ["-c", setting]
-        with GuardedCommand(server, log_path=log, cwd=folder) as running:
-            _wait(running, lambda: "ready to accept connections" in running.log_tail())
-            yield f"postgresql+psycopg2://airflow@/postgres?host={folder}"
+        owner_prefix = _command_prefix_as(account)
+        if owner_prefix:
+            os.chown(postgres_folder, account.pw_uid, account.pw_gid)
+        data_folder = postgres_folder / "data"
+        initdb_command = [*owner_prefix, programs_folder / "initdb", "-D", data_folder, "-U", "airflow", "--auth=trust"]
+        initdb_command += ["--encoding=UTF8", "--no-locale", "--no-sync"]
+        with GuardedCommand(initdb_command, log_path=log_path, cwd=postgres_folder) as initdb_process:
+            _wait(initdb_process, lambda: not initdb_process.is_running)
+            if initdb_process.returncode != 0:
+                raise ConfigError(f"initdb failed: {initdb_process.log_tail(5)}")
+        server_command = [*owner_prefix, programs_folder / "postgres", "-D", data_folder, "-k", postgres_folder]
+        for setting in _POSTGRES_SETTINGS:
+            server_command += ["-c", setting]
+        with GuardedCommand(server_command, log_path=log_path, cwd=postgres_folder) as server_process:
+            _wait(server_process, lambda: "ready to accept connections" in server_process.log_tail())
+            yield f"postgresql+psycopg2://airflow@/postgres?host={postgres_folder}"
     finally:
-        _sweep(link)
+        _remove_linked_folder(folder_link)
 
 
-def _as_owner(user: pwd.struct_passwd) -> list[str | Path]:
-    """Prefix of a command that `user` is to run; empty where that is us."""
-    if user.pw_uid == os.geteuid():
+def _command_prefix_as(account: pwd.struct_passwd) -> list[str | Path]:
+    """Prefix of a command that `account` is to run; empty where that is us."""
+    if account.pw_uid == os.geteuid():
         return []
-    return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups"]
+    return ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups"]
 
 
-def _sweep(link: Path) -> None:
-    """Remove the folder that `link` names, also one that a killed command left, and the link."""
-    if not link.is_symlink():
+def _remove_linked_folder(folder_link: Path) -> None:
+    """Remove the folder that `folder_link` names, also one that a killed command left, and the link."""
+    if not folder_link.is_symlink():
         return
-    folder = link.readlink()
-    if folder.name.startswith(_PREFIX):
+    folder = folder_link.readlink()
+    if folder.name.startswith(_FOLDER_PREFIX):
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)
-    link.unlink()
+    folder_link.unlink()
 
 
 def _wait(process: GuardedCommand, condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + _START_S
+    give_up_at = time.monotonic() + _POSTGRES_START_S_MAX
     while not condition():
-        if not process.is_running or time.monotonic() > give_up:
+        if not process.is_running or time.monotonic() > give_up_at:
             raise ConfigError(
                 f"{Path(process.command[0]).name} of PostgreSQL failed: {process.log_tail(5)}"
             )
         time.sleep(0.02)
 
 
-START_S = 120.0
+WORKER_START_S_MAX = 120.0
 
 
 class CeleryWorkers:
@@ -139,13 +139,13 @@ class CeleryWorkers:
     def __init__(self, airflow: LocalAirflow, queues: Mapping[str, int]) -> None:
         """`queues`: how many tasks of each run at a time."""
         self._airflow = airflow
-        self._queues = dict(queues)
-        self._running: dict[str, GuardedCommand] = {}
-        self._started = 0
+        self._concurrency_by_queue = dict(queues)
+        self._worker_by_queue: dict[str, GuardedCommand] = {}
+        self._start_count = 0
 
     def __enter__(self) -> Self:
         try:
-            self._start(*self._queues)
+            self._start(*self._concurrency_by_queue)
         except BaseException:
             self._stop()
             raise
@@ -156,11 +156,11 @@ class CeleryWorkers:
 
     def session(self, queue: str) -> int:
         """Id of the session that all processes of a queue's worker belong to, its tasks' included."""
-        return self._running[queue].pid
+        return self._worker_by_queue[queue].pid
 
     def log(self, queue: str) -> str:
         """Log of a queue's worker since it was started."""
-        return self._running[queue].log_path.read_text("utf-8", "replace")
+        return self._worker_by_queue[queue].log_path.read_text("utf-8", "replace")
 
     def revive(self) -> dict[str, int | None]:
         """Restart dead workers and wait until they listen; return their queues with the exit codes.
@@ -168,45 +168,45 @@ class CeleryWorkers:
         Tasks of a dead worker are retried: Airflow misses its heartbeat. Raises AirflowFailed if a worker dies before
         it listens.
         """
-        dead = {name: worker for name, worker in self._running.items() if not worker.is_running}
-        for worker in dead.values():
+        dead_workers = {queue_name: worker for queue_name, worker in self._worker_by_queue.items() if not worker.is_running}
+        for worker in dead_workers.values():
             worker.stop()
-        self._start(*dead)
-        return {name: worker.returncode for name, worker in dead.items()}
+        self._start(*dead_workers)
+        return {queue_name: worker.returncode for queue_name, worker in dead_workers.items()}
 
     def _start(self, *queues: str) -> None:
         for queue in queues:
-            self._started += 1
-            self._running[queue] = self._airflow.start(
-                f"worker-{queue}-{self._started}",
+            self._start_count += 1
+            self._worker_by_queue[queue] = self._airflow.start(
+                f"worker-{queue}-{self._start_count}",
                 *("celery", "worker", "--queues", queue, "--celery-hostname", queue),
-                *("--concurrency", str(self._queues[queue]), "--skip-serve-logs"),
+                *("--concurrency", str(self._concurrency_by_queue[queue]), "--skip-serve-logs"),
             )
-        give_up = time.monotonic() + START_S
-        while waiting := [
+        give_up_at = time.monotonic() + WORKER_START_S_MAX
+        while waiting_queues := [
             queue_name
             for queue_name in queues
             if f"celery@{queue_name} ready" not in self.log(queue_name)
         ]:
-            worker = self._running[waiting[0]]
-            if not worker.is_running or time.monotonic() > give_up:
+            worker = self._worker_by_queue[waiting_queues[0]]
+            if not worker.is_running or time.monotonic() > give_up_at:
                 raise AirflowFailed(
-                    f"the worker of the queue {waiting[0]} does not listen\n{worker.log_tail()}"
+                    f"the worker of the queue {waiting_queues[0]} does not listen\n{worker.log_tail()}"
                 )
             time.sleep(0.1)
 
     def _stop(self) -> None:
-        for worker in self._running.values():
+        for worker in self._worker_by_queue.values():
             worker.close_pipe_end()  # all at once
-        for worker in self._running.values():
+        for worker in self._worker_by_queue.values():
             worker.stop()
 
 
-QUEUES: Mapping[str, int] = {"default": 2, "gpu": 2}
+CONCURRENCY_BY_QUEUE: Mapping[str, int] = {"default": 2, "gpu": 2}
 """Each queue's worker, and how many tasks it runs at a time; the pool `gpu` has as many slots as the queue."""
 
 
-NOTICED: Mapping[str, str] = {
+HEARTBEAT_SETTINGS: Mapping[str, str] = {
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "30",
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "5",
 }
@@ -232,20 +232,20 @@ def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[C
     """
     check_installed()
     state = state.resolve()
-    folder = state / "celery"
-    folder.mkdir(parents=True, exist_ok=True)
+    celery_folder = state / "celery"
+    celery_folder.mkdir(parents=True, exist_ok=True)
     lock_error = AirflowFailed(f"another command already runs Airflow in {state}")
     with (
         hold_lock(state / "celery.lock", lock_error),
-        join_or_start_server(folder / "broker") as broker,
-        postgres(folder) as database,
+        join_or_start_server(celery_folder / "broker") as broker,
+        postgres(celery_folder) as database_url,
         LocalAirflow(
             state,
-            environment={**settings(broker.url, database), **environment},
-            pools={"gpu": QUEUES["gpu"]},
-            parallelism=sum(QUEUES.values()),
+            environment={**celery_settings(broker.url, database_url), **environment},
+            pools={"gpu": CONCURRENCY_BY_QUEUE["gpu"]},
+            parallelism=sum(CONCURRENCY_BY_QUEUE.values()),
         ) as airflow,
-        CeleryWorkers(airflow, QUEUES) as workers,
+        CeleryWorkers(airflow, CONCURRENCY_BY_QUEUE) as workers,
     ):
         yield CeleryAirflow(airflow, workers)
 
@@ -253,32 +253,32 @@ def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[C
 def check_installed() -> None:
     """Raise ConfigError naming the packages to install, where Airflow, Celery, the broker or PostgreSQL is missing."""
     # Looked up by name: importing Airflow writes to the home folder.
-    missing = [name for name in _PACKAGES if not any(distributions(name=name))]
-    if missing:
+    missing_packages = [package_name for package_name in _PACKAGES if not any(distributions(name=package_name))]
+    if missing_packages:
         raise ConfigError(
-            f"{', '.join(missing)} is not installed: `make env`, or {install_command('airflow')}"
+            f"{', '.join(missing_packages)} is not installed: `make env`, or {install_command('airflow')}"
         )
     find_server()
     find_postgres()
 
 
-def settings(broker: str, database: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def celery_settings(broker_url: str, database_url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return Airflow's settings for CeleryExecutor, added to those of LocalAirflow; `environ` wins over NOTICED."""
     return {
         "AIRFLOW__CORE__EXECUTOR": "CeleryExecutor",
-        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": database,
-        "AIRFLOW__CELERY__BROKER_URL": broker,
-        "AIRFLOW__CELERY__RESULT_BACKEND": f"db+{database}",
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": database_url,
+        "AIRFLOW__CELERY__BROKER_URL": broker_url,
+        "AIRFLOW__CELERY__RESULT_BACKEND": f"db+{database_url}",
         "AIRFLOW__CELERY__SYNC_PARALLELISM": "1",
         "LARDER_SCORE_QUEUE": "gpu",
-        **{name: environ.get(name) or value for name, value in NOTICED.items()},
+        **{setting_name: environ.get(setting_name) or value for setting_name, value in HEARTBEAT_SETTINGS.items()},
     }
 
 
-def absolute(environ: Mapping[str, str]) -> dict[str, str]:
+def absolute_folders(environ: Mapping[str, str]) -> dict[str, str]:
     """Folders that the environment names, wherever a task runs."""
     return {
-        name: path if "://" in path else str(Path(path).absolute())
-        for name in ("LARDER_ARTIFACTS", "LARDER_STATE")
-        if (path := environ.get(name))
+        variable_name: folder_path if "://" in folder_path else str(Path(folder_path).absolute())
+        for variable_name in ("LARDER_ARTIFACTS", "LARDER_STATE")
+        if (folder_path := environ.get(variable_name))
     }

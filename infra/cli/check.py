@@ -25,9 +25,9 @@ from cache.process.command_line import (
     missing_extra,
     printable_lines,
 )
-from infra.cli.commands import night_settings
-from infra.cli.dags import airflow_refusal, airflow_version, dags_folder, files_in
-from infra.cli.redis import place_of
+from infra.cli.commands import (read_night_settings)
+from infra.cli.dags import (airflow_refusal, airflow_version, dags_folder, list_dag_files)
+from infra.cli.redis import (url_without_password)
 
 if TYPE_CHECKING:
     import redis
@@ -42,7 +42,7 @@ CheckState = Literal["ok", "to do", "not used"]
 CheckResult = tuple[CheckState, str]
 """State of a check, and its finding or remedy in words."""
 
-FILES_COMPARED = 1_000
+FILES_COMPARED_MAX = 1_000
 """Number of files whose columns a check compares; a night compares all."""
 
 REDIS_TIMEOUT_S = 3.0
@@ -55,7 +55,7 @@ NEEDED_COMMANDS: Final = tuple(
 )
 """Redis commands that nights, the service or events need."""
 
-DISPENSABLE_COMMANDS: Final = {
+LACK_EFFECT_BY_COMMAND: Final = {
     "config": "settings are read from INFO, and how durable events are is tried out",
     "waitaof": "without CONFIG, too, no event is known to be durable",
 }
@@ -64,7 +64,7 @@ DISPENSABLE_COMMANDS: Final = {
 FLAGGED_SCRIPT: Final = "#!lua flags=allow-oom\nreturn 1"
 """Script with flags, like those that move the pointer and send heartbeats, which run also at maxmemory."""
 
-_SCRIPT_REFUSED: Final = re.compile("compil|flag|shebang|unknown command", re.IGNORECASE)
+_SCRIPT_REFUSED_PATTERN: Final = re.compile("compil|flag|shebang|unknown command", re.IGNORECASE)
 """Pattern in the error of a server that does not support such a script."""
 
 LINEAGE_TRANSPORTS = (
@@ -76,7 +76,7 @@ _LINEAGE_PROVIDER = "apache-airflow-providers-openlineage"
 _LINEAGE_EXTRACTORS = "AIRFLOW__OPENLINEAGE__EXTRACTORS"
 _LINEAGE_EXTRACTOR = "infra.lineage.extractor.NightExtractor"
 
-_DAG_FILE_STATES = {
+_DAG_FILE_STATE_TEXTS = {
     "missing": "not there",
     "older": "of another release",
     "changed": "changed by hand",
@@ -95,16 +95,16 @@ class CheckLine(NamedTuple):
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Run all checks; return exit code 0 if there is nothing to do, 3 otherwise."""
     args = argument_parser(prog).parse_args(argv)
-    findings = [_run_check("settings", _settings)]
-    if findings[0].state == "ok":
-        config = night_settings()
-        findings += [_run_check(name, partial(check, config)) for name, check in CHECKS.items()]
+    check_lines = [_run_check("settings", _check_settings)]
+    if check_lines[0].state == "ok":
+        config = read_night_settings()
+        check_lines += [_run_check(subject, partial(check, config)) for subject, check in CHECK_BY_SUBJECT.items()]
     if args.json:
-        print(printable_lines(json_text([finding._asdict() for finding in findings])))
+        print(printable_lines(json_text([check_line._asdict() for check_line in check_lines])))
     else:
-        for finding in findings:
-            print(printable_lines(f"{finding.state:<9} {finding.what:<9} {finding.told}"))
-    return FOUND_PROBLEM_EXIT_CODE if any(finding.state == "to do" for finding in findings) else 0
+        for check_line in check_lines:
+            print(printable_lines(f"{check_line.state:<9} {check_line.what:<9} {check_line.told}"))
+    return FOUND_PROBLEM_EXIT_CODE if any(check_line.state == "to do" for check_line in check_lines) else 0
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -120,31 +120,31 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _run_check(subject: str, check: Callable[[], CheckResult]) -> CheckLine:
+def _run_check(subject: str, run_check: Callable[[], CheckResult]) -> CheckLine:
     try:
-        return CheckLine(subject, *check())
+        return CheckLine(subject, *run_check())
     except LarderError as error:
         return CheckLine(subject, "to do", error.message)
     except OSError as error:
         return CheckLine(subject, "to do", f"this machine refused: {error}")
 
 
-def _settings() -> CheckResult:
+def _check_settings() -> CheckResult:
     """Check the file and the environment, for night and service alike."""
     from cache.config.serving import ServingConfig
 
-    night_settings()
+    read_night_settings()
     ServingConfig.load(os.environ)
-    file = os.environ.get("LARDER_CONFIG")
-    if not file:
+    settings_file = os.environ.get("LARDER_CONFIG")
+    if not settings_file:
         return "to do", "no larder.toml here, and no LARDER_CONFIG: `larder init` writes one"
-    return "ok", file
+    return "ok", settings_file
 
 
-def look_at_sources(config: "NightConfig") -> CheckResult:
+def check_sources(config: "NightConfig") -> CheckResult:
     """Check the files of the sources, and their first rows."""
-    if line := missing_extra("a look at sources", "precompute", *PRECOMPUTE_MODULES):
-        return "not used", f"by the service; {line}"
+    if missing_extra_text := missing_extra("a look at sources", "precompute", *PRECOMPUTE_MODULES):
+        return "not used", f"by the service; {missing_extra_text}"
     from precompute.bundles.bundle_store import preview_chosen_bundle
     from precompute.features import setting_checks
     from precompute.partitions.table_look import preview_tables, read_first_batches
@@ -171,77 +171,77 @@ def look_at_sources(config: "NightConfig") -> CheckResult:
     )
     from precompute.sources.unusable import UnusableRows
 
-    sources, base = config.sources, config.path(".")
+    sources, base_folder = config.sources, config.path(".")
     if not sources.names_users:
         return "to do", "[sources] interactions is not set: `larder init` looks for them"
-    files = all_input_files(config)
-    interactions = source_files(sources.interactions, base)[:FILES_COMPARED]
-    demand_same_columns(interactions, sources)
-    demand_times(sources, interactions, config.data_until)
-    unusable = UnusableRows()
-    batches, is_all = read_first_batches(read_interactions(sources, base, unusable_rows=unusable))
-    rows = sum(len(batch.times) for batch in batches)
-    if sources.interactions and is_all and not unusable.to_json().get(INTERACTIONS_SOURCE):
+    all_source_files = all_input_files(config)
+    interaction_files = source_files(sources.interactions, base_folder)[:FILES_COMPARED_MAX]
+    demand_same_columns(interaction_files, sources)
+    demand_times(sources, interaction_files, config.data_until)
+    unusable_rows = UnusableRows()
+    batches, is_all_read = read_first_batches(read_interactions(sources, base_folder, unusable_rows=unusable_rows))
+    interaction_count = sum(len(batch.times) for batch in batches)
+    if sources.interactions and is_all_read and not unusable_rows.to_json().get(INTERACTIONS_SOURCE):
         demand_enough_ids(0, 0)
-    if sources.interactions and not rows:
-        return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
-    if config.data_until and rows and is_all and not any(batch.times.any() for batch in batches):
+    if sources.interactions and not interaction_count:
+        return "to do", f"no interaction in the first rows of {all_source_files[0]}: is every weight above 0?"
+    if config.data_until and interaction_count and is_all_read and not any(batch.times.any() for batch in batches):
         return "to do", chosen_cut_in_words(config.data_until)
-    for name, columns in (
+    for table_name, column_names in (
         (sources.item_features, (sources.item_column, *sources.item_attributes)),
         (sources.user_features, (sources.user_column,)),
         (sources.user_vectors, (sources.user_column, sources.vector_column)),
         (sources.item_vectors, (sources.item_column, sources.vector_column)),
     ):
-        if name:
-            feature_schema(source_file(name, base), columns)
-            if not row_count(source_file(name, base)):
-                return "to do", f"{name} has no rows: write them, or leave it out of [sources]"
+        if table_name:
+            feature_schema(source_file(table_name, base_folder), column_names)
+            if not row_count(source_file(table_name, base_folder)):
+                return "to do", f"{table_name} has no rows: write them, or leave it out of [sources]"
     for demand_settings in setting_checks():
         demand_settings(config)
-    with ExitStack() as stack:
+    with ExitStack() as bundle_stack:
         bundle = None
         if not sources.item_vectors:
             with suppress(BundleError, StoreError):  # the line on the bundle names it
-                bundle = stack.enter_context(preview_chosen_bundle(config))
-        odd, is_refused = preview_tables(config, bundle, batches, unusable)
-    summary, refusal = f"{len(files)} file{'s' * (len(files) > 1)}", ""
+                bundle = bundle_stack.enter_context(preview_chosen_bundle(config))
+        oddity_remarks, is_refused = preview_tables(config, bundle, batches, unusable_rows)
+    summary, refusal = f"{len(all_source_files)} file{'s' * (len(all_source_files) > 1)}", ""
     if not sources.interactions:
-        users = sources.user_vectors or sources.user_features
-        summary += f", none of interactions: users are those of {users}"
+        users_table = sources.user_vectors or sources.user_features
+        summary += f", none of interactions: users are those of {users_table}"
     else:
-        shape = InteractionFigures.of_batch(batches[0])
-        if len(batches) == 1 and is_all:
-            demand_enough_ids(shape.users, shape.items)
-            refusal = _refused_by_train(config, batches[0])
-        odd = [
-            *plausibility_remarks(shape),
+        data_shape = InteractionFigures.of_batch(batches[0])
+        if len(batches) == 1 and is_all_read:
+            demand_enough_ids(data_shape.users, data_shape.items)
+            refusal = _train_refusal(config, batches[0])
+        oddity_remarks = [
+            *plausibility_remarks(data_shape),
             *swapped_columns_remarks(batches),
-            *find_copy_remarks(interactions),
-            *odd,
+            *find_copy_remarks(interaction_files),
+            *oddity_remarks,
         ]
-        summary += f"; {rows:,} interactions" + ("" if is_all else " in the first rows")
-    for source, source_report in unusable.to_json().items():
+        summary += f"; {interaction_count:,} interactions" + ("" if is_all_read else " in the first rows")
+    for source_name, source_report in unusable_rows.to_json().items():
         if source_report["left_out"]:
-            of_source = "" if source == INTERACTIONS_SOURCE else f" of {source}"
+            source_clause = "" if source_name == INTERACTIONS_SOURCE else f" of {source_name}"
             reasons_text = ", ".join(
                 f"{reason['rows']:,} {reason_name}"
                 for reason_name, reason in source_report["reasons"].items()
             )
-            summary += f", {source_report['left_out']:,} rows{of_source} that cannot be used: {reasons_text}"
-    told = "; ".join([summary, *unusable.remarks_of_all(), *odd])
-    if refusal := _too_many_unusable(config, unusable, is_all=is_all) or refusal:
-        return "to do", f"{refusal}; {told}"
+            summary += f", {source_report['left_out']:,} rows{source_clause} that cannot be used: {reasons_text}"
+    finding_text = "; ".join([summary, *unusable_rows.remarks_of_all(), *oddity_remarks])
+    if refusal := _unusable_rows_refusal(config, unusable_rows, is_all=is_all_read) or refusal:
+        return "to do", f"{refusal}; {finding_text}"
     if is_refused:
-        return "to do", f"ids of interactions and tables are not in one form; {told}"
-    return "ok", told
+        return "to do", f"ids of interactions and tables are not in one form; {finding_text}"
+    return "ok", finding_text
 
 
-def _refused_by_train(config: "NightConfig", rows: "Interactions") -> str:
+def _train_refusal(config: "NightConfig", interactions: "Interactions") -> str:
     """Return why `larder train` would refuse to learn from these, all, interactions; empty if it would not."""
     from precompute.sources.plausibility import demand_several_items
 
-    sources, users, items = config.sources, rows.users, rows.items
+    sources, users, items = config.sources, interactions.users, interactions.items
     if sources.item_vectors or sources.item_features or config.path(config.bundle).exists():
         return ""
     try:
@@ -251,30 +251,29 @@ def _refused_by_train(config: "NightConfig", rows: "Interactions") -> str:
     return ""
 
 
-def _too_many_unusable(config: "NightConfig", unusable: "UnusableRows", *, is_all: bool) -> str:
+def _unusable_rows_refusal(config: "NightConfig", unusable: "UnusableRows", *, is_all: bool) -> str:
     """Return why the gate `unusable_rows` would refuse a night of what was read; empty if it would not."""
     from precompute.sources.readers import INTERACTIONS_SOURCE
     from precompute.sources.unusable import find_worst_source, remedy
 
-    threshold, report = config.gates.unusable_rows, unusable.to_json()
-    source, share = find_worst_source(report, threshold)
-    if share <= threshold:
+    threshold, report_by_source = config.gates.unusable_rows, unusable.to_json()
+    worst_source_name, unusable_share = find_worst_source(report_by_source, threshold)
+    if unusable_share <= threshold:
         return ""
     reasons_text = "; ".join(
         f"{reason_report['rows']:,} {reason}{remedy(reason)}"
-        for reason, reason_report in report[source]["reasons"].items()
+        for reason, reason_report in report_by_source[worst_source_name]["reasons"].items()
     )
-    read_text = "" if is_all or source != INTERACTIONS_SOURCE else "first "
+    first_text = "" if is_all or worst_source_name != INTERACTIONS_SOURCE else "first "
     return (
-        f"{report[source]['left_out']:,} of the {read_text}{report[source]['rows']:,} rows of {source} cannot be used "
-        f"({reasons_text}): a night refuses more than {threshold:.4g} of them ([gates] unusable_rows)"
+        f"{report_by_source[worst_source_name]['left_out']:,} of the " f"{first_text}{report_by_source[worst_source_name]['rows']:,} rows of {worst_source_name} cannot be used " f"({reasons_text}): a night refuses more than {threshold:.4g} of them ([gates] unusable_rows)"
     )
 
 
-def look_at_bundle(config: "NightConfig") -> CheckResult:
+def check_bundle(config: "NightConfig") -> CheckResult:
     """Check the bundle: its checksums, whether its models open, and whether the sources have its features."""
-    if line := missing_extra("a look at bundles", "precompute", *PRECOMPUTE_MODULES):
-        return "not used", f"by the service; {line}"
+    if missing_extra_text := missing_extra("a look at bundles", "precompute", *PRECOMPUTE_MODULES):
+        return "not used", f"by the service; {missing_extra_text}"
     from precompute.builds.tables import demand_table_values
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import all_handovers, is_superseded
@@ -283,96 +282,95 @@ def look_at_bundle(config: "NightConfig") -> CheckResult:
 
     if config.sources.item_vectors:
         return "ok", f"made of {config.sources.item_vectors} by each night"
-    folder = config.path(config.bundle)
-    demand_finished_import(folder)
-    if folder.exists():
-        bundle = Bundle.open(folder)
+    bundle_folder = config.path(config.bundle)
+    demand_finished_import(bundle_folder)
+    if bundle_folder.exists():
+        bundle = Bundle.open(bundle_folder)
         demand_table_values(config, bundle)
         demand_feature_types(config, bundle)
         handovers = all_handovers(config.store())
         if is_superseded(bundle.digest, handovers):
-            newest = handovers[-1].digest[:12]
-            remedy = f"run `larder hand-over {folder}` for this one, or remove the folder"
+            newest_digest = handovers[-1].digest[:12]
+            remedy = f"run `larder hand-over {bundle_folder}` for this one, or remove the folder"
             return (
-                "to do",
-                f"{folder} holds {bundle.digest[:12]}, but nights use {newest}, which followed it: {remedy}",
+                "to do" f"{bundle_folder} holds {bundle.digest[:12]}, but nights use {newest_digest}, which followed " f"it: {remedy}",
             )
-        return "ok", f"{folder}: {bundle.name} {bundle.version}"
+        return "ok", f"{bundle_folder}: {bundle.name} {bundle.version}"
     if handovers := all_handovers(config.store()):
         return "ok", f"{handovers[-1].digest[:12]}, handed over to the store"
-    return "to do", f"none at {folder}: set `bundle`, or run `larder train`"
+    return "to do", f"none at {bundle_folder}: set `bundle`, or run `larder train`"
 
 
-def look_at_redis(config: "NightConfig") -> CheckResult:
+def check_redis(config: "NightConfig") -> CheckResult:
     """Check the Redis of pages: its version, its missing commands, and its eviction policy."""
     from redis import AuthenticationError, RedisError
 
     from cache.l2.errors import NO_USER_HINT
     from cache.l2.sync_clients import open_client, primary_clients
     from cache.process.redis_server import find_server, running_server
-    from precompute.cli.temporary_redis import gone_in_words
+    from precompute.cli.temporary_redis import describe_ended_redis
 
     running_redis = running_server(config.path(config.state))
-    url = config.redis_url or (running_redis.url if running_redis else None)
-    if url is None and (gone := gone_in_words(config.path(config.state))):
-        return "to do", gone
-    if url is None:
+    server_url = config.redis_url or (running_redis.url if running_redis else None)
+    if server_url is None and (ended_redis_text := describe_ended_redis(config.path(config.state))):
+        return "to do", ended_redis_text
+    if server_url is None:
         return (
             "ok",
             f"none is configured: each command runs {find_server()} for as long as it lasts (`larder redis`)",
         )
     try:
-        client = open_client(url, protocol=2, socket_timeout=REDIS_TIMEOUT_S)
+        client = open_client(server_url, protocol=2, socket_timeout=REDIS_TIMEOUT_S)
         try:
             servers = primary_clients(client).values()
-            policies = {
+            eviction_policies = {
                 str(server.info("memory").get("maxmemory_policy", "")) for server in servers
             }
-            kinds = sorted({redis_kind_of(server) for server in servers})
+            redis_kinds = sorted({inspect_redis(server) for server in servers})
             keys = Keyspace(config.namespace)
-            is_fit = not any(kind.missing for kind in kinds)
-            lacks = _refused(client, _commands_of_nights(keys)) if is_fit else []
-            is_reader = bool(lacks) and not _refused(client, _commands_of_services(keys))
+            has_all_commands = not any(redis_kind.missing for redis_kind in redis_kinds)
+            refused_commands = _find_refused_commands(client, _commands_of_nights(keys)) if has_all_commands else []
+            may_only_serve = bool(refused_commands) and not _find_refused_commands(client, _commands_of_services(keys))
         finally:
             client.close()
     except AuthenticationError as error:
-        no_user = "" if urlsplit(url).username else NO_USER_HINT
+        no_user_remark = "" if urlsplit(server_url).username else NO_USER_HINT
         return (
             "to do",
-            f"{place_of(url)} refuses user and password: {error}; correct REDIS_URL{no_user}",
+            f"{url_without_password(server_url)} refuses user and password: {error}; correct REDIS_URL{no_user_remark}",
         )
     except (RedisError, ValueError, OSError) as error:
         return (
             "to do",
-            f"{place_of(url)} cannot be used: {error}; is REDIS_URL right, and does it run?",
+            f"{url_without_password(server_url)} cannot be used: {error}; is REDIS_URL right, and does it run?",
         )
-    if unfit := sorted(policy for policy in policies if policy.startswith("allkeys")):
-        return "to do", f"maxmemory-policy {unfit[0]} may evict published pages: set volatile-lru"
-    for kind in kinds:
-        if kind.missing:
-            return "to do", f"{place_of(url)} is {kind}, which has no {', no '.join(kind.missing)}"
-    if lacks and not is_reader:
-        return "to do", _missing_rights(url, config.namespace, lacks)
+    if unfit_policies := sorted(policy for policy in eviction_policies if policy.startswith("allkeys")):
+        return "to do", f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru"
+    for redis_kind in redis_kinds:
+        if redis_kind.missing:
+            return "to do", f"{url_without_password(server_url)} is {redis_kind}, which has no {', no '.join(redis_kind.missing)}"
+    if refused_commands and not may_only_serve:
+        return "to do", _missing_rights_text(server_url, config.namespace, refused_commands)
     summary = (
-        f"{place_of(url)}{'' if config.redis_url else ', of `larder redis` or another command'}; "
+        f"{url_without_password(server_url)}" f"{'' if config.redis_url else ', of `larder redis` or another command'}; "
     )
-    summary += ", ".join(map(str, kinds))
-    without = sorted({lacking_command for kind in kinds for lacking_command in kind.without})
-    if is_reader:
+    summary += ", ".join(map(str, redis_kinds))
+    lacking_commands = sorted({lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.without})
+    if may_only_serve:
         summary += (
-            f"; its user may serve, not load ({', '.join(lacks)} refused): nights need another one"
+            f"; its user may serve, not load ({', '.join(refused_commands)} refused): nights need another one"
         )
-    return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in without)
+    return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in lacking_commands)
 
 
 def _commands_of_nights(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
     """Commands on the way of a load, on a page and a control key that no generation has and that are removed again."""
-    page, control = keys.page("check", "check", 0), f"{keys.generations}:check"
+    page_key, control_key = keys.page("check", "check", 0), f"{keys.generations}:check"
     return (
         ("GET", keys.live), ("HGETALL", keys.generations),
         ("ZRANGEBYSCORE", keys.replicas, "+inf", "+inf"), ("EVAL", FLAGGED_SCRIPT, "1", keys.live),
-        ("SET", page, "x", "EX", "60"), ("SETRANGE", page, "0", "x"), ("GETRANGE", page, "0", "0"),
-        ("STRLEN", page), ("UNLINK", page), ("HSET", control, "x", "x"), ("HDEL", control, "x"),
+        ("SET", page_key, "x", "EX", "60"), ("SETRANGE", page_key, "0", "x"), ("GETRANGE", page_key, "0", "0"),
+        ("STRLEN", page_key), ("UNLINK", page_key), ("HSET", control_key, "x", "x"), ("HDEL", control_key, "x"),
     )  # fmt: skip
 
 
@@ -385,154 +383,149 @@ def _commands_of_services(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
     )  # fmt: skip
 
 
-def _refused(client: "redis.Redis", commands: Sequence[tuple[str, ...]]) -> list[str]:
+def _find_refused_commands(client: "redis.Redis", commands: Sequence[tuple[str, ...]]) -> list[str]:
     """Run the commands; return the names of those that the user has no right to."""
     from redis.exceptions import NoPermissionError, OutOfMemoryError
 
-    names = []
+    refused_names = []
     for command in commands:
         try:
             client.execute_command(*command)  # type: ignore[no-untyped-call]
         except NoPermissionError:
-            names.append(command[0])
+            refused_names.append(command[0])
         except OutOfMemoryError:
             pass  # of a full server a load says more
-    return names
+    return refused_names
 
 
-def _missing_rights(url: str, namespace: str, names: Sequence[str]) -> str:
-    user = urlsplit(url).username or "default"
-    rights = " ".join(f"+{name.lower()}" for name in dict.fromkeys(names))
-    question = "is LARDER_NAMESPACE right? If it is, " if "GET" in names else ""
-    patterns = (
+def _missing_rights_text(url: str, namespace: str, command_names: Sequence[str]) -> str:
+    user_name = urlsplit(url).username or "default"
+    command_rights = " ".join(f"+{command_name.lower()}" for command_name in dict.fromkeys(command_names))
+    question = "is LARDER_NAMESPACE right? If it is, " if "GET" in command_names else ""
+    key_patterns = (
         f"~larder:{KEYSPACE_VERSION}:{{{namespace}}}:* ~larder:{KEYSPACE_VERSION}:{namespace}:g:*"
     )
     return (
-        f"{place_of(url)} refuses {', '.join(names)} to its user {user} in the namespace {namespace}: {question}give "
-        "it the line `user larder-loader` of infra/redis.conf with this namespace, at least ACL SETUSER "
-        f"{user} {patterns} {rights}"
+        f"{url_without_password(url)} refuses {', '.join(command_names)} to its user {user_name} in the " f"namespace {namespace}: {question}give " "it the line `user larder-loader` of infra/redis.conf with this namespace, at least ACL SETUSER " f"{user_name} {key_patterns} {command_rights}"
     )
 
 
-def look_at_events(config: "NightConfig") -> CheckResult:
+def check_events(config: "NightConfig") -> CheckResult:
     """Check the durability of the Redis of events against the settings."""
     if not config.events.enabled:
         return "not used", "[events] enabled is false: no service takes events in"
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
-    url = config.events_redis or (running_redis.url if running_redis else "")
-    if not url:
+    server_url = config.events_redis or (running_redis.url if running_redis else "")
+    if not server_url:
         return "ok", "in the Redis that each command runs for as long as it lasts: gone with it"
     try:
-        durability, policy = asyncio.run(_look_at_durability(url, config))
+        durability, eviction_policy = asyncio.run(_read_durability(server_url, config))
     except LarderError as error:
         return (
-            "to do",
-            f"{place_of(url)} cannot be used: {error.message}; is LARDER_EVENTS_URL right, and does it run?",
+            "to do" f"{url_without_password(server_url)} cannot be used: {error.message}; is LARDER_EVENTS_URL right, " "and does it run?",
         )
-    if policy.startswith("allkeys"):
+    if eviction_policy.startswith("allkeys"):
         return (
             "to do",
-            f"maxmemory-policy {policy} may evict events: set "
+            f"maxmemory-policy {eviction_policy} may evict events: set "
             + ("noeviction" if config.events_url else "volatile-lru"),
         )
-    may_evict_ids = policy.startswith("volatile")
+    may_evict_ids = eviction_policy.startswith("volatile")
     if may_evict_ids and config.events_url:
         return (
             "to do",
-            f"maxmemory-policy {policy} may evict the ids that make a repetition none: set noeviction",
+            f"maxmemory-policy {eviction_policy} may evict the ids that make a repetition none: set noeviction",
         )
-    demanded = config.events.durability
-    if not durability.suffices(demanded):
-        summary = f"durability = {demanded!r} is demanded, and {place_of(url)} has {durability.persistence!r}"
-        return "to do", f"{summary}: set appendonly yes and appendfsync {demanded} there"
-    summary = f"{place_of(url)}; durability {durability.persistence}, maxmemory-policy {policy or 'not told'}"
+    demanded_durability = config.events.durability
+    if not durability.suffices(demanded_durability):
+        summary = f"durability = {demanded_durability!r} is demanded, and " f"{url_without_password(server_url)} has {durability.persistence!r}"
+        return "to do", f"{summary}: set appendonly yes and appendfsync {demanded_durability} there"
+    summary = f"{url_without_password(server_url)}; durability {durability.persistence}, " f"maxmemory-policy {eviction_policy or 'not told'}"
     return "ok", summary + (
         ", which may evict ids of events: a repetition may count" if may_evict_ids else ""
     )
 
 
-async def _look_at_durability(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
+async def _read_durability(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
     from serving.events.connection import EventsRedis
 
-    redis = EventsRedis(url, config.events.durability)
+    events_redis = EventsRedis(url, config.events.durability)
     try:
-        durability = await redis.look_at_durability()
-        policy = await redis.eviction_policy()
+        durability = await events_redis.look_at_durability()
+        eviction_policy = await events_redis.eviction_policy()
     finally:
-        await redis.aclose()
-    return durability, policy
+        await events_redis.aclose()
+    return durability, eviction_policy
 
 
-def look_at_live(_config: "NightConfig") -> CheckResult:
+def check_live_provider(_config: "NightConfig") -> CheckResult:
     """Check the provider of the live models."""
     from cache.config.serving import ServingConfig
 
-    provider = ServingConfig.load(os.environ).live_provider
-    if provider == "cpu":
+    live_provider = ServingConfig.load(os.environ).live_provider
+    if live_provider == "cpu":
         return "not used", "live_provider is cpu: live models run on the processor"
     from cache.model.runtime import Accelerator
 
-    if (missing_reason := Accelerator(provider).missing_reason()) is not None:
+    if (missing_reason := Accelerator(live_provider).missing_reason()) is not None:
         return (
             "to do",
             f"live models would run on the processor: {missing_reason}, or set live_provider to cpu",
         )
     return (
         "ok",
-        f"{provider}; whether models could be loaded there, `fallback` of /v1/generations says",
+        f"{live_provider}; whether models could be loaded there, `fallback` of /v1/generations says",
     )
 
 
-def look_at_store(config: "NightConfig") -> CheckResult:
+def check_store(config: "NightConfig") -> CheckResult:
     """Check whether the artefact store is that of Redis' pointer, and creates files exclusively."""
     from cache.control.own_store import store_mismatch
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
-    url = config.redis_url or (running_redis.url if running_redis else None)
-    if (mismatch := store_mismatch(config, url, REDIS_TIMEOUT_S)) is not None:
+    server_url = config.redis_url or (running_redis.url if running_redis else None)
+    if (mismatch := store_mismatch(config, server_url, REDIS_TIMEOUT_S)) is not None:
         return "to do", mismatch
     store = config.store()
     store.demand_write_once()
-    count = len(store.names("generations"))
+    generation_count = len(store.names("generations"))
     return (
-        "ok",
-        f"{config.artifacts}: {count} generation{'s' * (count != 1)} in namespace {config.namespace}",
+        "ok" f"{config.artifacts}: {generation_count} generation{'s' * (generation_count != 1)} in namespace " f"{config.namespace}",
     )
 
 
-def look_at_airflow(_config: "NightConfig") -> CheckResult:
+def check_airflow(_config: "NightConfig") -> CheckResult:
     """Check the DAG files of an Airflow installation."""
     if missing_extra("a night", "airflow", "airflow"):
         return (
             "not used",
             "Airflow is not installed here: `larder night` runs a night, from cron for instance",
         )
-    installed = airflow_version()
-    refusal = None if installed is None else airflow_refusal(installed)
+    installed_version = airflow_version()
+    refusal_text = None if installed_version is None else airflow_refusal(installed_version)
     try:
-        folder = dags_folder(None)
+        airflow_dags_folder = dags_folder(None)
     except LarderError:
         return (
             "not used",
-            refusal
+            refusal_text
             or "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
         )
-    if refusal is not None:
-        return "to do", refusal
-    states = {file.target: file.state() for file in files_in(folder)}
-    for target, state in states.items():
+    if refusal_text is not None:
+        return "to do", refusal_text
+    state_by_target = {file.target: file.state() for file in list_dag_files(airflow_dags_folder)}
+    for target, state in state_by_target.items():
         if state in ("older", "changed", "foreign", "missing"):
-            return "to do", f"{target}: {_DAG_FILE_STATES[state]}; `larder dags install`"
+            return "to do", f"{target}: {_DAG_FILE_STATE_TEXTS[state]}; `larder dags install`"
     return (
-        "ok",
-        f"{len(states)} DAGs in {Path(folder)}, Airflow {installed or 'of unknown version'}",
+        "ok" f"{len(state_by_target)} DAGs in {Path(airflow_dags_folder)}, Airflow " f"{installed_version or 'of unknown version'}",
     )
 
 
-def look_at_lineage(_config: "NightConfig") -> CheckResult:
+def check_lineage(_config: "NightConfig") -> CheckResult:
     """Check the settings of OpenLineage."""
     if not any(os.environ.get(name) for name in LINEAGE_TRANSPORTS):
         return "not used", f"no transport for OpenLineage's events, such as {LINEAGE_TRANSPORTS[0]}"
@@ -554,15 +547,15 @@ def look_at_lineage(_config: "NightConfig") -> CheckResult:
     )
 
 
-CHECKS: dict[str, Callable[["NightConfig"], CheckResult]] = {
-    "sources": look_at_sources,
-    "bundle": look_at_bundle,
-    "redis": look_at_redis,
-    "events": look_at_events,
-    "live": look_at_live,
-    "store": look_at_store,
-    "airflow": look_at_airflow,
-    "lineage": look_at_lineage,
+CHECK_BY_SUBJECT: dict[str, Callable[["NightConfig"], CheckResult]] = {
+    "sources": check_sources,
+    "bundle": check_bundle,
+    "redis": check_redis,
+    "events": check_events,
+    "live": check_live_provider,
+    "store": check_store,
+    "airflow": check_airflow,
+    "lineage": check_lineage,
 }
 
 
@@ -578,7 +571,7 @@ class RedisKind(NamedTuple):
         return f"{self.name} {self.version}".strip()
 
 
-def redis_kind_of(server: "redis.Redis") -> RedisKind:
+def inspect_redis(server: "redis.Redis") -> RedisKind:
     """Inspect one server by INFO, a script and COMMAND INFO; a command that this user may not run counts as supported.
 
     Raises redis.ResponseError if the server refuses to run scripts at the moment.
@@ -588,38 +581,38 @@ def redis_kind_of(server: "redis.Redis") -> RedisKind:
     from cache.l2.resp import WrongReply, refuse_reply
 
     server_info: dict[str, Any] = server.info("server")
-    name, version = _product_and_version(server_info)
-    missing = []
+    product_name, product_version = _product_and_version(server_info)
+    missing_requirements = []
     try:
         server.eval(FLAGGED_SCRIPT, 0)
     except NoPermissionError:
         pass
     except ResponseError as error:
         # All else (a read-only replica, a disk that is full) is no matter of its version: who asked tells it.
-        if type(error) is not ResponseError or not _SCRIPT_REFUSED.search(str(error)):
+        if type(error) is not ResponseError or not _SCRIPT_REFUSED_PATTERN.search(str(error)):
             raise
-        missing.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
-    names = (*NEEDED_COMMANDS, *DISPENSABLE_COMMANDS)
+        missing_requirements.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
+    command_names = (*NEEDED_COMMANDS, *LACK_EFFECT_BY_COMMAND)
     try:
-        command_infos: Any = server.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
-        if len(command_infos) != len(names):
+        command_infos: Any = server.execute_command("COMMAND INFO", *command_names)  # type: ignore[no-untyped-call]
+        if len(command_infos) != len(command_names):
             refuse_reply("COMMAND INFO", command_infos, "as many commands as were asked for")
     except WrongReply:
         raise
     except ResponseError:
-        command_infos = names
+        command_infos = command_names
     known_commands = {
-        name for name, command_info in zip(names, command_infos, strict=True) if command_info
+        product_name for product_name, command_info in zip(command_names, command_infos, strict=True) if command_info
     }
-    missing += [command.upper() for command in NEEDED_COMMANDS if command not in known_commands]
+    missing_requirements += [command.upper() for command in NEEDED_COMMANDS if command not in known_commands]
     # Events wait for the disk only where no setting tells how durable they are.
-    lacking = (
+    dispensable_names = (
         ()
         if "config" in known_commands
-        else [command for command in DISPENSABLE_COMMANDS if command not in known_commands]
+        else [command for command in LACK_EFFECT_BY_COMMAND if command not in known_commands]
     )
-    without = [f"{command.upper()} ({DISPENSABLE_COMMANDS[command]})" for command in lacking]
-    return RedisKind(name, version, tuple(missing), tuple(without))
+    dispensable_missing = [f"{command.upper()} ({LACK_EFFECT_BY_COMMAND[command]})" for command in dispensable_names]
+    return RedisKind(product_name, product_version, tuple(missing_requirements), tuple(dispensable_missing))
 
 
 def _product_and_version(server_info: dict[str, Any]) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from cache.process.command_line import PRECOMPUTE_MODULES, SERVING_MODULES, miss
 if TYPE_CHECKING:
     from cache.config.night import NightConfig
 
-EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+MODULES_BY_EXTRA: Final[Mapping[str, tuple[str, ...]]] = {
     "precompute": PRECOMPUTE_MODULES,
     "serving": SERVING_MODULES,
     "airflow": ("airflow", *PRECOMPUTE_MODULES),
@@ -22,10 +22,10 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Extra -> modules that show whether it is installed."""
 
-DEMO: Final = ("airflow", "client", "serving")
-PRECOMPUTES: Final = ("precompute",)
+DEMO_EXTRAS: Final = ("airflow", "client", "serving")
+PRECOMPUTE_EXTRAS: Final = ("precompute",)
 
-NIGHT: Final = "infra.cli.night_commands"
+NIGHT_COMMANDS_MODULE: Final = "infra.cli.night_commands"
 """Module of the commands that are those of `python -m precompute`, under the same names."""
 
 SETTINGS_FILE = "larder.toml"
@@ -36,9 +36,9 @@ GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
 
 HELP_COLUMNS = 79
 _GROUP_COLUMNS, _NAME_COLUMNS = 10, 9
-_HELP_START = "usage: larder [--config FILE] COMMAND ...      larder COMMAND --help tells more"
+_HELP_START_TEXT = "usage: larder [--config FILE] COMMAND ...      larder COMMAND --help tells more"
 
-_HELP_END = """\
+_HELP_END_TEXT = """\
 Settings: --config, else LARDER_CONFIG, else larder.toml in this folder.
 larder --version; larder completion bash, zsh or fish."""
 
@@ -52,26 +52,28 @@ class CommandEntry:
 
     name: str
     group: str
-    module: str = NIGHT
+    module: str = NIGHT_COMMANDS_MODULE
     text: str = ""
     extras: tuple[str, ...] = ()
 
     @property
     def reads_settings(self) -> bool:
         """True if the command follows the settings: without any it may run in the wrong folder."""
-        return self.module in (NIGHT, "serving.__main__")
+        return self.module in (NIGHT_COMMANDS_MODULE, "serving.__main__")
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Extras without which it does not run."""
-        return ("precompute",) if self.module == NIGHT else self.extras
+        return ("precompute",) if self.module == NIGHT_COMMANDS_MODULE else self.extras
 
 
 ENTRIES: Final = (
-    CommandEntry("init", "Start", "infra.cli.init.command", "write larder.toml from a look at your files", PRECOMPUTES),
+    CommandEntry("init", "Start", "infra.cli.init.command",
+                 "write larder.toml from a look at your files", PRECOMPUTE_EXTRAS),
     CommandEntry("check", "Start", "infra.cli.check", "sources, bundle, Redis, Airflow: ok, or what to do"),
-    CommandEntry("import", "Start", "infra.cli.import_model", "a model that another library fitted", PRECOMPUTES),
-    CommandEntry("demo", "Start", "infra.demo.__main__", "a night, the service and a roll back, on made-up data", DEMO),
+    CommandEntry("import", "Start", "infra.cli.import_model", "a model that another library fitted", PRECOMPUTE_EXTRAS),
+    CommandEntry("demo", "Start", "infra.demo.__main__",
+                 "a night, the service and a roll back, on made-up data", DEMO_EXTRAS),
     CommandEntry("redis", "Start", "infra.cli.redis", "a server for trying things out, until Ctrl-C"),
     CommandEntry("completion", "Start", "infra.cli.completion", extras=("completion",)),
     CommandEntry("train", "Night", text="train the reference bundle, without a model of your own"),
@@ -111,38 +113,44 @@ ENTRIES: Final = (
 )  # fmt: skip
 """All commands, in the order of the help; one more is one more line."""
 
-BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
+ENTRY_BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 
 
-def lacking(entry: CommandEntry) -> str | None:
+def missing_extras_line(entry: CommandEntry) -> str | None:
     """Line about the extras that a command needs and that are not installed; None if all are."""
     command_name, extras = f"larder {entry.name}", entry.needs
-    absent = [extra for extra in extras if missing_extra(command_name, extra, *EXTRAS[extra])]
-    modules = (name for extra in absent for name in EXTRAS[extra])
-    return missing_extra(command_name, ",".join(absent), *modules)
+    missing_extras = [
+        extra for extra in extras if missing_extra(command_name, extra, *MODULES_BY_EXTRA[extra])
+    ]
+    module_names = (
+        module_name for extra in missing_extras for module_name in MODULES_BY_EXTRA[extra]
+    )
+    return missing_extra(command_name, ",".join(missing_extras), *module_names)
 
 
 def help_page() -> str:
     """The help as text; it fits a screen of 24 lines by 80 columns, and each command has a longer one of its own."""
-    groups = {
-        name: list(group_entries)
-        for name, group_entries in groupby(ENTRIES, lambda entry: entry.group)
+    entries_by_group = {
+        group: list(group_entries)
+        for group, group_entries in groupby(ENTRIES, lambda entry: entry.group)
     }
-    lines = [line for name in GROUPS for line in _group_lines(name, groups[name])]
-    return "\n".join([_HELP_START, "", *lines, "", _HELP_END])
+    help_lines = [
+        help_line for group in GROUPS for help_line in _group_lines(group, entries_by_group[group])
+    ]
+    return "\n".join([_HELP_START_TEXT, "", *help_lines, "", _HELP_END_TEXT])
 
 
 def _group_lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
-    rows = [f"{entry.name:<{_NAME_COLUMNS}} {entry.text}" for entry in entries if entry.text]
+    help_rows = [f"{entry.name:<{_NAME_COLUMNS}} {entry.text}" for entry in entries if entry.text]
     if names_without_text := ", ".join(entry.name for entry in entries if not entry.text):
-        rows += textwrap.wrap(
+        help_rows += textwrap.wrap(
             names_without_text, HELP_COLUMNS - _GROUP_COLUMNS, break_on_hyphens=False
         )
-    for number, row in enumerate(rows):
-        yield f"{'' if number else group:<{_GROUP_COLUMNS}}{row}"
+    for row_index, help_row in enumerate(help_rows):
+        yield f"{'' if row_index else group:<{_GROUP_COLUMNS}}{help_row}"
 
 
-def night_settings() -> "NightConfig":
+def read_night_settings() -> "NightConfig":
     """Settings of the night from LARDER_CONFIG, which `larder` has set, and the environment; raises ConfigError."""
     from cache.config.night import NightConfig  # pydantic: not for --help
 

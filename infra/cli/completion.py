@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
-from infra.cli.commands import ENTRIES, CommandEntry, lacking
+from infra.cli.commands import ENTRIES, CommandEntry, missing_extras_line
 
-SHELLS: Final = {
+INSTALL_LINE_BY_SHELL: Final = {
     "bash": 'eval "$(larder completion bash)"   # in ~/.bashrc',
     "zsh": "larder completion zsh > FOLDER/_larder   # a folder of $fpath",
     "fish": "larder completion fish > ~/.config/fish/completions/larder.fish",
@@ -20,7 +20,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     args = argument_parser(prog).parse_args(argv)
     import shtab
 
-    print(shtab.complete(whole_parser(), args.shell))
+    print(shtab.complete(build_root_parser(), args.shell))
     return 0
 
 
@@ -30,13 +30,13 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Print a script that completes commands and options. To use it:\n\n"
-        + "\n".join(f"  {setup_line}" for setup_line in SHELLS.values()),
+        + "\n".join(f"  {setup_line}" for setup_line in INSTALL_LINE_BY_SHELL.values()),
     )
-    parser.add_argument("shell", choices=list(SHELLS))
+    parser.add_argument("shell", choices=list(INSTALL_LINE_BY_SHELL))
     return parser
 
 
-def whole_parser() -> argparse.ArgumentParser:
+def build_root_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; one whose extra is missing has no options in it."""
     import shtab
 
@@ -45,13 +45,13 @@ def whole_parser() -> argparse.ArgumentParser:
     root_parser.add_argument("--version", action="store_true", help="print the version")
     commands = root_parser.add_subparsers()
     for entry in ENTRIES:
-        command_parser = None if lacking(entry) else _parser_of(entry)
-        about = (
+        command_parser = None if missing_extras_line(entry) else _build_command_parser(entry)
+        help_text = (
             entry.text
             if command_parser is None
             else entry.text or (command_parser.description or "")
         )
-        commands.add_parser(entry.name, help=about.partition(";")[0].replace("\n", " "))
+        commands.add_parser(entry.name, help=help_text.partition(";")[0].replace("\n", " "))
         if command_parser is not None:
             commands.choices[entry.name] = command_parser
     _complete_paths(
@@ -60,18 +60,20 @@ def whole_parser() -> argparse.ArgumentParser:
     return root_parser
 
 
-def _parser_of(entry: CommandEntry) -> argparse.ArgumentParser:
+def _build_command_parser(entry: CommandEntry) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = import_module(entry.module).argument_parser(
         f"larder {entry.name}"
     )
     return parser
 
 
-def _complete_paths(parser: argparse.ArgumentParser, kinds: Mapping[str, object]) -> None:
+def _complete_paths(
+    parser: argparse.ArgumentParser, completion_by_metavar: Mapping[str, object]
+) -> None:
     """Set path completion for values whose metavar in a parser's help is a path."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():
-                _complete_paths(subparser, kinds)
-        elif action.metavar in kinds:
-            action.complete = kinds[str(action.metavar)]  # type: ignore[attr-defined]
+                _complete_paths(subparser, completion_by_metavar)
+        elif action.metavar in completion_by_metavar:
+            action.complete = completion_by_metavar[str(action.metavar)]  # type: ignore[attr-defined]

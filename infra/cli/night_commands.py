@@ -9,31 +9,31 @@ from precompute.planning.options import quick_answer
 
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Runs the command that is the last word of `prog`, and ends the program with its exit code."""
-    larder, _, name = prog.partition(" ")
-    if name != "plan" or (answer := quick_answer(argv)) is None:
+    program_name, _, command_name = prog.partition(" ")
+    if command_name != "plan" or (quick_answer_text := quick_answer(argv)) is None:
         # The libraries of the commands take a second to load.
         from precompute.__main__ import leave
         from precompute.__main__ import main as run
 
-        leave(run([name, *argv], prog=larder))
-    print(answer)
+        leave(run([command_name, *argv], prog=program_name))
+    print(quick_answer_text)
     return 0
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
     """Parser of the command that is the last word of `prog`."""
-    larder, _, name = prog.partition(" ")
-    return commands_of(larder)[name]
+    program_name, _, command_name = prog.partition(" ")
+    return parsers_by_command(program_name)[command_name]
 
 
 @functools.cache
-def commands_of(prog: str) -> dict[str, argparse.ArgumentParser]:
+def parsers_by_command(prog: str) -> dict[str, argparse.ArgumentParser]:
     """Parsers of all commands by name."""
-    from precompute.cli.parser import parser_of_commands
+    from precompute.cli.parser import build_command_parser
 
     (action,) = (
         parser_action
-        for parser_action in parser_of_commands(prog)._actions
+        for parser_action in build_command_parser(prog)._actions
         if isinstance(parser_action, argparse._SubParsersAction)
     )
     parser_by_name: dict[str, argparse.ArgumentParser] = dict(action.choices)

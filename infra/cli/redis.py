@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from cache.errors import ConfigError
 from cache.process.command_line import interrupts_never_swallowed
-from infra.cli.commands import night_settings
+from infra.cli.commands import (read_night_settings)
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
@@ -23,43 +23,43 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         running_server,
     )  # redis-py: not for --help
 
-    config = night_settings()
+    config = read_night_settings()
     if config.redis_url:
         raise ConfigError(
             "a Redis is configured (redis_url or REDIS_URL), which all commands use: none is started"
         )
-    state = config.path(config.state)
-    if (existing_server := running_server(state)) is not None:
+    state_folder = config.path(config.state)
+    if (existing_server := running_server(state_folder)) is not None:
         raise ConfigError(
-            f"one runs already for {state} ({place_of(existing_server.url)}), which all commands use"
+            f"one runs already for {state_folder} ({url_without_password(existing_server.url)}), which all commands use"
         )
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.default_int_handler)
     try:
         with (
             interrupts_never_swallowed(),
-            join_or_start_server(state, password=secrets.token_urlsafe(24)) as running,
+            join_or_start_server(state_folder, password=secrets.token_urlsafe(24)) as running_redis,
         ):
-            print(f"Redis runs at {place_of(running.url)}", flush=True)
+            print(f"Redis runs at {url_without_password(running_redis.url)}", flush=True)
             print(
-                f"Commands with the same settings use it (its password is in {state / 'redis.json'}). It keeps"
+                f"Commands with the same settings use it (its password is in {state_folder / 'redis.json'}). It keeps"
             )
             print(
                 "nothing: `larder restore` fills the next one from the store. Ctrl-C ends it, once no other command "
                 "uses it.",
                 flush=True,
             )
-            while _runs(running.pid):
-                time.sleep(LOOK_S)
-            raise ConfigError(f"the server ended by itself; {state / 'redis.log'} says why")
+            while _is_process_running(running_redis.pid):
+                time.sleep(POLL_INTERVAL_S)
+            raise ConfigError(f"the server ended by itself; {state_folder / 'redis.log'} says why")
     except KeyboardInterrupt:
         return 0
 
 
-def place_of(url: str) -> str:
+def url_without_password(url: str) -> str:
     """Host and port of a Redis, or the path of its socket: a URL without its password."""
-    parts = urlsplit(url)
-    return parts.netloc.rpartition("@")[2] or parts.path
+    url_parts = urlsplit(url)
+    return url_parts.netloc.rpartition("@")[2] or url_parts.path
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -73,7 +73,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     )
 
 
-def _runs(pid: int) -> bool:
+def _is_process_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except OSError:

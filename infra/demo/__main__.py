@@ -24,13 +24,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     # SIGINT too: a shell that starts this in the background has it ignored.
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.default_int_handler)
-    code = 130
+    exit_code = 130
     with suppress(KeyboardInterrupt), interrupts_never_swallowed():
-        code = _run(args, console)
-    if code == 130 or (code == 0 and args.serve):
+        exit_code = _run(args, console)
+    if exit_code == 130 or (exit_code == 0 and args.serve):
         console.control(Control(ControlType.CARRIAGE_RETURN))  # over the ^C of the terminal
         console.print("stopped; nothing is left running")
-    return code
+    return exit_code
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:

@@ -46,7 +46,7 @@ class Judge:
     generations: Counter[str] = field(default_factory=Counter)
     requests: int = 0
     violations: list[str] = field(default_factory=list)
-    _lists: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
+    _items_by_question: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stop_if_broken(self) -> None:
@@ -62,18 +62,28 @@ class Judge:
         rolled_back_generations: Collection[str] = (),
     ) -> None:
         """Judge one answered request; `rolled_back_generations` are those that were rolled back when it was sent."""
-        asked_of = {answer.generation for answer in answers if answer.source != Source.PREVIOUS}
+        answering_generations = {
+            answer.generation for answer in answers if answer.source != Source.PREVIOUS
+        }
         with self._lock:
             self.requests += 1
-            if len(asked_of) > 1:
-                self.violations.append(f"one request of several generations: {sorted(asked_of)}")
+            if len(answering_generations) > 1:
+                self.violations.append(
+                    f"one request of several generations: {sorted(answering_generations)}"
+                )
             for question, answer in zip(questions, answers, strict=True):
                 self.sources[answer.source] += 1
                 self.generations[answer.generation] += 1
                 if answer.generation in rolled_back_generations:
                     self.violations.append(f"{answer.generation} answers after it was rolled back")
-                texts = [*_judge_answer(question, answer), *self._judge_list(question, answer)]
-                self.violations += [f"{question.table}/{question.id}: {text}" for text in texts]
+                violation_texts = [
+                    *_judge_answer(question, answer),
+                    *self._judge_list(question, answer),
+                ]
+                self.violations += [
+                    f"{question.table}/{question.id}: {violation_text}"
+                    for violation_text in violation_texts
+                ]
 
     def _judge_list(self, question: Question, answer: Answer) -> Iterator[str]:
         if (items := answer.items) is None:
@@ -86,26 +96,30 @@ class Judge:
         k = len(items) + answer.short if question.k is None else question.k
         if len(items) > k or (len(items) < k) != answer.short:
             yield f"{len(items)} of {k} items, short = {answer.short}"
-        if listed := question.hidden.intersection(items):
-            yield f"{sorted(listed)[:3]} came back although it was sent or excluded"
+        if hidden_items_listed := question.hidden.intersection(items):
+            yield f"{sorted(hidden_items_listed)[:3]} came back although it was sent or excluded"
         if answer.producer != "batch":
             return
         history = self.histories.get(question.id, ()) if question.table == "user_topk" else ()
-        if listed := frozenset(history).intersection(items):
-            yield f"{sorted(listed)[:3]} is in the user's own history"
+        if hidden_items_listed := frozenset(history).intersection(items):
+            yield f"{sorted(hidden_items_listed)[:3]} is in the user's own history"
         # A generation is immutable: the same plain question has the same answer, from any tier, at any time.
         if not question.hidden and answer.source in STORED_SOURCES:
-            key = (answer.generation, question.table, question.id)
-            first = self._lists.setdefault(key, items)
-            if any(before != now for before, now in zip(first, items, strict=False)):
+            question_key = (answer.generation, question.table, question.id)
+            first_items = self._items_by_question.setdefault(question_key, items)
+            if any(
+                first_item != item for first_item, item in zip(first_items, items, strict=False)
+            ):
                 yield f"two different answers within {answer.generation}"
-            self._lists[key] = max(first, items, key=len)
+            self._items_by_question[question_key] = max(first_items, items, key=len)
 
-    def audit(self, metrics: str, published: Collection[str]) -> None:
+    def audit_answers(self, metrics_text: str, published_generations: Collection[str]) -> None:
         """Hold all answers against the service's own counters, and the generations that were live."""
-        self.violations += disagreements(metrics, self.sources)
-        if strangers := self.generations.keys() - set(published):
-            self.violations.append(f"answers from {sorted(strangers)}, which never was live")
+        self.violations += metric_contradictions(metrics_text, self.sources)
+        if unpublished_generations := self.generations.keys() - set(published_generations):
+            self.violations.append(
+                f"answers from {sorted(unpublished_generations)}, which never was live"
+            )
         self.stop_if_broken()
 
 
@@ -118,19 +132,37 @@ def _judge_answer(question: Question, answer: Answer) -> Iterator[str]:
         yield f"source {answer.source} without a reason"
 
 
-def disagreements(metrics: str, sources: Mapping[str, int]) -> list[str]:
+def metric_contradictions(metrics_text: str, sources: Mapping[str, int]) -> list[str]:
     """Return contradictions of the text of /metrics to itself or to the answers that callers got, by source."""
-    totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for family in text_string_to_metric_families(metrics):
+    count_by_label_by_metric: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for family in text_string_to_metric_families(metrics_text):
         for sample in family.samples:
             label = sample.labels.get("source") or sample.labels.get("status", "")[:1]
-            totals[sample.name][label] += int(sample.value)
-    counted = totals["larder_answers_total"]
-    live_or_worse = counted.total() - sum(counted[source] for source in STORED_SOURCES)
-    pairs = (
-        ("entities", totals["larder_entities_total"].total(), sum(sources.values())),
-        ("answers by source", +counted, +Counter(sources)),
-        ("misses with a reason", totals["larder_misses_total"].total(), live_or_worse),
-        ("responses with status 500 or more", totals["larder_requests_total"]["5"], 0),
+            count_by_label_by_metric[sample.name][label] += int(sample.value)
+    answer_count_by_source = count_by_label_by_metric["larder_answers_total"]
+    live_or_worse = answer_count_by_source.total() - sum(
+        answer_count_by_source[source] for source in STORED_SOURCES
     )
-    return [f"/metrics: {name}: {is_}, not {due}" for name, is_, due in pairs if is_ != due]
+    compared_counts = (
+        (
+            "entities",
+            count_by_label_by_metric["larder_entities_total"].total(),
+            sum(sources.values()),
+        ),
+        ("answers by source", +answer_count_by_source, +Counter(sources)),
+        (
+            "misses with a reason",
+            count_by_label_by_metric["larder_misses_total"].total(),
+            live_or_worse,
+        ),
+        (
+            "responses with status 500 or more",
+            count_by_label_by_metric["larder_requests_total"]["5"],
+            0,
+        ),
+    )
+    return [
+        f"/metrics: {count_name}: {actual_count}, not {expected_count}"
+        for count_name, actual_count, expected_count in compared_counts
+        if actual_count != expected_count
+    ]

@@ -12,18 +12,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.errors import SourceError
-from infra.demo.synthetic import Profiles, World, profiles_of, synthesize
+from infra.demo.synthetic import Profiles, WorldSettings, make_profiles, synthesize
 from precompute.config.settings import Sources
 from precompute.sources.readers import read_interactions
 
-NEWCOMERS = 400
-ARRIVING_EVERY = 25
+NEWCOMERS_MAX = 400
+ARRIVING_USER_STEP = 25
 """Step between users whose held-out interactions arrive for the second night, for data without times."""
 
-INTERACTIONS = "interactions.parquet"
-COLUMNS = ("user", "item", "timestamp")
+INTERACTIONS_FILE = "interactions.parquet"
+COLUMN_NAMES = ("user", "item", "timestamp")
 
-Lists = Mapping[str, tuple[str, ...]]
+ItemsByUser = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +34,9 @@ class Dataset:
     """
 
     name: str
-    histories: Lists
-    held_out: Lists
-    newcomers: Lists
+    histories: ItemsByUser
+    held_out: ItemsByUser
+    newcomers: ItemsByUser
     table: pa.Table
     first_cut: datetime
     second_cut: datetime
@@ -49,82 +49,126 @@ class Dataset:
         """Write all files that the nights read."""
         folder.mkdir(parents=True)
         times = self.table["timestamp"].cast(pa.timestamp("us", tz="UTC"))
-        pq.write_table(self.table.set_column(2, "timestamp", times), folder / INTERACTIONS)
-        for name, rows in ({} if self.profiles is None else self.profiles.tables).items():
-            pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+        pq.write_table(self.table.set_column(2, "timestamp", times), folder / INTERACTIONS_FILE)
+        for table_name, table_rows in (
+            {} if self.profiles is None else self.profiles.tables
+        ).items():
+            pq.write_table(pa.Table.from_pylist(table_rows), folder / f"{table_name}.parquet")
 
 
-def synthetic(world: World) -> Dataset:
+def make_synthetic_data(world: WorldSettings) -> Dataset:
     """Generate data of which the last five days are held out; the first of them arrives for the second night."""
     clicks = synthesize(world)
-    users = pa.array(clicks.user_ids).take(clicks.user_rows)
-    items = pa.array(clicks.item_ids).take(clicks.item_rows)
-    table = pa.table({"user": users, "item": items, "timestamp": clicks.times})
-    cut = world.ends_at - timedelta(days=5)
-    dataset = _split("synthetic", table, cut, cut + timedelta(days=1))
-    return replace(dataset, profiles=profiles_of(clicks))
+    user_column = pa.array(clicks.user_ids).take(clicks.user_rows)
+    item_column = pa.array(clicks.item_ids).take(clicks.item_rows)
+    table = pa.table({"user": user_column, "item": item_column, "timestamp": clicks.times})
+    first_cut = world.ends_at - timedelta(days=5)
+    dataset = _split_at_cuts("synthetic", table, first_cut, first_cut + timedelta(days=1))
+    return replace(dataset, profiles=make_profiles(clicks))
 
 
-def user_data(path: Path, *, today: datetime) -> Dataset:
+def read_user_data(path: Path, *, today: datetime) -> Dataset:
     """Read a team's own data: `train.txt`/`test.txt` lines, or Parquet/CSV interactions; raise SourceError."""
     path = path.resolve()
-    lines = {file.name.removesuffix(".gz"): file for file in path.glob("*.txt*")}
-    if {"train.txt", "test.txt"} <= lines.keys():
-        train, held_out = _read(lines["train.txt"]), _read(lines["test.txt"])
-        return _split_untimed(path.name, train, held_out, today)
-    table = _read(path)
+    text_file_by_name = {file.name.removesuffix(".gz"): file for file in path.glob("*.txt*")}
+    if {"train.txt", "test.txt"} <= text_file_by_name.keys():
+        train_table, held_out_table = (
+            _read_interactions(text_file_by_name["train.txt"]),
+            _read_interactions(text_file_by_name["test.txt"]),
+        )
+        return _split_untimed(path.name, train_table, held_out_table, today)
+    table = _read_interactions(path)
     times = np.asarray(table["timestamp"])
     if times.any():
-        late = np.quantile(times, [0.9, 0.95])
-        first, second = (datetime.fromtimestamp(int(us) // 1_000_000 + 1, UTC) for us in late)
-        return _split(path.stem, table, first, max(second, first + timedelta(seconds=1)))
+        late_times = np.quantile(times, [0.9, 0.95])
+        first_cut, second_cut = (
+            datetime.fromtimestamp(int(cut_us) // 1_000_000 + 1, UTC) for cut_us in late_times
+        )
+        return _split_at_cuts(
+            path.stem, table, first_cut, max(second_cut, first_cut + timedelta(seconds=1))
+        )
     # The last item of each user with at least three is held out.
-    later, seen = np.zeros(len(table), np.bool_), Counter(table["user"].to_pylist())
-    rows = {user: row for row, user in enumerate(table["user"].to_pylist()) if seen[user] >= 3}
-    later[list(rows.values())] = True
-    return _split_untimed(path.stem, table.filter(~later), table.filter(later), today)
+    held_out_mask, click_count_by_user = (
+        np.zeros(len(table), np.bool_),
+        Counter(table["user"].to_pylist()),
+    )
+    last_row_by_user = {
+        user: row
+        for row, user in enumerate(table["user"].to_pylist())
+        if click_count_by_user[user] >= 3
+    }
+    held_out_mask[list(last_row_by_user.values())] = True
+    return _split_untimed(
+        path.stem, table.filter(~held_out_mask), table.filter(held_out_mask), today
+    )
 
 
-def _read(path: Path) -> pa.Table:
+def _read_interactions(path: Path) -> pa.Table:
     """Read all rows, oldest first, without a user's repeated interactions with an item."""
     batches = read_interactions(Sources(interactions=(str(path),)), Path("/"))
-    rows = [(batch.users.texts(), batch.items.texts(), pa.array(batch.times)) for batch in batches]
-    table = pa.concat_tables([pa.table(list(columns), names=COLUMNS) for columns in rows])
+    batch_columns = [
+        (batch.users.texts(), batch.items.texts(), pa.array(batch.times)) for batch in batches
+    ]
+    table = pa.concat_tables(
+        [pa.table(list(columns), names=COLUMN_NAMES) for columns in batch_columns]
+    )
     table = table.take(np.argsort(table["timestamp"], kind="stable"))
-    numbered = table.append_column("row", pa.array(np.arange(len(table))))
-    first_rows = numbered.group_by(["user", "item"]).aggregate([("row", "min")])["row_min"]
+    table_with_rows = table.append_column("row", pa.array(np.arange(len(table))))
+    first_rows = table_with_rows.group_by(["user", "item"]).aggregate([("row", "min")])["row_min"]
     return table.take(np.sort(first_rows))
 
 
-def _split_untimed(name: str, train: pa.Table, held_out: pa.Table, today: datetime) -> Dataset:
+def _split_untimed(
+    name: str, train_table: pa.Table, held_out_table: pa.Table, today: datetime
+) -> Dataset:
     """Give the held-out interactions times after the first cut, those of a few users before the second."""
-    first = today - timedelta(days=1)
-    arriving = pc.unique(held_out["user"])[::ARRIVING_EVERY]
-    hours = np.where(pc.is_in(held_out["user"], arriving), 0, 24)
-    hours = np.concatenate([np.full(len(train), -1), hours])
-    times = int(first.timestamp() * 1_000_000) + hours * 3_600_000_000
-    table = pa.concat_tables([train, held_out]).set_column(2, "timestamp", pa.array(times))
-    return _split(name, table, first, today)
+    first_cut = today - timedelta(days=1)
+    arriving_users = pc.unique(held_out_table["user"])[::ARRIVING_USER_STEP]
+    hours_after_first_cut = np.where(pc.is_in(held_out_table["user"], arriving_users), 0, 24)
+    hours_after_first_cut = np.concatenate([np.full(len(train_table), -1), hours_after_first_cut])
+    times = int(first_cut.timestamp() * 1_000_000) + hours_after_first_cut * 3_600_000_000
+    table = pa.concat_tables([train_table, held_out_table]).set_column(
+        2, "timestamp", pa.array(times)
+    )
+    return _split_at_cuts(name, table, first_cut, today)
 
 
-def _split(name: str, table: pa.Table, first: datetime, second: datetime) -> Dataset:
+def _split_at_cuts(
+    name: str, table: pa.Table, first_cut: datetime, second_cut: datetime
+) -> Dataset:
     times = np.asarray(table["timestamp"])
-    first_us, second_us = (int(cut.timestamp() * 1_000_000) for cut in (first, second))
+    first_us, second_us = (int(cut.timestamp() * 1_000_000) for cut in (first_cut, second_cut))
     histories = _items_by_user(table.filter(times < first_us))
     if not histories:
         raise SourceError(f"{name}: nothing is left to train on once the newest part is held out")
-    later = _items_by_user(table.filter(times >= first_us))
-    arriving = table.filter((times >= first_us) & (times < second_us))["user"].to_pylist()
-    held_out = {user: items for user, items in later.items() if user in histories}
-    newcomers = {user: items for user, items in later.items() if user not in histories}
+    later_items_by_user = _items_by_user(table.filter(times >= first_us))
+    arriving_users = table.filter((times >= first_us) & (times < second_us))["user"].to_pylist()
+    held_out_by_user = {
+        user: items for user, items in later_items_by_user.items() if user in histories
+    }
+    newcomers = {
+        user: items for user, items in later_items_by_user.items() if user not in histories
+    }
     if not newcomers:  # what known users do later stands for people never seen before
-        users = sorted(held_out)[:: max(1, len(held_out) // NEWCOMERS)]
-        newcomers = {f"fresh-{number:04d}": held_out[user] for number, user in enumerate(users)}
-    few = {user: newcomers[user][:20] for user in sorted(newcomers)[:NEWCOMERS]}
-    return Dataset(name, histories, held_out, few, table, first, second, frozenset(arriving))
+        users = sorted(held_out_by_user)[:: max(1, len(held_out_by_user) // NEWCOMERS_MAX)]
+        newcomers = {
+            f"fresh-{newcomer_index:04d}": held_out_by_user[user]
+            for newcomer_index, user in enumerate(users)
+        }
+    sampled_newcomers = {user: newcomers[user][:20] for user in sorted(newcomers)[:NEWCOMERS_MAX]}
+    return Dataset(
+        name,
+        histories,
+        held_out_by_user,
+        sampled_newcomers,
+        table,
+        first_cut,
+        second_cut,
+        frozenset(arriving_users),
+    )
 
 
 def _items_by_user(table: pa.Table) -> dict[str, tuple[str, ...]]:
-    lists = table.group_by("user", use_threads=False).aggregate([("item", "list")])
-    users, items = lists["user"].to_pylist(), lists["item_list"].to_pylist()
+    item_list_table = table.group_by("user", use_threads=False).aggregate([("item", "list")])
+    users, items = item_list_table["user"].to_pylist(), item_list_table["item_list"].to_pylist()
     return dict(zip(users, map(tuple, items), strict=True))

@@ -14,20 +14,24 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from serving.client import Client, Options
 from serving.requests.answers import STORED_SOURCES
 
-TOP = 20
-TRIES = 10
+LIST_LENGTH = 20
+TRIES_MAX = 10
 Lists = Mapping[str, Sequence[str]]
 
 
-def quality(lists: Lists, held_out: Lists, top: int = TOP) -> dict[str, float]:
+def recall_and_ndcg(
+    list_by_user: Lists, held_out_by_user: Lists, top: int = LIST_LENGTH
+) -> dict[str, float]:
     """Return mean recall = hits / held-out items, and NDCG with binary gain, ideal = min(top, held-out items) hits."""
     gains = 1 / np.log2(np.arange(2, top + 2))
     recalls, ndcgs = [], []
-    for user, held_out_items in held_out.items():
-        if relevant := set(held_out_items):
-            hits = [rank for rank, item in enumerate(lists[user][:top]) if item in relevant]
-            recalls.append(len(hits) / len(relevant))
-            ndcgs.append(gains[hits].sum() / gains[: len(relevant)].sum())
+    for user, held_out_items in held_out_by_user.items():
+        if relevant_items := set(held_out_items):
+            hit_ranks = [
+                rank for rank, item in enumerate(list_by_user[user][:top]) if item in relevant_items
+            ]
+            recalls.append(len(hit_ranks) / len(relevant_items))
+            ndcgs.append(gains[hit_ranks].sum() / gains[: len(relevant_items)].sum())
     return {"recall": float(np.mean(recalls)), "NDCG": float(np.mean(ndcgs))}
 
 
@@ -36,17 +40,23 @@ def served_lists(url: str, users: Sequence[str], judge: Judge) -> dict[str, Sequ
 
     Raises Unanswered, and InvariantViolation for users who are not answered from the night.
     """
-    lists: dict[str, Sequence[str]] = {}
-    missing = list(users)
+    list_by_user: dict[str, Sequence[str]] = {}
+    missing_users = list(users)
     with Client(url, policy=POLICY) as larder:
-        for _ in range(TRIES):
-            answers = larder.lookup_many("user_topk", missing, Options(TOP, deadline_ms=60_000))
-            judge.request([Question("user_topk", user, TOP) for user in missing], answers)
-            stored = [answer for answer in answers if answer.source in STORED_SOURCES]
-            lists |= {str(answer.id): answer.items or () for answer in stored}
-            if not (missing := [user for user in users if user not in lists]):
-                return lists
-    raise InvariantViolation(f"{len(missing)} users are not answered from the night: {missing[0]}")
+        for _ in range(TRIES_MAX):
+            answers = larder.lookup_many(
+                "user_topk", missing_users, Options(LIST_LENGTH, deadline_ms=60_000)
+            )
+            judge.request(
+                [Question("user_topk", user, LIST_LENGTH) for user in missing_users], answers
+            )
+            stored_answers = [answer for answer in answers if answer.source in STORED_SOURCES]
+            list_by_user |= {str(answer.id): answer.items or () for answer in stored_answers}
+            if not (missing_users := [user for user in users if user not in list_by_user]):
+                return list_by_user
+    raise InvariantViolation(
+        f"{len(missing_users)} users are not answered from the night: {missing_users[0]}"
+    )
 
 
 def offline_lists(
@@ -57,32 +67,52 @@ def offline_lists(
     `profiles` are for towers that take features; the items are then those that have some, else the bundle's.
     """
     bundle = Bundle.read(bundle_folder)
-    index = {raw.decode(): row for row, raw in enumerate(bundle.item_ids)}
-    profiles = profiles or Profiles({}, {item: {} for item in index})
-    columns = {item: column for column, item in enumerate(profiles.items)}
-    ids, item_rows = list(columns), [[index.get(item, -1)] for item in columns]
-    items = _vectors(bundle.item_tower, item_rows, list(profiles.items.values()))
-    user_rows = [[index[item] for item in histories[user] if item in index] for user in users]
-    features = [profiles.users.get(user, {}) for user in users]
-    lists: dict[str, list[str]] = {}
-    for user, vector in zip(users, _vectors(bundle.user_tower, user_rows, features), strict=True):
-        scores = items @ vector
-        scores[[columns[item] for item in histories[user] if item in columns]] = -np.inf
-        best = np.argpartition(-scores, min(4 * TOP, len(ids) - 1))[: 4 * TOP]
-        order = best[np.lexsort((best, -scores[best]))][:TOP]
-        lists[user] = [ids[column] for column in order if scores[column] > -np.inf]
-    return lists
+    bundle_row_by_item = {raw.decode(): row for row, raw in enumerate(bundle.item_ids)}
+    profiles = profiles or Profiles({}, {item: {} for item in bundle_row_by_item})
+    column_by_item = {item: column for column, item in enumerate(profiles.items)}
+    item_ids, item_rows = (
+        list(column_by_item),
+        [[bundle_row_by_item.get(item, -1)] for item in column_by_item],
+    )
+    item_vectors = _run_tower(bundle.item_tower, item_rows, list(profiles.items.values()))
+    user_rows = [
+        [bundle_row_by_item[item] for item in histories[user] if item in bundle_row_by_item]
+        for user in users
+    ]
+    user_features = [profiles.users.get(user, {}) for user in users]
+    list_by_user: dict[str, list[str]] = {}
+    for user, vector in zip(
+        users, _run_tower(bundle.user_tower, user_rows, user_features), strict=True
+    ):
+        scores = item_vectors @ vector
+        scores[
+            [column_by_item[item] for item in histories[user] if item in column_by_item]
+        ] = -np.inf
+        best_columns = np.argpartition(-scores, min(4 * LIST_LENGTH, len(item_ids) - 1))[
+            : 4 * LIST_LENGTH
+        ]
+        sorted_columns = best_columns[np.lexsort((best_columns, -scores[best_columns]))][
+            :LIST_LENGTH
+        ]
+        list_by_user[user] = [
+            item_ids[column] for column in sorted_columns if scores[column] > -np.inf
+        ]
+    return list_by_user
 
 
-def _vectors(
-    model: BundleModel, rows: Sequence[Sequence[int]], features: Sequence[Features]
+def _run_tower(
+    model: BundleModel, index_rows: Sequence[Sequence[int]], features: Sequence[Features]
 ) -> NDArray[np.float32]:
-    """Run a tower on histories, or items' own indices, in `rows`, and on features."""
+    """Run a tower on histories, or items' own indices, in `index_rows`, and on features."""
     inputs: dict[str, Histories | NDArray[Any]] = {}
-    for spec in model.spec.inputs:
-        if spec.bind == "feature":
-            values = [entity_features[str(spec.column)] for entity_features in features]
-            inputs[spec.name] = np.array(values, object)
+    for input_spec in model.spec.inputs:
+        if input_spec.bind == "feature":
+            feature_values = [
+                entity_features[str(input_spec.column)] for entity_features in features
+            ]
+            inputs[input_spec.name] = np.array(feature_values, object)
         else:
-            inputs[spec.name] = Histories.of(rows) if spec.bind == "history" else np.ravel(rows)
+            inputs[input_spec.name] = (
+                Histories.of(index_rows) if input_spec.bind == "history" else np.ravel(index_rows)
+            )
     return Tower.open(model.path, model.spec).run(inputs)

@@ -13,20 +13,20 @@ from onnx.parser import parse_model
 
 from cache.model.tower_spec import InputSpec, TowerSpec
 from infra.demo.checks import POLICY, InvariantViolation, Judge, Question
-from infra.demo.dataset import Lists
+from infra.demo.dataset import (ItemsByUser)
 from infra.demo.synthetic import Profiles
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
 from precompute.bundles.onnx_model import IR_VERSION, OPSET_VERSION, OnnxModel, read_model
 from serving.client import Client, Options
 from serving.requests.answers import Source
 
-Constants = dict[str, NDArray[Any]]
+ConstantByName = dict[str, NDArray[Any]]
 
-FEATURES = ("country", "item", "category")
+FEATURE_NAMES = ("country", "item", "category")
 NEW_USER, NEW_ITEM = {"country": "SE"}, {"item": "new-item", "category": "books"}
 
 # A user's vector is the sum of the history's, or that of the country if all is padding, which is the largest index.
-USER_NODES = """
+USER_NODES_TEXT = """
 featured = Gather (means, code)
 gathered = Gather (table, history)
 summed = ReduceSum <keepdims = 0> (gathered, axes)
@@ -35,7 +35,7 @@ has_history = Less (smallest, pad)
 vector = Where (has_history, summed, featured)
 """
 # An item's vector is its row of the table, or that of the category if it has none.
-ITEM_NODES = """
+ITEM_NODES_TEXT = """
 featured = Gather (means, code)
 trained = Gather (table, row)
 is_trained = Less (row, count)
@@ -44,45 +44,45 @@ vector = Where (is_trained_row, trained, featured)
 """
 
 
-def add_features(folder: Path, histories: Lists, profiles: Profiles) -> None:
-    """Replace the reference bundle in `folder` by one whose towers take features too.
+def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles) -> None:
+    """Replace the reference bundle in `bundle_folder` by one whose towers take features too.
 
     An item that the reference model was trained on keeps its vector, and a user with a history theirs; all others get
     the mean vector of their category or country. `histories` are those of the training, of items that it knows.
     """
-    reference = Bundle.read(folder)
-    tastes, dims = reference.values["user_affinity"], reference.dims
-    table = _constant(reference.user_tower.path, "table")
-    vectors = _constant(reference.item_tower.path, "table")
-    ids = [raw.decode() for raw in reference.item_ids]
-    rows = {item: row for row, item in enumerate(ids)}
-    sums = [table[[rows[item] for item in items]].sum(axis=0) for items in histories.values()]
-    lived_in = [profiles.users[user]["country"] for user in histories]
-    countries, country_means = label_means(lived_in, np.stack(sums))
-    sorts = [profiles.items[item]["category"] for item in ids]
-    categories, category_means = label_means(sorts, vectors)
-    axes, count = np.array([1], np.int64), np.array(len(ids), np.int64)
-    padded = np.pad(vectors, ((0, 1), (0, 0)))
-    of_users: Constants = {"axes": axes, "means": country_means, "table": table}
-    of_users["pad"] = count.astype(np.int32)
-    of_items: Constants = {"axes": axes, "means": category_means, "table": padded, "count": count}
-    user_nodes = _encoder("code", "country", countries) + USER_NODES
-    item_code = _encoder("code", "category", categories)
-    item_nodes = item_code + _encoder("row", "item", ids) + ITEM_NODES
-    country, *of_item = [InputSpec(name, "feature", "string", name) for name in FEATURES]
-    user = TowerSpec((*reference.user_tower.spec.inputs, country), "vector", dims)
-    item = TowerSpec(tuple(of_item), "vector", dims)
-    taste_model = OnnxModel(tastes.path.read_bytes())
-    shutil.rmtree(folder)
+    reference = Bundle.read(bundle_folder)
+    affinity_model, dims = reference.values["user_affinity"], reference.dims
+    user_table = _read_constant(reference.user_tower.path, "table")
+    item_vectors = _read_constant(reference.item_tower.path, "table")
+    item_ids = [raw.decode() for raw in reference.item_ids]
+    row_by_item = {item_spec: row for row, item_spec in enumerate(item_ids)}
+    history_sums = [user_table[[row_by_item[item_spec] for item_spec in items]].sum(axis=0) for items in histories.values()]
+    user_countries = [profiles.users[user_spec]["country"] for user_spec in histories]
+    countries, country_means = label_means(user_countries, np.stack(history_sums))
+    item_categories = [profiles.items[item_spec]["category"] for item_spec in item_ids]
+    categories, category_means = label_means(item_categories, item_vectors)
+    axes, item_count = np.array([1], np.int64), np.array(len(item_ids), np.int64)
+    padded_item_vectors = np.pad(item_vectors, ((0, 1), (0, 0)))
+    user_constants: ConstantByName = {"axes": axes, "means": country_means, "table": user_table}
+    user_constants["pad"] = item_count.astype(np.int32)
+    item_constants: ConstantByName = {"axes": axes, "means": category_means, "table": padded_item_vectors, "count": item_count}
+    user_nodes = _label_encoder_node("code", "country", countries) + USER_NODES_TEXT
+    item_code = _label_encoder_node("code", "category", categories)
+    item_nodes = item_code + _label_encoder_node("row", "item", item_ids) + ITEM_NODES_TEXT
+    country_input, *item_inputs = [InputSpec(name, "feature", "string", name) for name in FEATURE_NAMES]
+    user_spec = TowerSpec((*reference.user_tower.spec.inputs, country_input), "vector", dims)
+    item_spec = TowerSpec(tuple(item_inputs), "vector", dims)
+    taste_model = OnnxModel(affinity_model.path.read_bytes())
+    shutil.rmtree(bundle_folder)
     write_bundle(
-        folder,
+        bundle_folder,
         name="reference-with-features",
         version=reference.version,
         dims=dims,
-        item_ids=ids,
-        user_tower=ModelFile(_model(user_nodes, user, of_users), user),
-        item_tower=ModelFile(_model(item_nodes, item, of_items), item, entity="item"),
-        values={"user_affinity": ModelFile(taste_model, tastes.spec, labels=tastes.labels)},
+        item_ids=item_ids,
+        user_tower=ModelFile(_build_model(user_nodes, user_spec, user_constants), user_spec),
+        item_tower=ModelFile(_build_model(item_nodes, item_spec, item_constants), item_spec, entity="item"),
+        values={"user_affinity": ModelFile(taste_model, affinity_model.spec, labels=affinity_model.labels)},
         training=reference.training,
     )
 
@@ -91,33 +91,33 @@ def label_means(
     labels: Sequence[str], vectors: NDArray[np.float32]
 ) -> tuple[list[str], NDArray[np.float32]]:
     """Return the distinct labels, and the mean vector [labels + 1, dims] of each; the last is the mean of all."""
-    names, codes = np.unique(np.array(labels), return_inverse=True)
-    means = [vectors[codes == code].mean(axis=0) for code in range(len(names))]
-    return names.tolist(), np.stack([*means, vectors.mean(axis=0)])
+    distinct_labels, codes = np.unique(np.array(labels), return_inverse=True)
+    means = [vectors[codes == code].mean(axis=0) for code in range(len(distinct_labels))]
+    return distinct_labels.tolist(), np.stack([*means, vectors.mean(axis=0)])
 
 
-def _encoder(output: str, source: str, labels: Sequence[str]) -> str:
+def _label_encoder_node(output_name: str, input_name: str, labels: Sequence[str]) -> str:
     """Return a node that numbers labels; an unknown one gets the number after the last."""
-    keys, numbers = json.dumps(labels, ensure_ascii=False), list(range(len(labels)))
-    attributes = f"keys_strings = {keys}, values_int64s = {numbers}, default_int64 = {len(labels)}"
-    return f"{output} = ai.onnx.ml.LabelEncoder <{attributes}> ({source})\n"
+    labels_json, numbers = json.dumps(labels, ensure_ascii=False), list(range(len(labels)))
+    attributes = f"keys_strings = {labels_json}, values_int64s = {numbers}, default_int64 = {len(labels)}"
+    return f"{output_name} = ai.onnx.ml.LabelEncoder <{attributes}> ({input_name})\n"
 
 
-def _model(nodes: str, spec: TowerSpec, constants: Constants) -> OnnxModel:
-    kinds = {"history": "int32[rows, length]", "feature": "string[rows]"}
-    inputs = ", ".join(f"{kinds[source.bind]} {source.name}" for source in spec.inputs)
+def _build_model(nodes_text: str, spec: TowerSpec, constants: ConstantByName) -> OnnxModel:
+    type_by_bind = {"history": "int32[rows, length]", "feature": "string[rows]"}
+    inputs = ", ".join(f"{type_by_bind[source.bind]} {source.name}" for source in spec.inputs)
     versions = f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET_VERSION}, "ai.onnx.ml" : 2]>'
     output = f"float[rows, {spec.output_dims}] {spec.output}"
-    model = parse_model(f"{versions} tower ({inputs}) => ({output}) {{ {nodes} }}")
+    model = parse_model(f"{versions} tower ({inputs}) => ({output}) {{ {nodes_text} }}")
     return OnnxModel.of(model, constants)
 
 
-def _constant(model: Path, name: str) -> NDArray[np.float32]:
-    tensors = {tensor.name: tensor for tensor in read_model(model).graph.initializer}
-    return np.array(numpy_helper.to_array(tensors[name]))
+def _read_constant(model_path: Path, tensor_name: str) -> NDArray[np.float32]:
+    tensors = {tensor.name: tensor for tensor in read_model(model_path).graph.initializer}
+    return np.array(numpy_helper.to_array(tensors[tensor_name]))
 
 
-def ask_cold(url: str, profiles: Profiles, histories: Lists, judge: Judge) -> list[str]:
+def ask_cold_entities(url: str, profiles: Profiles, histories: ItemsByUser, judge: Judge) -> list[str]:
     """Ask for a user and an item without a click, and for new ones that no table has; return a line for each.
 
     Raises Unanswered, and InvariantViolation if a new one was not answered live.

@@ -15,19 +15,19 @@ CATEGORIES = (
 )  # fmt: skip
 
 COUNTRIES = ("AT", "BR", "CA", "DE", "ES", "FR", "IN", "JP", "MX", "NL", "PL", "SE", "US", "ZA")
-ODD_USER_IDS = {7: "{:07d}", 57: "team/{}/a", 107: "zoë-{}", 157: "用户 {}"}
-ODD_ITEM_IDS = {7: "{:06d}", 107: "sku/{}", 207: "café-{}"}
+ODD_USER_ID_FORMATS = {7: "{:07d}", 57: "team/{}/a", 107: "zoë-{}", 157: "用户 {}"}
+ODD_ITEM_ID_FORMATS = {7: "{:06d}", 107: "sku/{}", 207: "café-{}"}
 """Forms of a few ids, by their number: zeros, slashes, blanks and other scripts, as real systems have them."""
 
-DAYS = 60.0
+CLICK_DAYS = 60.0
 GROUPS_PER_CATEGORY = 5
 
-TASTES = (0.6, 0.3, 0.1)
+TASTE_SHARES = (0.6, 0.3, 0.1)
 """Share of a user's clicks that goes to the first, second and third group of items that the user likes."""
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class WorldSettings:
     """Size and time of the synthetic world: clicks end at `ends_at`."""
 
     users: int = 20_000
@@ -52,52 +52,83 @@ class Clicks:
     times: NDArray[np.int64]
 
 
-def synthesize(world: World) -> Clicks:
+def synthesize(world: WorldSettings) -> Clicks:
     """Clicks of a synthetic world; the same world gives the same ones, bit for bit."""
     rng = np.random.default_rng(world.seed)
     # Items lie sorted by group, so that a group is one stretch of the cumulated popularity.
-    groups = max(2, min(len(CATEGORIES) * GROUPS_PER_CATEGORY, world.items // 20))
-    group_of_item = np.sort(rng.integers(groups, size=world.items))
+    group_count = max(2, min(len(CATEGORIES) * GROUPS_PER_CATEGORY, world.items // 20))
+    group_of_item = np.sort(rng.integers(group_count, size=world.items))
     popularity = rng.permutation(1.0 / np.arange(1, world.items + 1) ** 0.9)
-    ends = np.concatenate([[0.0], np.cumsum(popularity)])
-    bounds = ends[np.searchsorted(group_of_item, np.arange(groups + 1))]
+    popularity_ends = np.concatenate([[0.0], np.cumsum(popularity)])
+    group_bounds = popularity_ends[np.searchsorted(group_of_item, np.arange(group_count + 1))]
 
     clicks_of_user = 8 + rng.lognormal(2.7, 0.8, world.users).astype(np.int64).clip(1, 400)
-    users = np.repeat(np.arange(world.users), clicks_of_user)
+    click_users = np.repeat(np.arange(world.users), clicks_of_user)
     # Groups are popular or not as well: without it, distinct clicks alone would flatten the skew.
-    liked = rng.permutation(1.0 / (3.0 + np.arange(groups)) ** 0.8)
-    tastes = rng.choice(groups, (world.users, len(TASTES)), p=liked / liked.sum())
-    group = tastes[users, rng.choice(len(TASTES), len(users), p=TASTES)]
-    low, high = bounds[group], bounds[group + 1]
-    drawn = np.searchsorted(ends, low + (high - low) * rng.random(len(users)), side="right") - 1
+    group_popularity = rng.permutation(1.0 / (3.0 + np.arange(group_count)) ** 0.8)
+    groups_by_user = rng.choice(
+        group_count, (world.users, len(TASTE_SHARES)), p=group_popularity / group_popularity.sum()
+    )
+    click_groups = groups_by_user[
+        click_users, rng.choice(len(TASTE_SHARES), len(click_users), p=TASTE_SHARES)
+    ]
+    group_starts, group_ends = group_bounds[click_groups], group_bounds[click_groups + 1]
+    drawn_items = (
+        np.searchsorted(
+            popularity_ends,
+            group_starts + (group_ends - group_starts) * rng.random(len(click_users)),
+            side="right",
+        )
+        - 1
+    )
     # A group without an item sends its clicks to its neighbour.
-    items = np.clip(drawn, 0, world.items - 1)
+    click_items = np.clip(drawn_items, 0, world.items - 1)
 
-    joined = rng.random(world.users) * 0.7 * DAYS
-    new = rng.random(world.users) < world.newcomers
-    joined[new] = DAYS - 5.0 * rng.random(int(new.sum()))
-    days = joined[users] + (DAYS - joined[users]) * rng.random(len(users))
-    start_s = (world.ends_at - timedelta(days=DAYS)).timestamp()
-    times = ((start_s + days * 86_400) * 1_000_000).astype(np.int64)
+    joined_days = rng.random(world.users) * 0.7 * CLICK_DAYS
+    newcomer_mask = rng.random(world.users) < world.newcomers
+    joined_days[newcomer_mask] = CLICK_DAYS - 5.0 * rng.random(int(newcomer_mask.sum()))
+    click_days = joined_days[click_users] + (CLICK_DAYS - joined_days[click_users]) * rng.random(
+        len(click_users)
+    )
+    start_s = (world.ends_at - timedelta(days=CLICK_DAYS)).timestamp()
+    times = ((start_s + click_days * 86_400) * 1_000_000).astype(np.int64)
     if world.drift:
         # Each user's clicks are dealt out anew: items that come into fashion later get the later times.
         rng = np.random.default_rng([world.seed, 2])
-        fashion_times = rng.random(world.items)[items]
-        key = world.drift * fashion_times + (1 - world.drift) * rng.random(len(items))
-        items, times = items[np.lexsort((key, users))], times[np.lexsort((times, users))]
+        fashion_times = rng.random(world.items)[click_items]
+        fashion_keys = world.drift * fashion_times + (1 - world.drift) * rng.random(
+            len(click_items)
+        )
+        click_items, times = (
+            click_items[np.lexsort((fashion_keys, click_users))],
+            times[np.lexsort((times, click_users))],
+        )
 
-    order = np.argsort(times, kind="stable")
-    users, items, times = users[order], items[order], times[order]
+    time_order = np.argsort(times, kind="stable")
+    click_users, click_items, times = (
+        click_users[time_order],
+        click_items[time_order],
+        times[time_order],
+    )
     # A second click on the same item says nothing new; the first one counts.
-    _, first = np.unique(users * world.items + items, return_index=True)
-    first.sort()
+    _, first_click_rows = np.unique(click_users * world.items + click_items, return_index=True)
+    first_click_rows.sort()
     return Clicks(
-        tuple(ODD_USER_IDS.get(n % 200, "u-{:05d}").format(n) for n in range(world.users)),
-        tuple(ODD_ITEM_IDS.get(n % 250, "i-{:05d}").format(n) for n in range(world.items)),
-        tuple(CATEGORIES[n // GROUPS_PER_CATEGORY % len(CATEGORIES)] for n in group_of_item),
-        users[first],
-        items[first],
-        times[first],
+        tuple(
+            ODD_USER_ID_FORMATS.get(ordinal % 200, "u-{:05d}").format(ordinal)
+            for ordinal in range(world.users)
+        ),
+        tuple(
+            ODD_ITEM_ID_FORMATS.get(ordinal % 250, "i-{:05d}").format(ordinal)
+            for ordinal in range(world.items)
+        ),
+        tuple(
+            CATEGORIES[ordinal // GROUPS_PER_CATEGORY % len(CATEGORIES)]
+            for ordinal in group_of_item
+        ),
+        click_users[first_click_rows],
+        click_items[first_click_rows],
+        times[first_click_rows],
     )
 
 
@@ -115,16 +146,16 @@ class Profiles:
         return {"user_features": users, "item_features": list(map(dict, self.items.values()))}
 
 
-def profiles_of(clicks: Clicks) -> Profiles:
+def make_profiles(clicks: Clicks) -> Profiles:
     """Return features that go with the clicks: a user's country follows from the category clicked most."""
-    categories = dict(zip(clicks.item_ids, clicks.categories, strict=True))
-    categories |= {f"unseen-{category}": category for category in clicks.categories}
-    codes = np.array([CATEGORIES.index(category) for category in clicks.categories])
-    counts = np.zeros((len(clicks.user_ids), len(CATEGORIES)), np.int64)
-    np.add.at(counts, (clicks.user_rows, codes[clicks.item_rows]), 1)
-    countries = [COUNTRIES[code % len(COUNTRIES)] for code in counts.argmax(axis=1)]
+    category_by_item = dict(zip(clicks.item_ids, clicks.categories, strict=True))
+    category_by_item |= {f"unseen-{category}": category for category in clicks.categories}
+    category_codes = np.array([CATEGORIES.index(category) for category in clicks.categories])
+    click_counts = np.zeros((len(clicks.user_ids), len(CATEGORIES)), np.int64)
+    np.add.at(click_counts, (clicks.user_rows, category_codes[clicks.item_rows]), 1)
+    countries = [COUNTRIES[code % len(COUNTRIES)] for code in click_counts.argmax(axis=1)]
     users = zip(clicks.user_ids, countries, strict=True)
     return Profiles(
         {user: {"country": country} for user, country in users},
-        {item: {"item": item, "category": category} for item, category in categories.items()},
+        {item: {"item": item, "category": category} for item, category in category_by_item.items()},
     )

@@ -15,8 +15,8 @@ from infra.demo.checks import POLICY, Judge, Question
 from infra.demo.dataset import Dataset
 from serving.client import Answer, AsyncClient, Options, Unanswered
 
-TOPK = "user_topk"
-KINDS = {"known_user": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar": 0.03,
+TOPK_TABLE = "user_topk"
+SHARE_BY_REQUEST_KIND = {"known_user": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar": 0.03,
          "tables": 0.02, "stranger": 0.05, "newcomer": 0.09}  # fmt: skip
 """Share of each kind of request."""
 
@@ -37,66 +37,83 @@ class TrafficRequest:
         return await larder.lookup_tables([asked.entity for asked in self.questions], self.options)
 
 
-class Stream:
+class RequestStream:
     """Endless stream of requests; users are requested by Zipf's law (1 / rank)."""
 
     def __init__(self, dataset: Dataset, seed: int = 0) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._users = self._rng.permutation(np.array(sorted(dataset.histories), object))
+        self._random_generator = np.random.default_rng(seed)
+        self._users_by_rank = self._random_generator.permutation(
+            np.array(sorted(dataset.histories), object)
+        )
         items = set(itertools.chain(*dataset.histories.values()))
         self._items = np.array(sorted(items), object)
         self._histories = dataset.histories
         self._newcomers = sorted(dataset.newcomers.items())
-        self._features = dataset.profiles.users if dataset.profiles is not None else {}
-        weights = 1.0 / np.arange(1, len(self._users) + 1)
-        self._user_shares = np.cumsum(weights) / weights.sum()
-        self._kind_shares = np.cumsum(list(KINDS.values())) / sum(KINDS.values())
+        self._features_by_user = dataset.profiles.users if dataset.profiles is not None else {}
+        rank_weights = 1.0 / np.arange(1, len(self._users_by_rank) + 1)
+        self._cumulative_user_shares = np.cumsum(rank_weights) / rank_weights.sum()
+        self._cumulative_kind_shares = np.cumsum(list(SHARE_BY_REQUEST_KIND.values())) / sum(
+            SHARE_BY_REQUEST_KIND.values()
+        )
 
     def __iter__(self) -> Iterator[TrafficRequest]:
-        kinds = list(KINDS)
+        request_kinds = list(SHARE_BY_REQUEST_KIND)
         while True:
-            kind = kinds[int(np.searchsorted(self._kind_shares, self._rng.random()))]
-            questions, options = self._draw(kind)
+            kind = request_kinds[
+                int(np.searchsorted(self._cumulative_kind_shares, self._random_generator.random()))
+            ]
+            questions, options = self._draw_request(kind)
             yield TrafficRequest(kind, tuple(questions), replace(options, k=questions[0].k))
 
-    def _draw(self, kind: str) -> tuple[list[Question], Options]:
+    def _draw_request(self, kind: str) -> tuple[list[Question], Options]:
         if kind == "similar":
-            return [Question("item_similar", self._some_items(1)[0], 10)], Options()
+            return [Question("item_similar", self._draw_items(1)[0], 10)], Options()
         if kind == "stranger":
-            return [Question(TOPK, f"nobody-{self._rng.integers(1 << 40)}", 20)], Options()
+            return [
+                Question(TOPK_TABLE, f"nobody-{self._random_generator.integers(1 << 40)}", 20)
+            ], Options()
         if kind == "newcomer":
-            user, items = self._newcomers[int(len(self._newcomers) * self._rng.random() ** 2)]
+            user, items = self._newcomers[
+                int(len(self._newcomers) * self._random_generator.random() ** 2)
+            ]
             # Some come back having done one thing more: another input, so another answer.
-            known = items[: max(1, len(items) - int(self._rng.integers(3)))]
-            return [self._question_with_input(user, known)], Options()
-        user = self._user()
+            known_items = items[: max(1, len(items) - int(self._random_generator.integers(3)))]
+            return [self._question_with_input(user, known_items)], Options()
+        user = self._draw_user()
         match kind:
             case "known_user":
-                return [Question(TOPK, user, int(self._rng.choice((10, 20, 50))))], Options()
+                return [
+                    Question(TOPK_TABLE, user, int(self._random_generator.choice((10, 20, 50))))
+                ], Options()
             case "batch":
-                users = dict.fromkeys([user, *(self._user() for _ in range(19))])
-                return [Question(TOPK, user, 20) for user in users], Options()
+                users = dict.fromkeys([user, *(self._draw_user() for _ in range(19))])
+                return [Question(TOPK_TABLE, user, 20) for user in users], Options()
             case "exclude":
-                excluded_items = self._some_items(30)
-                question = Question(TOPK, user, 20, frozenset(excluded_items))
+                excluded_items = self._draw_items(30)
+                question = Question(TOPK_TABLE, user, 20, frozenset(excluded_items))
                 return [question], Options(exclude=excluded_items)
             case "fresh":
-                history = [*self._histories[user][-30:], *self._some_items(1)]
+                history = [*self._histories[user][-30:], *self._draw_items(1)]
                 return [self._question_with_input(user, history)], Options(fresh=True)
-        tables = [Question(table, user) for table in (TOPK, "user_vector", "user_affinity")]
-        return [*tables, Question("item_vector", self._some_items(1)[0])], Options()
+        tables = [Question(table, user) for table in (TOPK_TABLE, "user_vector", "user_affinity")]
+        return [*tables, Question("item_vector", self._draw_items(1)[0])], Options()
 
-    def _user(self) -> str:
-        position = int(np.searchsorted(self._user_shares, self._rng.random()))
-        return str(self._users[min(position, len(self._users) - 1)])
+    def _draw_user(self) -> str:
+        position = int(
+            np.searchsorted(self._cumulative_user_shares, self._random_generator.random())
+        )
+        return str(self._users_by_rank[min(position, len(self._users_by_rank) - 1)])
 
-    def _some_items(self, count: int) -> list[str]:
-        return [str(item) for item in self._items[self._rng.integers(len(self._items), size=count)]]
+    def _draw_items(self, count: int) -> list[str]:
+        return [
+            str(item)
+            for item in self._items[self._random_generator.integers(len(self._items), size=count)]
+        ]
 
     def _question_with_input(self, user: str, history: Sequence[str]) -> Question:
         """Question with everything to compute from; a model that takes features wants them all."""
-        items, features = tuple(history), self._features.get(user)
-        return Question(TOPK, user, 20, frozenset(items), items, features)
+        items, features = tuple(history), self._features_by_user.get(user)
+        return Question(TOPK_TABLE, user, 20, frozenset(items), items, features)
 
 
 async def replay(
@@ -120,23 +137,23 @@ async def replay(
             latencies_ms.append((time.perf_counter() - sent_at) * 1000)
             judge.request(request.questions, answers, rolled_back_generations)
 
-    async with AsyncClient(url, policy=POLICY) as larder, asyncio.TaskGroup() as group:
+    async with AsyncClient(url, policy=POLICY) as larder, asyncio.TaskGroup() as task_group:
         for _ in range(8):
-            group.create_task(send_requests(larder))
+            task_group.create_task(send_requests(larder))
     return latencies_ms
 
 
 @contextmanager
-def background(
-    url: str, stream: Stream, judge: Judge, *, rate: float
+def replay_in_background(
+    url: str, request_stream: RequestStream, judge: Judge, *, rate: float
 ) -> Iterator[Future[list[float]]]:
     """Replay requests in a thread while the block runs; the result is there, or raised, after it."""
-    stop = threading.Event()
-    requests = itertools.takewhile(lambda _request: not stop.is_set(), stream)
+    stop_event = threading.Event()
+    requests = itertools.takewhile(lambda _request: not stop_event.is_set(), request_stream)
     with ThreadPoolExecutor(1, "traffic") as pool:
-        traffic = pool.submit(asyncio.run, replay(url, requests, judge, rate=rate))
+        replay_future = pool.submit(asyncio.run, replay(url, requests, judge, rate=rate))
         try:
-            yield traffic
+            yield replay_future
         finally:
-            stop.set()
-    traffic.result()
+            stop_event.set()
+    replay_future.result()

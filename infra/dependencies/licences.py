@@ -15,15 +15,15 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from infra.dependencies.locks import Pin, lock
+from infra.dependencies.locks import Pin, read_lock
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / ".venv-audit/bin/pip-licenses"
-ALLOWED = Path(__file__).with_name("allowed.toml")
-PAGE = ROOT / "docs/reference/licences.md"
-SHIPPED = "serving"
-LOCKS = (SHIPPED, "airflow", "all")
-HEAD = """# Licences
+PIP_LICENSES_PATH = ROOT / ".venv-audit/bin/pip-licenses"
+RULES_FILE = Path(__file__).with_name("allowed.toml")
+PAGE_PATH = ROOT / "docs/reference/licences.md"
+SHIPPED_LOCK = "serving"
+JUDGED_LOCKS = (SHIPPED_LOCK, "airflow", "all")
+PAGE_HEAD = """# Licences
 
 What `infra/locks/serving.txt` brings along: what the image of the service ships beside Larder's own code (Apache-2.0),
 Python and Debian. Made by `python -m infra.dependencies.licences --write` from what pip-licenses reads of the packages'
@@ -35,57 +35,70 @@ own metadata; `make licences` holds that it is true. The versions stand in the l
 """
 
 
-def installed() -> dict[str, tuple[str, str]]:
+def read_installed_licences() -> dict[str, tuple[str, str]]:
     """Return version and licence of each package of this environment, by name."""
-    command = [str(TOOL), "--python", sys.executable, "--with-system", "--format", "json"]
-    rows = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    return {canonicalize_name(row["Name"]): (row["Version"], row["License"]) for row in rows}
+    command = [
+        str(PIP_LICENSES_PATH),
+        "--python",
+        sys.executable,
+        "--with-system",
+        "--format",
+        "json",
+    ]
+    package_rows = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return {
+        canonicalize_name(row["Name"]): (row["Version"], row["License"]) for row in package_rows
+    }
 
 
-def judge(
+def judge_licences(
     pins_by_lock: Mapping[str, Sequence[Pin]],
-    packages: Mapping[str, tuple[str, str]],
-    rules: Mapping[str, Any],
+    version_and_licence_by_name: Mapping[str, tuple[str, str]],
+    licence_rules: Mapping[str, Any],
 ) -> tuple[dict[str, str], list[str]]:
     """Return the licence of each pinned package, and complaints."""
-    licences: dict[str, str] = {}
+    licence_by_name: dict[str, str] = {}
     complaints: list[str] = []
     for pin in sorted({pin for pins in pins_by_lock.values() for pin in pins}, key=str):
-        version, licence = packages.get(pin.name, ("", ""))
+        version, licence = version_and_licence_by_name.get(pin.name, ("", ""))
         if not pin.is_for_this_machine():
-            licences.setdefault(pin.name, rules["elsewhere"].get(pin.name, licence or "UNKNOWN"))
+            licence_by_name.setdefault(
+                pin.name, licence_rules["elsewhere"].get(pin.name, licence or "UNKNOWN")
+            )
         elif version != pin.version:
             complaints.append(f"{pin.name}: {version or 'nothing'} is installed, not {pin.version}")
         else:
-            licences[pin.name] = licence
-    shipped = {pin.name for pin in pins_by_lock.get(SHIPPED, ())}
-    for name, licence in licences.items():
-        exception = rules["exceptions"].get(name)
+            licence_by_name[pin.name] = licence
+    shipped_names = {pin.name for pin in pins_by_lock.get(SHIPPED_LOCK, ())}
+    for name, licence in licence_by_name.items():
+        exception = licence_rules["exceptions"].get(name)
         if exception is None:
-            if not set(licence.split("; ")) <= set(rules["allowed"]):
+            if not set(licence.split("; ")) <= set(licence_rules["allowed"]):
                 complaints.append(f"{name}: {licence}, not allowed")
         elif not exception["reason"] or exception["licence"] != licence:
             complaints.append(f"{name}: {licence}, excepted as {exception['licence']}")
-        elif name in shipped:
+        elif name in shipped_names:
             complaints.append(f"{name}: excepted, and shipped with the service")
-    obsolete = rules["exceptions"].keys() - licences.keys()
-    complaints += [f"{name}: an exception for what no lock has" for name in sorted(obsolete)]
-    return licences, complaints
+    obsolete_names = licence_rules["exceptions"].keys() - licence_by_name.keys()
+    complaints += [f"{name}: an exception for what no lock has" for name in sorted(obsolete_names)]
+    return licence_by_name, complaints
 
 
 def main(arguments: list[str]) -> int:
     """Judge all licences and the page of those shipped, print complaints, and exit with the result."""
-    pins_by_lock = {name: lock(name) for name in LOCKS}
-    licences, complaints = judge(pins_by_lock, installed(), tomllib.loads(ALLOWED.read_text()))
-    names = sorted({pin.name for pin in pins_by_lock[SHIPPED]})
-    page = HEAD + "".join(f"| {name} | {licences.get(name)} |\n" for name in names)
+    pins_by_lock = {name: read_lock(name) for name in JUDGED_LOCKS}
+    licence_by_name, complaints = judge_licences(
+        pins_by_lock, read_installed_licences(), tomllib.loads(RULES_FILE.read_text())
+    )
+    names = sorted({pin.name for pin in pins_by_lock[SHIPPED_LOCK]})
+    page_text = PAGE_HEAD + "".join(f"| {name} | {licence_by_name.get(name)} |\n" for name in names)
     if arguments == ["--write"]:
-        PAGE.write_text(page)
-    elif PAGE.read_text() != page:
-        complaints.append(f"{PAGE.name} is not what --write makes of the lock")
+        PAGE_PATH.write_text(page_text)
+    elif PAGE_PATH.read_text() != page_text:
+        complaints.append(f"{PAGE_PATH.name} is not what --write makes of the lock")
     for complaint in complaints:
         print(f"refused: {complaint}", file=sys.stderr)
-    print(f"{len(licences)} packages, {len(complaints)} refused")
+    print(f"{len(licence_by_name)} packages, {len(complaints)} refused")
     return 1 if complaints else 0
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from packaging.markers import Marker
 from packaging.utils import canonicalize_name
 
-LOCKS = Path(__file__).parents[1] / "locks"
-NAMES = ("all", "serving", "airflow", "audit", "chart", "docs", "package")
+LOCKS_FOLDER = Path(__file__).parents[1] / "locks"
+LOCK_NAMES = ("all", "serving", "airflow", "audit", "chart", "docs", "package")
 """The locks; the last four are of tools, each in an environment of its own."""
-LINE = re.compile(
+PIN_LINE_PATTERN = re.compile(
     r"^(?P<name>[\w.-]+)(?:\[[\w,-]+\])?==(?P<version>[^ ;\\]+)(?: ; (?P<marker>[^\\]+))?"
 )
 
@@ -28,11 +28,11 @@ class Pin:
         return not self.marker or Marker(self.marker).evaluate()
 
 
-def pins(text: str) -> tuple[Pin, ...]:
+def parse_pins(lock_text: str) -> tuple[Pin, ...]:
     """All of a lock; raises `ValueError` where a line is neither one nor a hash of one."""
     parsed_pins = []
-    for line in text.splitlines():
-        if match := LINE.match(line):
+    for line in lock_text.splitlines():
+        if match := PIN_LINE_PATTERN.match(line):
             name = canonicalize_name(match["name"])
             parsed_pins.append(Pin(name, match["version"], (match["marker"] or "").strip()))
         elif line.strip() and not line.lstrip().startswith(("--hash=", "#")):
@@ -40,6 +40,6 @@ def pins(text: str) -> tuple[Pin, ...]:
     return tuple(parsed_pins)
 
 
-def lock(name: str) -> tuple[Pin, ...]:
+def read_lock(lock_name: str) -> tuple[Pin, ...]:
     """All that the lock of that name pins."""
-    return pins((LOCKS / f"{name}.txt").read_text())
+    return parse_pins((LOCKS_FOLDER / f"{lock_name}.txt").read_text())

@@ -13,20 +13,20 @@ from kubernetes.client import models
 __all__ = ["task_policy"]
 
 SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
-GPU = "nvidia.com/gpu"
+GPU_RESOURCE = "nvidia.com/gpu"
 """Resource that NVIDIA's device plug-in offers, and the taint that keeps other pods off."""
 
 
-def gpu_pod() -> models.V1Pod:
+def make_gpu_pod() -> models.V1Pod:
     """Return a pod with one GPU, on a node whose taint keeps other pods off; its memory is not overcommitted."""
     container = models.V1Container(
         name="base",  # the one of the template that runs the task
         resources=models.V1ResourceRequirements(
-            requests={"cpu": "4", "memory": "16Gi", GPU: "1"},
-            limits={"memory": "16Gi", GPU: "1"},
+            requests={"cpu": "4", "memory": "16Gi", GPU_RESOURCE: "1"},
+            limits={"memory": "16Gi", GPU_RESOURCE: "1"},
         ),
     )
-    toleration = models.V1Toleration(key=GPU, operator="Exists", effect="NoSchedule")
+    toleration = models.V1Toleration(key=GPU_RESOURCE, operator="Exists", effect="NoSchedule")
     return models.V1Pod(
         metadata=models.V1ObjectMeta(labels={"larder/queue": SCORE_QUEUE}),
         spec=models.V1PodSpec(containers=[container], tolerations=[toleration]),
@@ -37,8 +37,8 @@ def task_policy(task: Any) -> None:
     """Set the pod of scoring tasks; Airflow calls it with each task of each DAG that it parses."""
     if task.queue != SCORE_QUEUE:
         return
-    config = {**task.executor_config, "pod_override": gpu_pod()}
+    executor_config = {**task.executor_config, "pod_override": make_gpu_pod()}
     if task.is_mapped:
-        task.partial_kwargs["executor_config"] = config
+        task.partial_kwargs["executor_config"] = executor_config
     else:
-        task.executor_config = config
+        task.executor_config = executor_config

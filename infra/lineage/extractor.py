@@ -16,13 +16,13 @@ from openlineage.client.facet_v2 import (
 )
 
 from cache.config.timetable import NIGHT_STEPS, PRELIMINARY_STEPS
-from infra.lineage.step_datasets import Check, FinishedStep, StepDataset, datasets_of
+from infra.lineage.step_datasets import Check, FinishedStep, StepDataset, list_step_datasets
 from precompute.builds.build import Build
 from precompute.config.settings import night_config
 
-NIGHTLY: Final = "nightly_precompute"
-_RENAMED: Final = {"score_shard": "score", "build_index": "index"}
-_RETURNING: Final = (*PRELIMINARY_STEPS, "begin")
+NIGHTLY_DAG_ID: Final = "nightly_precompute"
+_STEP_BY_TASK_ID: Final = {"score_shard": "score", "build_index": "index"}
+_STEPS_IDENTIFIED_BY_RESULT: Final = (*PRELIMINARY_STEPS, "begin")
 """Steps whose generation, or events, are known only from their results."""
 
 
@@ -47,76 +47,86 @@ class NightExtractor(BaseExtractor):
             return self._execute_extraction()
         operator_arguments = [*self.operator.op_args, *self.operator.op_kwargs.values()]
         build_fields: Mapping[str, Any] = next(
-            (argument for argument in operator_arguments if is_build(argument)), {}
+            (argument for argument in operator_arguments if is_build_argument(argument)), {}
         )
-        if step in _RETURNING:
+        if step in _STEPS_IDENTIFIED_BY_RESULT:
             build_fields = task_instance.xcom_pull(task_ids=self.operator.task_id) or {}
         if not build_fields:  # it failed, or has nothing to do with one generation
             return OperatorLineage()
         build = Build.of(night_config(), {"generation": build_fields.get("generation", "")})
         shard = self.operator.op_kwargs.get("shard")
-        step_datasets = datasets_of(step, FinishedStep(build, shard, build_fields))
+        step_datasets = list_step_datasets(step, FinishedStep(build, shard, build_fields))
         return OperatorLineage(
-            inputs=[_input(dataset) for dataset in step_datasets.inputs],
-            outputs=[_output(dataset) for dataset in step_datasets.outputs],
+            inputs=[_input_dataset(dataset) for dataset in step_datasets.inputs],
+            outputs=[_output_dataset(dataset) for dataset in step_datasets.outputs],
         )
 
     @property
     def _step(self) -> str | None:
         """Name of the step that the task is; None for a task of another DAG, or one that is no step."""
-        name = _RENAMED.get(self.operator.task_id, self.operator.task_id)
-        is_night_step = self.operator.dag_id == NIGHTLY and name in (
+        step_name = _STEP_BY_TASK_ID.get(self.operator.task_id, self.operator.task_id)
+        is_night_step = self.operator.dag_id == NIGHTLY_DAG_ID and step_name in (
             *PRELIMINARY_STEPS,
             *NIGHT_STEPS,
         )
-        return name if is_night_step else None
+        return step_name if is_night_step else None
 
 
-def is_build(argument: object) -> bool:
+def is_build_argument(argument: object) -> bool:
     """True if a task was given this as the generation that it is to work on."""
     return isinstance(argument, Mapping) and "generation" in argument
 
 
-def _input(dataset: StepDataset) -> InputDataset:
-    facets: dict[str, Any] = {}
+def _input_dataset(dataset: StepDataset) -> InputDataset:
+    input_facets: dict[str, Any] = {}
     if (dataset.rows, dataset.size_bytes, dataset.files) != (None, None, None):
-        facets["inputStatistics"] = input_statistics_input_dataset.InputStatisticsInputDatasetFacet(
-            rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
+        input_facets["inputStatistics"] = (
+            input_statistics_input_dataset.InputStatisticsInputDatasetFacet(
+                rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
+            )
         )
     if dataset.checks:
-        facets["dataQualityAssertions"] = (
+        input_facets["dataQualityAssertions"] = (
             data_quality_assertions_dataset.DataQualityAssertionsDatasetFacet(
                 [_assertion(check) for check in dataset.checks]
             )
         )
     return InputDataset(
-        dataset.name.namespace, dataset.name.name, facets=_facets(dataset), inputFacets=facets
+        dataset.name.namespace,
+        dataset.name.name,
+        facets=_dataset_facets(dataset),
+        inputFacets=input_facets,
     )
 
 
-def _output(dataset: StepDataset) -> OutputDataset:
-    facets: dict[str, Any] = {}
+def _output_dataset(dataset: StepDataset) -> OutputDataset:
+    output_facets: dict[str, Any] = {}
     if (dataset.rows, dataset.size_bytes, dataset.files) != (None, None, None):
-        facets["outputStatistics"] = (
+        output_facets["outputStatistics"] = (
             output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(
                 rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
             )
         )
     return OutputDataset(
-        dataset.name.namespace, dataset.name.name, facets=_facets(dataset), outputFacets=facets
+        dataset.name.namespace,
+        dataset.name.name,
+        facets=_dataset_facets(dataset),
+        outputFacets=output_facets,
     )
 
 
-def _facets(dataset: StepDataset) -> dict[str, DatasetFacet]:
-    facets: dict[str, DatasetFacet] = {}
+def _dataset_facets(dataset: StepDataset) -> dict[str, DatasetFacet]:
+    dataset_facets: dict[str, DatasetFacet] = {}
     if dataset.version is not None:
-        facets["version"] = dataset_version_dataset.DatasetVersionDatasetFacet(dataset.version)
+        dataset_facets["version"] = dataset_version_dataset.DatasetVersionDatasetFacet(
+            dataset.version
+        )
     if dataset.location is not None:
         location_identifier = symlinks_dataset.Identifier(
             dataset.location.namespace, dataset.location.name, "LOCATION"
         )
-        facets["symlinks"] = symlinks_dataset.SymlinksDatasetFacet([location_identifier])
-    return facets
+        dataset_facets["symlinks"] = symlinks_dataset.SymlinksDatasetFacet([location_identifier])
+    return dataset_facets
 
 
 def _assertion(check: Check) -> data_quality_assertions_dataset.Assertion:

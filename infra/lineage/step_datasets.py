@@ -34,12 +34,12 @@ from precompute.builds.reports import (
 )
 from precompute.partitions import catalogue
 
-SOURCES: Final = ("interactions", "user_features", "item_features", "user_vectors", "item_vectors")
+SOURCE_NAMES: Final = ("interactions", "user_features", "item_features", "user_vectors", "item_vectors")
 """Sources of a night, by their names in `[sources]` and in the counts of unusable rows."""
 
 REDIS_PORT = 6379
 
-_AZURE = re.compile(r"abfss?://[^/@:]+@")
+_AZURE_CONTAINER_PATTERN = re.compile(r"abfss?://[^/@:]+@")
 """Pattern of the container of an Azure account, whose position in a URL is that of a user and password elsewhere."""
 
 
@@ -51,29 +51,29 @@ class DatasetName:
     name: str
 
     @classmethod
-    def of_url(cls, url: str, *parts: str) -> Self:
-        """Return the name of the dataset at a URL or an absolute path, extended by `parts`; without secrets."""
+    def of_url(cls, url: str, *subpath_parts: str) -> Self:
+        """Return the name of the dataset at a URL or an absolute path, extended by `subpath_parts`; without secrets."""
         url = _without_query(url)
-        azure = _AZURE.match(url)
-        prefix_length = azure.end() if azure else 0
+        azure_match = _AZURE_CONTAINER_PATTERN.match(url)
+        prefix_length = azure_match.end() if azure_match else 0
         scheme, _, location_path = (
             f"{url[:prefix_length]}{without_secrets(url[prefix_length:])}".rpartition("://")
         )
-        path = PurePosixPath(location_path, *parts)
+        path = PurePosixPath(location_path, *subpath_parts)
         if scheme in ("", "file"):
             return cls("file", str(path))
         return cls(f"{scheme}://{path.parts[0]}", "/".join(path.parts[1:]) or "/")
 
     @classmethod
-    def of_pattern(cls, pattern: str, base: str) -> Self:
-        """Return the name of source files: the file, or the folder above the first wildcard, relative to `base`."""
-        full = _without_query(pattern) if "://" in pattern else str(PurePosixPath(base, pattern))
-        fixed_parts = []
-        for part in full.split("/"):
+    def of_pattern(cls, pattern: str, base_folder: str) -> Self:
+        """Return the name of source files: the file, or the folder above the first wildcard, from `base_folder`."""
+        full_pattern = _without_query(pattern) if "://" in pattern else str(PurePosixPath(base_folder, pattern))
+        wildcard_free_parts = []
+        for part in full_pattern.split("/"):
             if any(wildcard in part for wildcard in "*?["):
                 break
-            fixed_parts.append(part)
-        return cls.of_url("/".join(fixed_parts))
+            wildcard_free_parts.append(part)
+        return cls.of_url("/".join(wildcard_free_parts))
 
     @classmethod
     def of_redis(cls, url: str, key: str) -> Self:
@@ -140,12 +140,12 @@ class FinishedStep:
     shard: int | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
 
-    def part(self, *names: str, **dataset_fields: Any) -> StepDataset:
+    def part(self, *path_names: str, **dataset_fields: Any) -> StepDataset:
         """Return a dataset that is a part of the generation, such as a table."""
         url, generation = self.build.store.url, self.build.generation
         return StepDataset(
-            DatasetName.of_url(url, "generations", *names), generation,
-            DatasetName.of_url(url, generation_path(generation), *names), **dataset_fields,
+            DatasetName.of_url(url, "generations", *path_names), generation,
+            DatasetName.of_url(url, generation_path(generation), *path_names), **dataset_fields,
         )  # fmt: skip
 
     def report(self, name: ReportName[ReportT]) -> ReportT | None:
@@ -174,51 +174,51 @@ class FinishedStep:
         raw = self.build.store.read(generation_path(self.build.generation, "manifest.json"))
         return None if raw is None else Manifest.from_bytes(raw)
 
-    def in_redis(self, name: str, key: str, **dataset_fields: Any) -> StepDataset:
-        """Return the dataset of Redis keys: `name` is the same every night, `key` is this generation's."""
+    def in_redis(self, stable_key: str, generation_key: str, **dataset_fields: Any) -> StepDataset:
+        """Return the dataset of Redis keys: `stable_key` is each night's, `generation_key` this generation's."""
         url = str(self.build.config.redis_url)
         return StepDataset(
-            DatasetName.of_redis(url, name), self.build.generation, DatasetName.of_redis(url, key),
+            DatasetName.of_redis(url, stable_key), self.build.generation, DatasetName.of_redis(url, generation_key),
             **dataset_fields,
         )  # fmt: skip
 
 
-def datasets_of(step: str, finished_step: FinishedStep) -> StepDatasets:
+def list_step_datasets(step: str, finished_step: FinishedStep) -> StepDatasets:
     """Return the datasets of a finished step; empty for a step without any, such as `retire`."""
     list_datasets = _DATASETS_BY_STEP.get(step)
     return StepDatasets() if list_datasets is None else list_datasets(finished_step)
 
 
-def _take_events(finished_step: FinishedStep) -> StepDatasets:
+def _take_events_datasets(finished_step: FinishedStep) -> StepDatasets:
     config = finished_step.build.config
-    name = DatasetName.of_redis(config.events_redis, config.keyspace().events)
-    rows, events_until = (
+    stream_name = DatasetName.of_redis(config.events_redis, config.keyspace().events)
+    event_count, events_until = (
         finished_step.result.get("events"),
         finished_step.result.get("events_until"),
     )
     return StepDatasets(
-        (StepDataset(name, events_until, rows=rows),),
+        (StepDataset(stream_name, events_until, rows=event_count),),
         (
             StepDataset(
-                DatasetName.of_url(finished_step.build.store.url, "events"), events_until, rows=rows
+                DatasetName.of_url(finished_step.build.store.url, "events"), events_until, rows=event_count
             ),
         ),
     )
 
 
-def _begin(finished_step: FinishedStep) -> StepDatasets:
+def _begin_datasets(finished_step: FinishedStep) -> StepDatasets:
     config, begin_report = finished_step.build.config, finished_step.report(BEGIN_REPORT)
-    inputs = [*_sources(finished_step, begin_report)]
+    input_datasets = [*_source_datasets(finished_step, begin_report)]
     if begin_report is not None and "events" in begin_report:
         events = begin_report["events"]
-        name = DatasetName.of_url(finished_step.build.store.url, "events")
-        inputs.append(StepDataset(name, events["until"], files=events["files"]))
+        dataset_name = DatasetName.of_url(finished_step.build.store.url, "events")
+        input_datasets.append(StepDataset(dataset_name, events["until"], files=events["files"]))
     if not config.sources.item_vectors:
-        name = DatasetName.of_url(str(config.path(config.bundle)))
+        dataset_name = DatasetName.of_url(str(config.path(config.bundle)))
         bundle_digest = None if begin_report is None else begin_report["bundle_digest"]
-        inputs.append(StepDataset(name, bundle_digest))
+        input_datasets.append(StepDataset(dataset_name, bundle_digest))
     return StepDatasets(
-        tuple(inputs),
+        tuple(input_datasets),
         (
             finished_step.part("items", rows=begin_report and begin_report["items"]),
             finished_step.part("work/partition", rows=begin_report and begin_report["users"]),
@@ -227,149 +227,149 @@ def _begin(finished_step: FinishedStep) -> StepDatasets:
     )
 
 
-def _sources(
+def _source_datasets(
     finished_step: FinishedStep, begin_report: BeginReport | None
 ) -> Iterator[StepDataset]:
     """Yield the sources, with row counts if one file or pattern has all rows, and checks on rows left out."""
     config = finished_step.build.config
-    unusable = {} if begin_report is None else begin_report["unusable"]
-    for kind in SOURCES:
-        source_setting: Any = getattr(config.sources, kind)
+    unusable_by_source = {} if begin_report is None else begin_report["unusable"]
+    for source_name in SOURCE_NAMES:
+        source_setting: Any = getattr(config.sources, source_name)
         patterns = (
             [source_setting] if isinstance(source_setting, str) else [*(source_setting or ())]
         )
-        source_report = unusable.get(kind)
-        left_out = tuple(
+        source_report = unusable_by_source.get(source_name)
+        left_out_checks = tuple(
             Check(f"usable: {reason}", False, reason_counts["rows"], 0, blocks=False)
             for reason, reason_counts in (source_report["reasons"] if source_report else {}).items()
         )
         for pattern in patterns:
-            rows = source_report["rows"] if source_report and len(patterns) == 1 else None
-            name = DatasetName.of_pattern(pattern, str(config.path(".").absolute()))
-            yield StepDataset(name, rows=rows, checks=left_out)
+            row_count = source_report["rows"] if source_report and len(patterns) == 1 else None
+            dataset_name = DatasetName.of_pattern(pattern, str(config.path(".").absolute()))
+            yield StepDataset(dataset_name, rows=row_count, checks=left_out_checks)
 
 
-def _embed_items(finished_step: FinishedStep) -> StepDatasets:
+def _embed_items_datasets(finished_step: FinishedStep) -> StepDatasets:
     begin_report = finished_step.report(BEGIN_REPORT)
     items = finished_step.part("items", rows=begin_report and begin_report["items"])
     return StepDatasets((items, finished_step.bundle), (finished_step.vectors,))
 
 
-def _score(finished_step: FinishedStep) -> StepDatasets:
+def _score_datasets(finished_step: FinishedStep) -> StepDatasets:
     score_report = finished_step.report(shard_report_name(finished_step.shard or 0))
     if score_report is None:
         return StepDatasets(
             (finished_step.part("work/partition"), finished_step.vectors, finished_step.bundle)
         )
-    users, tables = score_report["users"], _tables_of_shard(score_report)
-    written = tuple(
+    users_report, tables = score_report["users"], _tables_of_shard(score_report)
+    table_datasets = tuple(
         finished_step.part(
             "tables",
-            name,
+            table_name,
             rows=table_report["count"],
             size_bytes=table_report["file"]["size_bytes"],
             files=1,
         )
-        for name, table_report in tables.items()
+        for table_name, table_report in tables.items()
     )
-    read = finished_step.part("work/partition", rows=users["entities"])
-    return StepDatasets((read, finished_step.vectors, finished_step.bundle), written)
+    partition_dataset = finished_step.part("work/partition", rows=users_report["entities"])
+    return StepDatasets((partition_dataset, finished_step.vectors, finished_step.bundle), table_datasets)
 
 
 def _tables_of_shard(score_report: ShardReport) -> dict[str, PagesEntry]:
     return {**score_report["users"]["tables"], **score_report["items"]["tables"]}
 
 
-def _assemble(finished_step: FinishedStep) -> StepDatasets:
+def _assemble_datasets(finished_step: FinishedStep) -> StepDatasets:
     reports = [
         finished_step.report(shard_report_name(shard))
         for shard in range(finished_step.build.config.shards)
     ]
-    names = {name for report in reports if report is not None for name in _tables_of_shard(report)}
+    table_names = {table_name for report in reports if report is not None for table_name in _tables_of_shard(report)}
     assemble_report = finished_step.report(ASSEMBLE_REPORT)
-    rows = assemble_report and assemble_report["users_scored"]
-    read = tuple(finished_step.part("tables", name) for name in sorted(names))
-    return StepDatasets(read, (finished_step.part(rows=rows),))
+    user_count = assemble_report and assemble_report["users_scored"]
+    table_datasets = tuple(finished_step.part("tables", table_name) for table_name in sorted(table_names))
+    return StepDatasets(table_datasets, (finished_step.part(rows=user_count),))
 
 
-def _index(finished_step: FinishedStep) -> StepDatasets:
+def _index_datasets(finished_step: FinishedStep) -> StepDatasets:
     index_report = finished_step.report(INDEX_REPORT)
     indexes = {} if index_report is None else index_report["indexes"]
-    written = tuple(
+    index_datasets = tuple(
         finished_step.part(entry["file"]["path"], size_bytes=entry["file"]["size_bytes"], files=1)
         for entry in indexes.values()
     )
-    return StepDatasets((finished_step.vectors,), written)
+    return StepDatasets((finished_step.vectors,), index_datasets)
 
 
-def _quantize(finished_step: FinishedStep) -> StepDatasets:
+def _quantize_datasets(finished_step: FinishedStep) -> StepDatasets:
     quantize_report = finished_step.report(QUANTIZE_REPORT)
     models = {} if quantize_report is None else quantize_report["models"]
-    files = [
+    model_files = [
         model_file
         for model in models.values()
         for model_file in (model["fp32"], model["int8"])
         if model_file
     ]
-    size_bytes = sum(model_file["size_bytes"] for model_file in files)
-    written = finished_step.part("models", size_bytes=size_bytes, files=len(files))
-    return StepDatasets((finished_step.bundle,), (written,) if files else ())
+    size_bytes = sum(model_file["size_bytes"] for model_file in model_files)
+    models_dataset = finished_step.part("models", size_bytes=size_bytes, files=len(model_files))
+    return StepDatasets((finished_step.bundle,), (models_dataset,) if model_files else ())
 
 
-def _load(finished_step: FinishedStep) -> StepDatasets:
+def _load_datasets(finished_step: FinishedStep) -> StepDatasets:
     manifest = finished_step.manifest
-    return StepDatasets(_tables(finished_step, manifest), _pages(finished_step, manifest))
+    return StepDatasets(_table_datasets(finished_step, manifest), _page_datasets(finished_step, manifest))
 
 
-def _verify(finished_step: FinishedStep) -> StepDatasets:
+def _verify_datasets(finished_step: FinishedStep) -> StepDatasets:
     manifest = finished_step.manifest
     gates = () if manifest is None else manifest.gates
     return StepDatasets(
-        (finished_step.part(checks=tuple(map(_check, gates))), *_pages(finished_step, manifest))
+        (finished_step.part(checks=tuple(map(_gate_check, gates))), *_page_datasets(finished_step, manifest))
     )
 
 
-def _publish(finished_step: FinishedStep) -> StepDatasets:
-    live = finished_step.build.config.keyspace().live
+def _publish_datasets(finished_step: FinishedStep) -> StepDatasets:
+    live_key = finished_step.build.config.keyspace().live
     return StepDatasets(
-        _pages(finished_step, finished_step.manifest), (finished_step.in_redis(live, live),)
+        _page_datasets(finished_step, finished_step.manifest), (finished_step.in_redis(live_key, live_key),)
     )
 
 
-def _warm(finished_step: FinishedStep) -> StepDatasets:
-    live = finished_step.build.config.keyspace().live
-    return StepDatasets((finished_step.in_redis(live, live),))
+def _warm_datasets(finished_step: FinishedStep) -> StepDatasets:
+    live_key = finished_step.build.config.keyspace().live
+    return StepDatasets((finished_step.in_redis(live_key, live_key),))
 
 
-def _check(gate: Mapping[str, Any]) -> Check:
+def _gate_check(gate: Mapping[str, Any]) -> Check:
     note = f"{gate.get('note', '')} {gate.get('overridden', '')}".strip()
     return Check(gate["rule"], gate["passed"], gate["value"], gate["threshold"], note)
 
 
-def _tables(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
+def _table_datasets(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
     return tuple(
-        finished_step.part("tables", name, **table_totals)
-        for name, table_totals in _count_table_rows(manifest)
+        finished_step.part("tables", table_name, **table_totals)
+        for table_name, table_totals in _totals_by_table(manifest)
     )
 
 
-def _pages(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
+def _page_datasets(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
     generation, key_prefix = (
         finished_step.build.generation,
         f"larder:{KEYSPACE_VERSION}:{finished_step.build.config.namespace}:g",
     )
     return tuple(
         finished_step.in_redis(
-            f"{key_prefix}:{name}", f"{key_prefix}:{generation}:{name}", **table_totals
+            f"{key_prefix}:{table_name}", f"{key_prefix}:{generation}:{table_name}", **table_totals
         )
-        for name, table_totals in _count_table_rows(manifest)
+        for table_name, table_totals in _totals_by_table(manifest)
     )
 
 
-def _count_table_rows(manifest: Manifest | None) -> Iterable[tuple[str, Mapping[str, int]]]:
-    for name, table in ({} if manifest is None else manifest.stored_tables).items():
+def _totals_by_table(manifest: Manifest | None) -> Iterable[tuple[str, Mapping[str, int]]]:
+    for table_name, table in ({} if manifest is None else manifest.stored_tables).items():
         yield (
-            name,
+            table_name,
             {
                 "rows": sum(part.count for part in table.parts),
                 "size_bytes": sum(part.file.size_bytes for part in table.parts),
@@ -378,7 +378,7 @@ def _count_table_rows(manifest: Manifest | None) -> Iterable[tuple[str, Mapping[
 
 
 _DATASETS_BY_STEP: Final[Mapping[str, Callable[[FinishedStep], StepDatasets]]] = {
-    "take_events": _take_events, "begin": _begin, "embed_items": _embed_items, "score": _score,
-    "assemble": _assemble, "index": _index, "quantize": _quantize, "load": _load,
-    "verify": _verify, "publish": _publish, "warm": _warm,
+    "take_events": _take_events_datasets, "begin": _begin_datasets, "embed_items": _embed_items_datasets, "score": _score_datasets,
+    "assemble": _assemble_datasets, "index": _index_datasets, "quantize": _quantize_datasets, "load": _load_datasets,
+    "verify": _verify_datasets, "publish": _publish_datasets, "warm": _warm_datasets,
 }  # fmt: skip

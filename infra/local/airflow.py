@@ -20,12 +20,12 @@ import httpx
 from cache.process.child_process import GuardedCommand
 
 ROOT = Path(__file__).parents[2]
-DAGS = ROOT / "dags"
+DAGS_FOLDER = ROOT / "dags"
 
 MANUAL_SCHEDULE = "0 0 29 2 *"
 """Schedule that never starts a night by the clock, not even an overdue one, for nights started by hand."""
 
-NEW_RUN_S = 60.0
+NEW_RUN_S_MAX = 60.0
 TERMINAL_STATES = frozenset({"success", "failed"})
 
 
@@ -75,27 +75,27 @@ class LocalAirflow:
         self.home = state.resolve() / "airflow"
         self.url = f"http://127.0.0.1:{_free_port()}"
         self._http = httpx.Client(base_url=self.url, timeout=30.0)
-        self._pools = pools
+        self._slot_count_by_pool = pools
         self._environment = {
             **os.environ,
-            **settings(self.home, self.url, parallelism),
+            **local_airflow_settings(self.home, self.url, parallelism),
             **environment,
         }
-        self._stack = ExitStack()
+        self._exit_stack = ExitStack()
         self._processes: tuple[GuardedCommand, ...] = ()
 
     def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException:
-            self._stack.close()
+            self._exit_stack.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.close_pipe_end()  # all at once; the stack then waits for one after the other
-        self._stack.close()
+        self._exit_stack.close()
 
     def start(self, name: str, *arguments: str) -> GuardedCommand:
         """Start another Airflow program in the same environment; the caller ends it before this ends."""
@@ -113,37 +113,37 @@ class LocalAirflow:
             self._http.headers["Authorization"] = f"Bearer {token}"
         return "Authorization" in self._http.headers
 
-    def is_ready(self, dags: int) -> bool:
+    def is_ready(self, dag_count: int) -> bool:
         """True once scheduler and DAG processor are healthy and so many DAGs are parsed; raise AirflowFailed."""
         health = self._call("GET", "/api/v2/monitor/health")
-        if any(health[name]["status"] != "healthy" for name in ("scheduler", "dag_processor")):
+        if any(health[component_name]["status"] != "healthy" for component_name in ("scheduler", "dag_processor")):
             return False
-        errors = self._call("GET", "/api/v2/importErrors")["import_errors"]
-        if errors:
-            raise AirflowFailed(f"{errors[0]['filename']}: {errors[0]['stack_trace']}")
-        return int(self._call("GET", "/api/v2/dags")["total_entries"]) >= dags
+        import_errors = self._call("GET", "/api/v2/importErrors")["import_errors"]
+        if import_errors:
+            raise AirflowFailed(f"{import_errors[0]['filename']}: {import_errors[0]['stack_trace']}")
+        return int(self._call("GET", "/api/v2/dags")["total_entries"]) >= dag_count
 
     def add_pool(self, name: str, slots: int) -> None:
         """Create a pool, which bounds how many of its tasks run at a time."""
         self._call("POST", "/api/v2/pools", {"name": name, "slots": slots})
 
-    def trigger(self, dag_id: str, conf: Mapping[str, Any] | None = None) -> str:
+    def trigger(self, dag_id: str, run_parameters: Mapping[str, Any] | None = None) -> str:
         """Start a run with these parameters and return its id; there is no logical date."""
-        body = {"logical_date": None, "conf": dict(conf or {})}
-        return str(self._call("POST", f"/api/v2/dags/{dag_id}/dagRuns", body)["dag_run_id"])
+        request_body = {"logical_date": None, "conf": dict(run_parameters or {})}
+        return str(self._call("POST", f"/api/v2/dags/{dag_id}/dagRuns", request_body)["dag_run_id"])
 
     def pause(self, dag_id: str, is_paused: bool) -> None:
         """Pause or unpause a DAG; asset events during a pause are lost to it."""
         path = f"/api/v2/dags/{dag_id}?update_mask=is_paused"
         self._call("PATCH", path, {"is_paused": is_paused})
 
-    def announce(self, asset: str) -> None:
+    def announce(self, asset_name: str) -> None:
         """Create an event of an asset, like a task that lists it among its outlets, which starts its DAGs."""
-        assets = self._call("GET", f"/api/v2/assets?name_pattern={quote(asset)}")["assets"]
-        number = next(
-            asset_record["id"] for asset_record in assets if asset_record["name"] == asset
+        assets = self._call("GET", f"/api/v2/assets?name_pattern={quote(asset_name)}")["assets"]
+        asset_id = next(
+            asset_record["id"] for asset_record in assets if asset_record["name"] == asset_name
         )
-        self._call("POST", "/api/v2/assets/events", {"asset_id": number, "extra": {}})
+        self._call("POST", "/api/v2/assets/events", {"asset_id": asset_id, "extra": {}})
 
     def clear(self, dag_id: str, run_id: str) -> None:
         """Run all tasks of a run again, under the same run id."""
@@ -180,7 +180,7 @@ class LocalAirflow:
         task = next(
             task_report for task_report in reversed(report.tasks) if task_report.task_id == task_id
         )
-        return _task_log(self.home / "logs", report, task, lines)
+        return _read_task_log(self.home / "logs", report, task, lines)
 
     @property
     def session(self) -> int:
@@ -189,17 +189,17 @@ class LocalAirflow:
             process.pid for process in self._processes if process.log_path.stem == "scheduler"
         )
 
-    def wait_new(self, dag_id: str, earlier_run_ids: tuple[str, ...]) -> str:
+    def wait_for_new_run(self, dag_id: str, earlier_run_ids: tuple[str, ...]) -> str:
         """Return the first run that is not among `earlier_run_ids`, such as the one that an asset starts."""
-        give_up = time.monotonic() + NEW_RUN_S
-        while time.monotonic() < give_up:
+        give_up_at = time.monotonic() + NEW_RUN_S_MAX
+        while time.monotonic() < give_up_at:
             self.check()
             for run_id in self.run_ids(dag_id):
                 if run_id not in earlier_run_ids:
                     return run_id
             time.sleep(0.25)
         raise AirflowFailed(
-            f"no new run of {dag_id} within {NEW_RUN_S:.0f} s\n{self._last_words()}"
+            f"no new run of {dag_id} within {NEW_RUN_S_MAX:.0f} s\n{self._log_ends()}"
         )
 
     def wait(
@@ -211,7 +211,7 @@ class LocalAirflow:
         on_task: Callable[[TaskReport], None] | None = None,
     ) -> RunReport:
         """Wait until a run has succeeded; raise AirflowFailed with the failed task's log if it does not."""
-        give_up = time.monotonic() + timeout_s
+        give_up_at = time.monotonic() + timeout_s
         reported_tasks: set[TaskReport] = set()
         while True:
             self.check()
@@ -226,8 +226,8 @@ class LocalAirflow:
                     on_task(task_report)
             if report.state == "success":
                 return report
-            if report.state == "failed" or time.monotonic() > give_up:
-                raise AirflowFailed(self._explain(report, timeout_s))
+            if report.state == "failed" or time.monotonic() > give_up_at:
+                raise AirflowFailed(self._describe_failure(report, timeout_s))
             time.sleep(0.25)
 
     def check(self) -> None:
@@ -242,79 +242,79 @@ class LocalAirflow:
     def _start(self) -> None:
         self.home.parent.mkdir(parents=True, exist_ok=True)
         lock_error = AirflowFailed(f"another command already runs Airflow in {self.home}")
-        self._stack.enter_context(hold_lock(self.home.parent / "airflow.lock", lock_error))
+        self._exit_stack.enter_context(hold_lock(self.home.parent / "airflow.lock", lock_error))
         # A run that an interrupted command left behind would be taken up again otherwise.
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir()
-        migrated = self._guard("migrate", "db", "migrate")
-        self._wait_until("the database", lambda: not migrated.is_running, 120.0)
-        if migrated.returncode != 0:
-            raise AirflowFailed(f"airflow db migrate failed\n{migrated.log_tail()}")
+        migrate_process = self._start_guarded("migrate", "db", "migrate")
+        self._wait_until("the database", lambda: not migrate_process.is_running, 120.0)
+        if migrate_process.returncode != 0:
+            raise AirflowFailed(f"airflow db migrate failed\n{migrate_process.log_tail()}")
         port = self.url.rpartition(":")[2]
         self._processes = (
-            self._guard("api-server", "api-server", "--host", "127.0.0.1", "--port", port),
-            self._guard("scheduler", "scheduler", "--skip-serve-logs"),
-            self._guard("dag-processor", "dag-processor"),
+            self._start_guarded("api-server", "api-server", "--host", "127.0.0.1", "--port", port),
+            self._start_guarded("scheduler", "scheduler", "--skip-serve-logs"),
+            self._start_guarded("dag-processor", "dag-processor"),
         )
         self._wait_until("the API server", self.log_in, 120.0)
-        for name, slots in self._pools.items():
-            self.add_pool(name, slots)
+        for pool_name, slot_count in self._slot_count_by_pool.items():
+            self.add_pool(pool_name, slot_count)
         # The files of one folder are parsed one by one.
-        dags = len(list(DAGS.glob("[!_]*.py")))
-        self._wait_until("the scheduler and the DAGs", lambda: self.is_ready(dags), 120.0)
+        dag_count = len(list(DAGS_FOLDER.glob("[!_]*.py")))
+        self._wait_until("the scheduler and the DAGs", lambda: self.is_ready(dag_count), 120.0)
 
-    def _guard(self, name: str, *arguments: str) -> GuardedCommand:
-        return self._stack.enter_context(self.start(name, *arguments))
+    def _start_guarded(self, name: str, *arguments: str) -> GuardedCommand:
+        return self._exit_stack.enter_context(self.start(name, *arguments))
 
     def _wait_until(self, subject: str, condition: Callable[[], bool], timeout_s: float) -> None:
-        give_up = time.monotonic() + timeout_s
+        give_up_at = time.monotonic() + timeout_s
         while not condition():
             self.check()
-            if time.monotonic() > give_up:
+            if time.monotonic() > give_up_at:
                 raise AirflowFailed(
-                    f"{subject} not ready within {timeout_s:.0f} s\n{self._last_words()}"
+                    f"{subject} not ready within {timeout_s:.0f} s\n{self._log_ends()}"
                 )
             time.sleep(0.1)
 
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        answer = self._http.request(method, path, json=body)
-        if not answer.is_success:
-            raise AirflowFailed(f"{method} {path}: {answer.status_code} {answer.text[:2000]}")
-        return answer.json()
+    def _call(self, method: str, path: str, request_body: Mapping[str, Any] | None = None) -> Any:
+        response = self._http.request(method, path, json=request_body)
+        if not response.is_success:
+            raise AirflowFailed(f"{method} {path}: {response.status_code} {response.text[:2000]}")
+        return response.json()
 
-    def _last_words(self) -> str:
+    def _log_ends(self) -> str:
         return "\n".join(
             f"-- {process.log_path.stem}\n{process.log_tail(8)}" for process in self._processes
         )
 
-    def _explain(self, report: RunReport, timeout_s: float) -> str:
-        lines = [f"{report.dag_id} {report.run_id} is {report.state}"]
+    def _describe_failure(self, report: RunReport, timeout_s: float) -> str:
+        report_lines = [f"{report.dag_id} {report.run_id} is {report.state}"]
         if report.state != "failed":
-            waiting = ", ".join(
+            task_states_text = ", ".join(
                 f"{task_report.task_id} {task_report.state}" for task_report in report.tasks
             )
-            lines = [f"{lines[0]} after {timeout_s:.0f} s: {waiting}"]
+            report_lines = [f"{report_lines[0]} after {timeout_s:.0f} s: {task_states_text}"]
         for task in report.tasks:
             if task.state in ("failed", "up_for_retry"):
-                lines += [
+                report_lines += [
                     f"-- {task.task_id} [{task.map_index}]",
-                    _task_log(self.home / "logs", report, task),
+                    _read_task_log(self.home / "logs", report, task),
                 ]
-        return "\n".join(lines)
+        return "\n".join(report_lines)
 
 
-def settings(home: Path, url: str, parallelism: int) -> dict[str, str]:
+def local_airflow_settings(airflow_home: Path, url: str, parallelism: int) -> dict[str, str]:
     """Return Airflow's settings for one machine: loopback only, short intervals, no telemetry."""
     return {
-        "AIRFLOW_HOME": str(home),
-        "AIRFLOW__CORE__DAGS_FOLDER": str(DAGS),
+        "AIRFLOW_HOME": str(airflow_home),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(DAGS_FOLDER),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
         "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
         "AIRFLOW__CORE__PARALLELISM": str(parallelism),
         "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{url}/execution/",
         "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
-        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home / 'airflow.db'}",
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{airflow_home / 'airflow.db'}",
         "AIRFLOW__API__HOST": "127.0.0.1",
         "AIRFLOW__API__PORT": url.rpartition(":")[2],
         "AIRFLOW__API__BASE_URL": url,
@@ -329,31 +329,31 @@ def settings(home: Path, url: str, parallelism: int) -> dict[str, str]:
     }
 
 
-def _task_log(logs: Path, report: RunReport, task: TaskReport, lines: int = 25) -> str:
-    folder = logs / f"dag_id={report.dag_id}" / f"run_id={report.run_id}"
-    folder /= f"task_id={task.task_id}"
+def _read_task_log(logs_folder: Path, report: RunReport, task: TaskReport, line_count: int = 25) -> str:
+    task_folder = logs_folder / f"dag_id={report.dag_id}" / f"run_id={report.run_id}"
+    task_folder /= f"task_id={task.task_id}"
     if task.map_index >= 0:
-        folder /= f"map_index={task.map_index}"
+        task_folder /= f"map_index={task.map_index}"
     try:
-        text = (folder / f"attempt={task.try_number}.log").read_text("utf-8", "replace")
+        log_text = (task_folder / f"attempt={task.try_number}.log").read_text("utf-8", "replace")
     except OSError:
         return "(no log)"
-    log_lines = [_readable(line) for line in text.splitlines()]
-    return "\n".join([line for line in log_lines if not line.startswith("info: ::")][-lines:])
+    log_lines = [_readable_log_line(line) for line in log_text.splitlines()]
+    return "\n".join([line for line in log_lines if not line.startswith("info: ::")][-line_count:])
 
 
-def _readable(line: str) -> str:
+def _readable_log_line(json_line: str) -> str:
     """Return one JSON log line of a task as text, with the error's type and message."""
     try:
-        entry = json.loads(line)
+        log_entry = json.loads(json_line)
     except ValueError:
-        return line
-    text = f"{entry.get('level', '')}: {entry.get('event', '')}"
-    for error in entry.get("error_detail") or ():
-        text += f"\n    {error.get('exc_type')}: {error.get('exc_value')}"
-        for frame in (error.get("frames") or [])[-3:]:
-            text += f"\n        {frame.get('filename')}:{frame.get('lineno')} {frame.get('name')}"
-    return text
+        return json_line
+    readable_text = f"{log_entry.get('level', '')}: {log_entry.get('event', '')}"
+    for error in log_entry.get("error_detail") or ():
+        readable_text += f"\n    {error.get('exc_type')}: {error.get('exc_value')}"
+        for stack_frame in (error.get("frames") or [])[-3:]:
+            readable_text += f"\n        {stack_frame.get('filename')}:{stack_frame.get('lineno')} " f"{stack_frame.get('name')}"
+    return readable_text
 
 
 def _free_port() -> int:
@@ -363,11 +363,11 @@ def _free_port() -> int:
 
 
 @contextmanager
-def hold_lock(lock: Path, lock_error: Exception) -> Iterator[None]:
+def hold_lock(lock_path: Path, lock_error: Exception) -> Iterator[None]:
     """Hold the lock file; raise `lock_error` at once if another process holds it."""
-    with lock.open("a") as file:
+    with lock_path.open("a") as lock_file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise lock_error from None
         yield

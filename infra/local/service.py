@@ -11,8 +11,8 @@ from typing import Self
 from cache.process.child_process import GuardedCommand
 
 ROOT = Path(__file__).parents[2]
-START_S = 60.0
-_ANNOUNCED = re.compile(r"^Larder serves on (https?://\S+)", re.MULTILINE)
+START_S_MAX = 60.0
+_ANNOUNCEMENT_PATTERN = re.compile(r"^Larder serves on (https?://\S+)", re.MULTILINE)
 
 
 class ServiceFailed(RuntimeError):
@@ -36,7 +36,7 @@ class ServiceProcess:
     ) -> None:
         self.url = ""
         self.log = log
-        self._environment = {**os.environ, **environment, "PYTHONPATH": _search_path(root)}
+        self._environment = {**os.environ, **environment, "PYTHONPATH": _python_path(root)}
         self._command: list[str | Path] = [python, "-m", module, "--port", "0"]
         self._root = root
         self._process: GuardedCommand | None = None
@@ -47,7 +47,7 @@ class ServiceProcess:
             self._command, log_path=self.log, env=self._environment, cwd=self._root
         )
         try:
-            self.url = self._announced()
+            self.url = self._wait_for_url()
         except BaseException:
             self._process.stop()
             raise
@@ -63,17 +63,17 @@ class ServiceProcess:
             tail = "" if self._process is None else self._process.log_tail()
             raise ServiceFailed(f"the service ended by itself\n{tail}")
 
-    def _announced(self) -> str:
-        give_up = time.monotonic() + START_S
-        while time.monotonic() < give_up:
+    def _wait_for_url(self) -> str:
+        give_up_at = time.monotonic() + START_S_MAX
+        while time.monotonic() < give_up_at:
             self.check()
             if self.log.exists() and (
-                announcement := _ANNOUNCED.search(self.log.read_text("utf-8", "replace"))
+                announcement := _ANNOUNCEMENT_PATTERN.search(self.log.read_text("utf-8", "replace"))
             ):
                 return announcement[1]
             time.sleep(0.02)
-        raise ServiceFailed(f"the service did not come up within {START_S:.0f} s")
+        raise ServiceFailed(f"the service did not come up within {START_S_MAX:.0f} s")
 
 
-def _search_path(root: Path) -> str:
+def _python_path(root: Path) -> str:
     return os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))

@@ -24,7 +24,7 @@ from precompute.adapters.vectors import fold_vectors_model
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import bundle_made_of
 from precompute.config.settings import NightConfig
-from precompute.events.files import brought_vectors, counted_behind
+from precompute.events.files import (counted_behind_number, newest_vector_by_item)
 from precompute.sources.columns import Ids, as_numpy_mask
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities, all_erasures
 from precompute.sources.features import read_feature_values
@@ -61,8 +61,8 @@ def vector_bundle(
         interactions_before.isoformat() if interactions_before and sources.interactions else ""
     )
     digest_hasher.update(f"|{erased.digest(inputs)}|{cut_text}".encode())
-    counted_position = counted_behind(config.events.keep_values_days, int(cut.timestamp()))
-    brought_vector_by_id = brought_vectors(files.events, counted_position)
+    counted_position = counted_behind_number(config.events.keep_values_days, int(cut.timestamp()))
+    brought_vector_by_id = newest_vector_by_item(files.events, counted_position)
     if event_vectors := {
         raw: vector for raw, vector in brought_vector_by_id.items() if raw not in erased.items
     }:

@@ -19,38 +19,38 @@ from dataclasses import dataclass, field
 
 from cache.config.night import GovernorConfig
 from cache.control.control_keys import Control
-from precompute.bulk.watch import FOREIGN_READS_S, RedisObservation, Watcher
+from precompute.bulk.watch import FOREIGN_READS_PER_S_MIN, RedisObservation, Watcher
 
 _log = logging.getLogger(__name__)
 
 MIB = float(1 << 20)
 QUANTILE = 0.99
-AIM_SHARE = 0.4
+SLOWDOWN_AIM_SHARE = 0.4
 """Share of the allowed slow-down that is aimed at: the margin is for readers that the probes did not meet."""
 
-IDLE_ROUND_TRIPS = 4_000
+IDLE_ROUND_TRIPS_MAX = 4_000
 """Number of idle round trips kept: a p99 of a few hundred is little more than a guess."""
 
-JUDGED_MIN = 50
-STEPS_MIN = 10
-STEPS_COMPARED = 32
-SIGMAS = 2.0
+IDLE_ROUND_TRIPS_MIN = 50
+COMPARED_STEPS_MIN = 10
+COMPARED_STEPS_MAX = 32
+STANDARD_ERRORS_MIN = 2.0
 """Steps that are compared, and by how many standard errors of their mean they must differ for the rate to fall."""
 
-UNHURT_EXCESS = 0.003
+UNHURT_LATE_EXCESS_MAX = 0.003
 """Margin of the share of late probes above the allowed one, error included; above it the rate does not rise."""
 
-CLEAR_EXCESS = 0.2
+CLEAR_LATE_EXCESS = 0.2
 """Excess of the share of late probes over that at rest that, in two steps after each other, needs no statistics."""
 
-START_FLOORS = 4.0
-START_GROWTH = 1.17
-BACK_OFF = 0.7
+START_RATE_IN_FLOORS = 4.0
+START_GROWTH_FACTOR = 1.17
+BACK_OFF_FACTOR = 0.7
 PLATEAU_STEPS = 10
 """Clean steps after a decrease until the rate is back at its former value."""
 
-USED_MIN = 0.7
-BUSY_MAX = 0.9
+USED_RATE_SHARE_MIN = 0.7
+BUSY_SHARE_MAX = 0.9
 REPLICA_FACTOR = 1.5
 """Factor above which a heartbeat's p99 counts, since it is based on few reads."""
 
@@ -61,20 +61,20 @@ SETTLE_S = 0.005
 
 WORK_S = STEP_S - REST_S - SETTLE_S
 
-STALE_S = 5.0
+OBSERVATION_AGE_S_MAX = 5.0
 BURST_S = 0.0005
 """Seconds of the rate that may be sent at once to make up for a sleep that took too long."""
 
 NAP_S = 0.02
-CATCH_UP = 1.25
+CATCH_UP_FACTOR = 1.25
 """Multiple of the floor for making up for a pause: the floor is promised over pauses too."""
 
-_SPUN = bytes(1 << 15)
+_SPIN_INPUT = bytes(1 << 15)
 
 
 def _spin() -> None:
     """Keep the core busy for some 40 us without holding the GIL, which probes need."""
-    hashlib.blake2b(_SPUN)
+    hashlib.blake2b(_SPIN_INPUT)
 
 
 class Governor:
@@ -83,7 +83,7 @@ class Governor:
     def __init__(
         self,
         config: GovernorConfig,
-        watch: Watcher,
+        watcher: Watcher,
         *,
         timer: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
@@ -98,100 +98,109 @@ class Governor:
             lag_bytes_max=config.replica_lag_mib * MIB,
         )
         self.slept_s = 0.0
-        self._config, self._watch = config, watch
-        self._timer, self._sleep, self._spin, self._yielding = timer, sleep, spin, yielding
-        self._awake = awake
-        self._opened_at = self._stepped_at = self._due = timer()
-        self._calibrated = self._is_reader_state_known = False
+        self._config, self._watcher = config, watcher
+        self._timer, self._sleep, self._spin, self._set_yielding = timer, sleep, spin, yielding
+        self._keeps_cores_awake = awake
+        self._opened_at = self._stepped_at = self._next_piece_at = timer()
+        self._is_calibrated = self._is_reader_state_known = False
         self._done_bytes = 0
-        self._owed_bytes = 0.0
-        self._yields, self._starved = False, False
-        self._governed, self._readers = self._detect_readers()
+        self._bytes_to_make_up = 0.0
+        self._is_yielding, self._is_starved = False, False
+        self._is_governed, self._has_readers = self._detect_readers()
 
     @property
     def piece_bytes(self) -> int | None:
         """Bytes that may be sent at once; None if there are no readers to hold up."""
-        return self._config.piece_bytes if self._governed else None
+        return self._config.piece_bytes if self._is_governed else None
 
     @property
     def readers(self) -> bool:
         """True if this Redis has readers, as far as known."""
-        return self._readers
+        return self._has_readers
 
     def pace(self, size_bytes: int) -> None:
         """Wait until this many more bytes may be sent or requested."""
         now_s = self._timer()
         if not self._is_reader_state_known:
-            self._governed, self._readers = self._detect_readers()
-        if now_s - self._stepped_at >= self._due_s:
+            self._is_governed, self._has_readers = self._detect_readers()
+        if now_s - self._stepped_at >= self._step_interval_s:
             self._step(now_s)
         self._done_bytes += size_bytes
-        if not self._governed:
+        if not self._is_governed:
             return
         now_s = self._timer()
-        if now_s < self._due:
-            self._sleep_for(self._due - now_s)
+        if now_s < self._next_piece_at:
+            self._sleep_for(self._next_piece_at - now_s)
             now_s = self._timer()
-        self._due = max(self._due, now_s - BURST_S) + size_bytes / self._allow(size_bytes)
+        self._next_piece_at = max(
+            self._next_piece_at, now_s - BURST_S
+        ) + size_bytes / self._allowed_rate(size_bytes)
 
-    def _allow(self, size_bytes: int) -> float:
+    def _allowed_rate(self, size_bytes: int) -> float:
         """Return the rate for these bytes."""
         rate, floor = self.throttle.rate, self.throttle.floor
-        if self._owed_bytes > 0:
-            rate = max(rate, min(CATCH_UP * floor, self.throttle.ceiling))
-            self._owed_bytes = max(0.0, self._owed_bytes - size_bytes * (1 - floor / rate))
-        return rate * STEP_S / WORK_S if self._readers else rate
+        if self._bytes_to_make_up > 0:
+            rate = max(rate, min(CATCH_UP_FACTOR * floor, self.throttle.ceiling))
+            self._bytes_to_make_up = max(
+                0.0, self._bytes_to_make_up - size_bytes * (1 - floor / rate)
+            )
+        return rate * STEP_S / WORK_S if self._has_readers else rate
 
     @property
-    def _due_s(self) -> float:
+    def _step_interval_s(self) -> float:
         """Seconds after a step until the next one is due."""
-        if not self._readers:
+        if not self._has_readers:
             return STEP_S
-        return WORK_S if self._calibrated else 0.0
+        return WORK_S if self._is_calibrated else 0.0
 
     def own_reads(self, count: int) -> None:
         """Subtract this many of the work's own reads from those that Redis counts."""
-        self._watch.own_reads(count)
+        self._watcher.own_reads(count)
 
     def close(self) -> None:
         """End the watch and restore the thread's priority."""
         self._yield(False)
-        self._watch.close()
+        self._watcher.close()
 
     def _step(self, now_s: float) -> None:
-        observation = self._fresh(now_s)
-        was, (self._governed, self._readers) = self._governed, self._detect_readers()
-        if self._governed:
-            if not was:
+        observation = self._fresh_observation(now_s)
+        was_governed, (self._is_governed, self._has_readers) = (
+            self._is_governed,
+            self._detect_readers(),
+        )
+        if self._is_governed:
+            if not was_governed:
                 self._done_bytes, self._stepped_at = 0, now_s
-            if self._readers and not self._calibrated:
+            if self._has_readers and not self._is_calibrated:
                 self._yield(True)
                 self._calibrate(observation)
             else:
                 self._adapt(observation)
-        self._yield(self._readers and self._governed and not self._starved)
+        self._yield(self._has_readers and self._is_governed and not self._is_starved)
         self._done_bytes, self._stepped_at = 0, self._timer()
 
     def _adapt(self, observation: RedisObservation | None) -> None:
-        worked, rested = (
-            (self._watch.round_trips(), self._measure_idle(REST_S)) if self._readers else ([], [])
+        working_round_trips_s, resting_round_trips_s = (
+            (self._watcher.round_trips(), self._measure_idle(REST_S))
+            if self._has_readers
+            else ([], [])
         )
         spent_s = self._timer() - self._stepped_at
         self.throttle.step(
             Signals(
-                worked=worked,
-                rested=rested,
+                working_round_trips_s=working_round_trips_s,
+                resting_round_trips_s=resting_round_trips_s,
                 replicas_ms=observation.replicas_ms if observation else {},
                 busy=observation.busy if observation else 0.0,
                 lag_bytes=observation.lag_bytes if observation else 0,
                 done_bytes=self._done_bytes,
                 spent_s=spent_s,
             ),
-            readers=self._readers,
+            readers=self._has_readers,
         )
         # A thread that gives way to all others may get nothing on a busy host; the floor is a promise.
-        if self._yields and self._done_bytes < self.throttle.floor * spent_s / 2:
-            self._starved = True
+        if self._is_yielding and self._done_bytes < self.throttle.floor * spent_s / 2:
+            self._is_starved = True
         _log.debug(
             "%.0f MiB/s done, %.0f MiB/s allowed %s",
             self._done_bytes / MIB / max(spent_s, 1e-9), self.throttle.rate / MIB, self.throttle.reason,
@@ -200,19 +209,21 @@ class Governor:
     def _calibrate(self, observation: RedisObservation | None) -> None:
         """Measure idle round trips before the first piece."""
         started_at = self._timer()
-        self._watch.round_trips()
-        rested = self._measure_idle(self._config.idle_s)
-        self.throttle.calibrate(rested, observation.replicas_ms if observation else {})
-        self._calibrated = True
-        self._owed_bytes += self.throttle.floor * (self._timer() - started_at)
+        self._watcher.round_trips()
+        resting_round_trips_s = self._measure_idle(self._config.idle_s)
+        self.throttle.calibrate(
+            resting_round_trips_s, observation.replicas_ms if observation else {}
+        )
+        self._is_calibrated = True
+        self._bytes_to_make_up += self.throttle.floor * (self._timer() - started_at)
 
     def _measure_idle(self, seconds: float) -> list[float]:
         """Measure round trips during an idle period."""
         self._pause(SETTLE_S)
-        self._watch.round_trips()
+        self._watcher.round_trips()
         self._pause(seconds)
-        self._due = self._timer()
-        return self._watch.round_trips()
+        self._next_piece_at = self._timer()
+        return self._watcher.round_trips()
 
     def _pause(self, seconds: float) -> None:
         """Rest; this core and Redis' stay awake: one that halts wakes slowly, and rest would look slower than work.
@@ -222,8 +233,8 @@ class Governor:
         """
         rest_ends_at = self._timer() + seconds
         while (left_s := rest_ends_at - self._timer()) > 0:
-            if self._yields and self._awake:
-                self._watch.stir()
+            if self._is_yielding and self._keeps_cores_awake:
+                self._watcher.stir()
                 self._spin()
             else:
                 self._sleep_for(min(left_s, NAP_S))
@@ -231,29 +242,33 @@ class Governor:
     def _detect_readers(self) -> tuple[bool, bool]:
         """Return flags (whether to hold back, whether there are readers)."""
         if self._config.readers != "auto":
-            self._is_reader_state_known, always = True, self._config.readers == "always"
-            return always, always
+            self._is_reader_state_known, is_always = True, self._config.readers == "always"
+            return is_always, is_always
         now_s = self._timer()
-        observation = self._fresh(now_s)
+        observation = self._fresh_observation(now_s)
         self._is_reader_state_known = observation is not None and (
             observation.replicas > 0 or observation.foreign_s is not None
         )
         if observation is None:
             # Nothing is known of readers, so they are taken to be there; the first look gets a moment to arrive.
             return True, now_s - self._opened_at >= STEP_S
-        readers = observation.replicas > 0 or (observation.foreign_s or 0.0) > FOREIGN_READS_S
-        is_held_back = readers or observation.followers > 0 or self._config.ceiling_mib_s > 0
-        return is_held_back or not self._is_reader_state_known, readers
+        has_readers = (
+            observation.replicas > 0 or (observation.foreign_s or 0.0) > FOREIGN_READS_PER_S_MIN
+        )
+        is_held_back = has_readers or observation.followers > 0 or self._config.ceiling_mib_s > 0
+        return is_held_back or not self._is_reader_state_known, has_readers
 
-    def _fresh(self, now_s: float) -> RedisObservation | None:
-        observation = self._watch.get_latest_observation()
+    def _fresh_observation(self, now_s: float) -> RedisObservation | None:
+        observation = self._watcher.get_latest_observation()
         return (
-            observation if observation is not None and now_s - observation.at <= STALE_S else None
+            observation
+            if observation is not None and now_s - observation.at <= OBSERVATION_AGE_S_MAX
+            else None
         )
 
     def _yield(self, on: bool) -> None:
-        if on != self._yields and self._config.yield_cpu:
-            self._yields = self._yielding(on) and on
+        if on != self._is_yielding and self._config.yield_cpu:
+            self._is_yielding = self._set_yielding(on) and on
 
     def _sleep_for(self, sleep_s: float) -> None:
         self.slept_s += sleep_s
@@ -265,8 +280,8 @@ def open_governor(
     config: GovernorConfig, control: Control, *, awake: bool = True
 ) -> Iterator[Governor]:
     """Open the governor of one step's work in its thread; `awake`: rests keep the cores from halting."""
-    watch = Watcher(control, probe_ms=config.probe_ms)
-    governor = Governor(config, watch, yielding=IdlePriority(), awake=awake)
+    watcher = Watcher(control, probe_ms=config.probe_ms)
+    governor = Governor(config, watcher, yielding=IdlePriority(), awake=awake)
     try:
         yield governor
     finally:
@@ -277,13 +292,13 @@ def open_governor(
 class Signals:
     """Signals of one step: round trips of probes in seconds (inf: none came back), and load figures.
 
-    `worked`: while pieces were sent, `rested`: while none were; `replicas_ms`: the p99 that replicas report; `busy`:
-    share of Redis' main thread in use; `lag_bytes`: how far the slowest replica of Redis is behind; `done_bytes` in
-    `spent_s`: the work itself.
+    `working_round_trips_s`: while pieces were sent, `resting_round_trips_s`: while none were; `replicas_ms`: the p99
+    that replicas report; `busy`: share of Redis' main thread in use; `lag_bytes`: how far the slowest replica of Redis
+    is behind; `done_bytes` in `spent_s`: the work itself.
     """
 
-    worked: Sequence[float] = ()
-    rested: Sequence[float] = ()
+    working_round_trips_s: Sequence[float] = ()
+    resting_round_trips_s: Sequence[float] = ()
     replicas_ms: Mapping[str, float] = field(default_factory=dict)
     busy: float = 0.0
     lag_bytes: int = 0
@@ -310,106 +325,136 @@ class Throttle:
     ) -> None:
         self.floor = floor
         self.ceiling = ceiling or math.inf
-        self.rate = min(floor * START_FLOORS, self.ceiling)
+        self.rate = min(floor * START_RATE_IN_FLOORS, self.ceiling)
         self.idle_p99_s: float | None = None
         self.reason = "start"
-        self._factor = 1 + (p99_factor - 1) * AIM_SHARE
-        self._replica_factor = p99_factor * REPLICA_FACTOR
+        self._p99_factor_aim = 1 + (p99_factor - 1) * SLOWDOWN_AIM_SHARE
+        self._replica_p99_factor = p99_factor * REPLICA_FACTOR
         self._lag_bytes_max = lag_bytes_max
-        self._replicas_idle_ms: dict[str, float] = {}
-        self._idle: deque[float] = deque(maxlen=IDLE_ROUND_TRIPS)
-        self._late: deque[tuple[float, float]] = deque(maxlen=STEPS_COMPARED)
-        self._congested: float | None = None
-        self._clean = 0
+        self._idle_p99_ms_by_replica: dict[str, float] = {}
+        self._idle_round_trips_s: deque[float] = deque(maxlen=IDLE_ROUND_TRIPS_MAX)
+        self._late_share_pairs: deque[tuple[float, float]] = deque(maxlen=COMPARED_STEPS_MAX)
+        self._congested_rate: float | None = None
+        self._clean_step_count = 0
 
     def calibrate(
-        self, rested: Sequence[float], replicas_ms: Mapping[str, float] | None = None
+        self, resting_round_trips_s: Sequence[float], replicas_ms: Mapping[str, float] | None = None
     ) -> None:
         """Add idle round trips; too few of them set no p99."""
-        self._idle.extend(round_trip_s for round_trip_s in rested if math.isfinite(round_trip_s))
-        if len(self._idle) >= JUDGED_MIN:
-            self.idle_p99_s = p99(self._idle)
-        for name, p99_ms in (replicas_ms or {}).items():
+        self._idle_round_trips_s.extend(
+            round_trip_s for round_trip_s in resting_round_trips_s if math.isfinite(round_trip_s)
+        )
+        if len(self._idle_round_trips_s) >= IDLE_ROUND_TRIPS_MIN:
+            self.idle_p99_s = p99(self._idle_round_trips_s)
+        for replica_name, p99_ms in (replicas_ms or {}).items():
             # A heartbeat looks back some seconds, so after the first one only a lower value is news about idling.
-            self._replicas_idle_ms[name] = min(p99_ms, self._replicas_idle_ms.get(name, math.inf))
+            self._idle_p99_ms_by_replica[replica_name] = min(
+                p99_ms, self._idle_p99_ms_by_replica.get(replica_name, math.inf)
+            )
 
     @property
     def limit_s(self) -> float | None:
         """Target p99 in seconds."""
-        return None if self.idle_p99_s is None else self.idle_p99_s * self._factor
+        return None if self.idle_p99_s is None else self.idle_p99_s * self._p99_factor_aim
 
     def step(self, signals: Signals, *, readers: bool) -> float:
         """Return the next rate. Without `readers` only Redis' replicas are spared; without evidence the rate falls."""
         self.reason = self._objection(signals, readers)
         if readers:
-            self.calibrate(signals.rested)
+            self.calibrate(signals.resting_round_trips_s)
         if self.reason:
-            self._congested, self._clean = self.rate, 0
-            self.rate = max(self.floor, self.rate * BACK_OFF)
-            self._late.clear()
-        elif self._is_used(signals) and not (readers and self._is_open()):
-            self.rate = min(self.ceiling, self._grown())
+            self._congested_rate, self._clean_step_count = self.rate, 0
+            self.rate = max(self.floor, self.rate * BACK_OFF_FACTOR)
+            self._late_share_pairs.clear()
+        elif self._is_rate_reached(signals) and not (readers and self._is_unhurt_unknown()):
+            self.rate = min(self.ceiling, self._grown_rate())
         return self.rate
 
-    def _grown(self) -> float:
-        if self._congested is None:
-            return self.rate * START_GROWTH
-        self._clean += 1
-        beyond = (self._clean - PLATEAU_STEPS) / PLATEAU_STEPS
-        return max(self.rate, self._congested * (1 + (1 - BACK_OFF) * beyond**3))
+    def _grown_rate(self) -> float:
+        if self._congested_rate is None:
+            return self.rate * START_GROWTH_FACTOR
+        self._clean_step_count += 1
+        plateau_excess = (self._clean_step_count - PLATEAU_STEPS) / PLATEAU_STEPS
+        return max(
+            self.rate, self._congested_rate * (1 + (1 - BACK_OFF_FACTOR) * plateau_excess**3)
+        )
 
     def _objection(self, signals: Signals, readers: bool) -> str:
         if signals.lag_bytes > self._lag_bytes_max:
             return "replica lag"
         if not readers:
             return ""
-        if not signals.worked or self.limit_s is None:
+        if not signals.working_round_trips_s or self.limit_s is None:
             return "no probe"
-        worked, rested = (
-            sum(round_trip_s > self.limit_s for round_trip_s in trips) / max(1, len(trips))
-            for trips in (signals.worked, signals.rested)
+        working_late_share, resting_late_share = (
+            sum(round_trip_s > self.limit_s for round_trip_s in round_trips_s)
+            / max(1, len(round_trips_s))
+            for round_trips_s in (signals.working_round_trips_s, signals.resting_round_trips_s)
         )
-        self._late.append((worked, rested))
+        self._late_share_pairs.append((working_late_share, resting_late_share))
         if self._is_late():
             return "probe p99"
-        if signals.busy > BUSY_MAX:
+        if signals.busy > BUSY_SHARE_MAX:
             return "Redis busy"
-        for name, p99_ms in signals.replicas_ms.items():
-            if p99_ms > self._replica_factor * self._replicas_idle_ms.setdefault(name, p99_ms):
-                return f"p99 of {name}"
+        for replica_name, p99_ms in signals.replicas_ms.items():
+            if p99_ms > self._replica_p99_factor * self._idle_p99_ms_by_replica.setdefault(
+                replica_name, p99_ms
+            ):
+                return f"p99 of {replica_name}"
         return ""
 
     def _is_late(self) -> bool:
-        more = [worked - rested for worked, rested in self._late]
-        if len(more) > 1 and min(more[-2:]) > CLEAR_EXCESS:
+        late_share_differences = [
+            working_late_share - resting_late_share
+            for working_late_share, resting_late_share in self._late_share_pairs
+        ]
+        if len(late_share_differences) > 1 and min(late_share_differences[-2:]) > CLEAR_LATE_EXCESS:
             return True
-        above, error = self._excess()
-        return above > SIGMAS * error
+        excess, standard_error = self._excess()
+        return excess > STANDARD_ERRORS_MIN * standard_error
 
-    def _is_open(self) -> bool:
+    def _is_unhurt_unknown(self) -> bool:
         """True if it is too early to judge whether readers are unhurt; the rate stays meanwhile."""
-        above, error = self._excess()
-        return len(self._late) >= STEPS_MIN and above + error > UNHURT_EXCESS
+        excess, standard_error = self._excess()
+        return (
+            len(self._late_share_pairs) >= COMPARED_STEPS_MIN
+            and excess + standard_error > UNHURT_LATE_EXCESS_MAX
+        )
 
     def _excess(self) -> tuple[float, float]:
         """Return the excess of the share of late probes over the allowed one, and its standard error."""
-        if len(self._late) < STEPS_MIN:
+        if len(self._late_share_pairs) < COMPARED_STEPS_MIN:
             return 0.0, math.inf
-        worked, rested = (
-            statistics.fmean(late_shares) for late_shares in zip(*self._late, strict=True)
+        working_late_share, resting_late_share = (
+            statistics.fmean(late_shares)
+            for late_shares in zip(*self._late_share_pairs, strict=True)
         )
-        spread = statistics.stdev([worked - rested for worked, rested in self._late])
-        return worked - max(1 - QUANTILE, rested), spread / math.sqrt(len(self._late))
+        deviation = statistics.stdev(
+            [
+                working_late_share - resting_late_share
+                for working_late_share, resting_late_share in self._late_share_pairs
+            ]
+        )
+        return working_late_share - max(1 - QUANTILE, resting_late_share), deviation / math.sqrt(
+            len(self._late_share_pairs)
+        )
 
-    def _is_used(self, signals: Signals) -> bool:
+    def _is_rate_reached(self, signals: Signals) -> bool:
         # A rate that is not reached says nothing about a higher one.
-        return signals.spent_s > 0 and signals.done_bytes >= USED_MIN * self.rate * signals.spent_s
+        return (
+            signals.spent_s > 0
+            and signals.done_bytes >= USED_RATE_SHARE_MIN * self.rate * signals.spent_s
+        )
 
 
-def p99(round_trips: Sequence[float]) -> float:
+def p99(round_trips_s: Sequence[float]) -> float:
     """Return the 99th percentile (nearest rank), inf of an empty sequence."""
-    ordered = sorted(round_trips)
-    return ordered[math.ceil(QUANTILE * len(ordered)) - 1] if ordered else math.inf
+    sorted_round_trips_s = sorted(round_trips_s)
+    return (
+        sorted_round_trips_s[math.ceil(QUANTILE * len(sorted_round_trips_s)) - 1]
+        if sorted_round_trips_s
+        else math.inf
+    )
 
 
 class IdlePriority:
@@ -419,26 +464,28 @@ class IdlePriority:
     """
 
     def __init__(self) -> None:
-        self._thread: int | None = None
+        self._idle_thread_id: int | None = None
 
-    def __call__(self, on: bool) -> bool:
+    def __call__(self, is_on: bool) -> bool:
         """Enter or leave the idle class for the calling thread; return whether it is in the class now."""
-        if not on:
-            thread, self._thread = self._thread, None
-            if thread is not None:
-                _set_scheduling(thread, idle=False)
+        if not is_on:
+            thread_id, self._idle_thread_id = self._idle_thread_id, None
+            if thread_id is not None:
+                _set_scheduling(thread_id, idle=False)
             return False
-        if self._thread is None and _can_leave_idle_class():
-            thread = threading.get_native_id()
-            self._thread = thread if _set_scheduling(thread, idle=True) else None
-        return self._thread is not None
+        if self._idle_thread_id is None and _can_leave_idle_class():
+            thread_id = threading.get_native_id()
+            self._idle_thread_id = thread_id if _set_scheduling(thread_id, idle=True) else None
+        return self._idle_thread_id is not None
 
 
-def _set_scheduling(thread: int, *, idle: bool) -> bool:
+def _set_scheduling(thread_id: int, *, idle: bool) -> bool:
     if not hasattr(os, "SCHED_IDLE"):
         return False
     try:
-        os.sched_setscheduler(thread, os.SCHED_IDLE if idle else os.SCHED_OTHER, os.sched_param(0))
+        os.sched_setscheduler(
+            thread_id, os.SCHED_IDLE if idle else os.SCHED_OTHER, os.sched_param(0)
+        )
     except OSError:  # not permitted, or the thread has ended
         return False
     return True
@@ -448,13 +495,13 @@ def _can_leave_idle_class() -> bool:
     """True if a thread can enter the idle class and leave it, tried on a thread of its own."""
     trial_results: list[bool] = []
 
-    def there_and_back() -> None:
+    def try_idle_class() -> None:
         thread = threading.get_native_id()
         trial_results.append(
             _set_scheduling(thread, idle=True) and _set_scheduling(thread, idle=False)
         )
 
-    trial = threading.Thread(target=there_and_back, name="larder-give-way")
-    trial.start()
-    trial.join()
+    trial_thread = threading.Thread(target=try_idle_class, name="larder-give-way")
+    trial_thread.start()
+    trial_thread.join()
     return trial_results[0]

@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 MIB: Final = 1 << 20
 
-REDIS_USED_MAX = GateThresholds().redis_headroom
+REDIS_USED_SHARE_MAX = GateThresholds().redis_headroom
 """Share of `maxmemory` that may be in use after a load, independent of the gate's setting."""
 
 OVERLAY_EXTRA_BYTES = 256
@@ -47,93 +47,91 @@ class ArmRoom:
     largest_bytes: int
     mapped_bytes: int
 
-    def growth_bytes(self, generations: int) -> int:
+    def growth_bytes(self, generation_count: int) -> int:
         """Return the bytes by which its pages grow if so many generations of its largest size coexist."""
-        return max(0, generations * self.largest_bytes - self.size_bytes)
+        return max(0, generation_count * self.largest_bytes - self.size_bytes)
 
     def __str__(self) -> str:
         return f"{', '.join(self.arms)} ({self.namespace}): {self.pages:,} pages, {self.size_bytes:,} bytes"
 
 
-def sum_mapped_bytes(arms: Iterable[ArmRoom], generations: int) -> int:
+def sum_mapped_bytes(arm_rooms: Iterable[ArmRoom], generation_count: int) -> int:
     """Return the bytes that readers map for the arms if so many generations of each coexist on a host."""
-    return sum(generations * arm.mapped_bytes for arm in arms)
+    return sum(generation_count * arm_room.mapped_bytes for arm_room in arm_rooms)
 
 
-def demand_redis(
+def demand_redis_room(
     control: Control, generation: str, size_bytes: int, *, pages_bytes: int, record_bytes: int
 ) -> None:
     """Raise Refused unless Redis' `maxmemory` has room for these bytes; in a cluster, each node for its share."""
     share_by_node = compute_keyspace_shares(control.client)
-    for name, server in primary_clients(control.client).items():
-        info: Any = server.info("memory")
-        limit = info_number(info, "maxmemory", 0)
-        if not limit:
+    for node_name, node_client in primary_clients(control.client).items():
+        info: Any = node_client.info("memory")
+        maxmemory_bytes = info_number(info, "maxmemory", 0)
+        if not maxmemory_bytes:
             continue
-        more = round(size_bytes * share_by_node[name])
-        used = unevictable_bytes(
+        needed_bytes = round(size_bytes * share_by_node[node_name])
+        used_bytes = unevictable_bytes(
             control,
-            server,
-            pages_bytes=pages_bytes * share_by_node[name],
+            node_client,
+            pages_bytes=pages_bytes * share_by_node[node_name],
             record_bytes=record_bytes,
         )
-        if used + more > REDIS_USED_MAX * limit:
-            where = "" if name == "primary" else f" on {name}"
+        if used_bytes + needed_bytes > REDIS_USED_SHARE_MAX * maxmemory_bytes:
+            node_text = "" if node_name == "primary" else f" on {node_name}"
             raise Refused(
-                f"loading {generation} needs {more:,} bytes{where} beside {used:,} in use, more than "
-                f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}, after what nobody needs was swept: raise it, or "
-                "unpin generations and end a canary (`larder status` lists them)",
+                f"loading {generation} needs {needed_bytes:,} bytes{node_text} beside {used_bytes:,} in use, more than " f"{REDIS_USED_SHARE_MAX:.0%} of Redis' maxmemory {maxmemory_bytes:,}, after what nobody needs " "was swept: raise it, or " "unpin generations and end a canary (`larder status` lists them)",
                 rule=REDIS_HEADROOM_RULE,
-                value=used + more,
-                threshold=int(REDIS_USED_MAX * limit),
+                value=used_bytes + needed_bytes,
+                threshold=int(REDIS_USED_SHARE_MAX * maxmemory_bytes),
             )
 
 
 def unevictable_bytes(
-    control: Control, server: "redis.Redis", *, pages_bytes: float, record_bytes: int
+    control: Control, node_client: "redis.Redis", *, pages_bytes: float, record_bytes: int
 ) -> int:
     """Return the memory of one server that no pressure frees: all but overlays, of any namespace.
 
     Redis does not say what its expiring keys take, so each is taken for one overlay of the largest record
     (`record_bytes`): other namespaces' pages stay in the sum. `pages_bytes` are known to stay in any case.
     """
-    info: Any = server.info("memory")
-    keyspace: Any = server.info("keyspace")
-    used = info_number(info, "used_memory")
+    info: Any = node_client.info("memory")
+    database_stats: Any = node_client.info("keyspace")
+    used_bytes = info_number(info, "used_memory")
     with refusing_unreadable("INFO", "counts of keys by database"):
-        expiring = sum(int(database["expires"]) for database in keyspace.values())
-    if not expiring or not control.check_policy().startswith("volatile-"):
-        return used
-    dataset = info_number(info, "used_memory_dataset", used)
-    overlays = expiring * (record_bytes + OVERLAY_EXTRA_BYTES)
-    return min(used, used - dataset + max(round(pages_bytes), dataset - overlays))
+        expiring_key_count = sum(int(database["expires"]) for database in database_stats.values())
+    if not expiring_key_count or not control.check_policy().startswith("volatile-"):
+        return used_bytes
+    dataset_bytes = info_number(info, "used_memory_dataset", used_bytes)
+    overlay_bytes = expiring_key_count * (record_bytes + OVERLAY_EXTRA_BYTES)
+    return min(used_bytes, used_bytes - dataset_bytes + max(round(pages_bytes), dataset_bytes - overlay_bytes))
 
 
-def held_bytes(store: ArtefactStore, control: Control, *, but: str | None = None) -> int:
-    """Return the payload of this namespace's generations, other than `but`, whose pages Redis may hold."""
-    total = 0
+def redis_page_bytes(store: ArtefactStore, control: Control, *, left_out_generation: str | None = None) -> int:
+    """Return the payload of this namespace's generations, but `left_out_generation`, whose pages Redis may hold."""
+    held_page_bytes = 0
     for generation, row in control.rows().items():
-        if generation != but and row.state is not GenerationState.RETIRED:
-            raw = store.read(generation_path(generation, "manifest.json"))
-            total += 0 if raw is None else total_bytes(Manifest.from_bytes(raw))
-    return total
+        if generation != left_out_generation and row.state is not GenerationState.RETIRED:
+            raw_manifest = store.read(generation_path(generation, "manifest.json"))
+            held_page_bytes += 0 if raw_manifest is None else total_bytes(Manifest.from_bytes(raw_manifest))
+    return held_page_bytes
 
 
-def demand_disk(folder: Path, size_bytes: int) -> None:
+def demand_disk_room(folder: Path, size_bytes: int) -> None:
     """Raise Refused unless the file system of `folder` has room for these bytes."""
     existing_folder = next(ancestor for ancestor in (folder, *folder.parents) if ancestor.exists())
-    free = shutil.disk_usage(existing_folder).free
-    if free < size_bytes:
+    free_bytes = shutil.disk_usage(existing_folder).free
+    if free_bytes < size_bytes:
         raise Refused(
-            f"{size_bytes:,} bytes are about to be written to {existing_folder}, which has {free:,} left; "
+            f"{size_bytes:,} bytes are about to be written to {existing_folder}, which has {free_bytes:,} left; "
             "free space, retire generations or move `artifacts`, then run the step again",
             rule=DISK_HEADROOM_RULE,
-            value=free,
+            value=free_bytes,
             threshold=size_bytes,
         )
 
 
-def writes_files(
+def convert_disk_errors(
     step: Callable[Concatenate[NightConfig, P], R],
 ) -> Callable[Concatenate[NightConfig, P], R]:
     """Wrap a step so that its writers, numpy's, Arrow's and FAISS' included, raise StoreError on a full disk."""
@@ -146,25 +144,25 @@ def writes_files(
     return run
 
 
-def floor_seconds(config: NightConfig, size_bytes: float) -> float:
+def seconds_at_floor_rate(config: NightConfig, size_bytes: float) -> float:
     """Return the longest time in seconds of moving these bytes under load: at `[governor] floor_mib_s`."""
     return size_bytes / (config.governor.floor_mib_s * MIB)
 
 
 def time_limit_remark(config: NightConfig, size_bytes: float) -> str | None:
     """Return a remark on the limits of `[dag]` that a load or its verification may exceed; None if none."""
-    seconds = floor_seconds(config, size_bytes)
-    limits = {
+    load_s_max = seconds_at_floor_rate(config, size_bytes)
+    limit_s_by_setting = {
         "load_timeout_s": config.dag.load_timeout_s,
         "verify_timeout_s": config.dag.verify_timeout_s,
     }
-    short = {name: limit for name, limit in limits.items() if seconds > limit}
-    if not short:
+    short_limit_s_by_setting = {setting_name: limit_s for setting_name, limit_s in limit_s_by_setting.items() if load_s_max > limit_s}
+    if not short_limit_s_by_setting:
         return None
-    allowed = " and ".join(f"{name} ({limit:,.0f} s)" for name, limit in short.items())
-    floor = size_bytes / (min(short.values()) * MIB)
+    limits_text = " and ".join(f"{setting_name} ({limit_s:,.0f} s)" for setting_name, limit_s in short_limit_s_by_setting.items())
+    floor_mib_s_min = size_bytes / (min(short_limit_s_by_setting.values()) * MIB)
     return (
-        f"beside busy readers {size_bytes / 1e9:,.1f} GB of pages take up to {seconds:,.0f} s, at floor_mib_s "
-        f"({config.governor.floor_mib_s:g} MiB/s), and Airflow ends a try after {allowed}: raise "
-        f"{' and '.join(short)} in [dag], or floor_mib_s in [governor] beyond {floor:,.3g}"
+        f"beside busy readers {size_bytes / 1e9:,.1f} GB of pages take up to {load_s_max:,.0f} s, at floor_mib_s "
+        f"({config.governor.floor_mib_s:g} MiB/s), and Airflow ends a try after {limits_text}: raise "
+        f"{' and '.join(short_limit_s_by_setting)} in [dag], or floor_mib_s in [governor] beyond {floor_mib_s_min:,.3g}"
     )

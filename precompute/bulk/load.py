@@ -19,14 +19,14 @@ from cache.l2.resp import checked_reply, refusing_unreadable
 from cache.l2.sync_clients import BulkConnections, group_keys_by_server
 from precompute.bulk.governor import Governor
 
-UNANSWERED_CHUNKS = 2
+UNANSWERED_CHUNKS_MAX = 2
 """Pages (or chunks of them) that may wait for their replies: Redis stays busy, memory is bounded."""
 
 BytesProgress = Callable[[int], None]
 """Callback with the bytes of pages loaded or read since its last call."""
 
-RETIRE_BATCH = 64
-NOTED_BYTES = 16 << 20
+UNLINK_BATCH_KEYS = 64
+PROGRESS_NOTE_BYTES = 16 << 20
 """Bytes loaded between two notes of progress: at most these, and the bytes in flight, are lost in a crash."""
 
 
@@ -62,14 +62,14 @@ class Part:
         """Value of the part's field once it is completely loaded."""
         return self.pages.sums.sha256.encode()
 
-    def size_of(self, page: int) -> int:
+    def size_of(self, page_number: int) -> int:
         """Return the bytes of the page with this number (from 0)."""
         part_bytes = self.pages.count * self.table.layout.size_bytes
-        return min(self.table.page_bytes, part_bytes - page * self.table.page_bytes)
+        return min(self.table.page_bytes, part_bytes - page_number * self.table.page_bytes)
 
-    def key(self, keys: Keyspace, generation: str, page: int) -> str:
+    def key(self, keys: Keyspace, generation: str, page_number: int) -> str:
         """Return the Redis key of the page with this number (from 0)."""
-        return keys.page(generation, self.table.name, self.pages.first_page + page)
+        return keys.page(generation, self.table.name, self.pages.first_page + page_number)
 
     def read_sums(self, root: Path) -> NDArray[np.uint64]:
         """Read uint64[pages], each page's checksum; raise CorruptArtefact if the file does not fit the manifest."""
@@ -84,17 +84,17 @@ class Part:
 def parts_of(manifest: Manifest) -> list[Part]:
     """Return all parts of all tables."""
     return [
-        Part(table, number)
+        Part(table, part_number)
         for table in manifest.stored_tables.values()
-        for number in range(len(table.parts))
+        for part_number in range(len(table.parts))
     ]
 
 
 def page_keys(keys: Keyspace, manifest: Manifest) -> Iterator[str]:
     """Yield every page key of a generation, from the manifest alone: no SCAN."""
     for table in manifest.stored_tables.values():
-        for page in range(table.pages):
-            yield keys.page(manifest.generation, table.name, page)
+        for page_number in range(table.pages):
+            yield keys.page(manifest.generation, table.name, page_number)
 
 
 def total_bytes(manifest: Manifest) -> int:
@@ -127,50 +127,50 @@ def load_part(
     if client.hget(loaded_key, part.name) == part.loaded_digest:
         return False
     client.hdel(loaded_key, part.read)
-    entry = part.pages
-    if not entry.count:
+    part_entry = part.pages
+    if not part_entry.count:
         client.hset(loaded_key, part.name, part.loaded_digest.decode())
         return True
-    loaded_count = loaded_pages(client, keys, manifest, part)
-    noted_at, unnoted = loaded_count, 0
+    loaded_count = count_loaded_pages(client, keys, manifest, part)
+    noted_count, unnoted_bytes = loaded_count, 0
     progress(sum(part.size_of(page) for page in range(loaded_count)))
 
-    def landed(pages: int, size_bytes: int) -> None:
-        nonlocal loaded_count, noted_at, unnoted
-        loaded_count, unnoted = loaded_count + pages, unnoted + size_bytes
+    def note_landed_pages(landed_count: int, size_bytes: int) -> None:
+        nonlocal loaded_count, noted_count, unnoted_bytes
+        loaded_count, unnoted_bytes = loaded_count + landed_count, unnoted_bytes + size_bytes
         progress(size_bytes)
-        if unnoted >= NOTED_BYTES and loaded_count > noted_at:
+        if unnoted_bytes >= PROGRESS_NOTE_BYTES and loaded_count > noted_count:
             client.hset(loaded_key, part.progress, f"{part.loaded_digest.decode()} {loaded_count}")
-            noted_at, unnoted = loaded_count, 0
+            noted_count, unnoted_bytes = loaded_count, 0
 
     with (
-        (root / entry.file.path).open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+        (root / part_entry.file.path).open("rb") as pages_file,
+        mmap.mmap(pages_file.fileno(), 0, access=mmap.ACCESS_READ) as mapped_pages,
     ):
-        if len(pages) != entry.count * part.table.layout.size_bytes:
+        if len(mapped_pages) != part_entry.count * part.table.layout.size_bytes:
             raise CorruptArtefact(
-                f"{entry.file.path} has {len(pages)} bytes for {entry.count} records"
+                f"{part_entry.file.path} has {len(mapped_pages)} bytes for {part_entry.count} records"
             )
-        names = [part.key(keys, manifest.generation, page).encode() for page in range(entry.pages)]
+        key_names = [part.key(keys, manifest.generation, page).encode() for page in range(part_entry.pages)]
         with (
-            memoryview(pages) as view,
-            PageStream(client, governor, chunk_bytes=chunk_bytes, landed=landed) as stream,
+            memoryview(mapped_pages) as pages_view,
+            PageStream(client, governor, chunk_bytes=chunk_bytes, note_landed_pages=note_landed_pages) as page_stream,
         ):
-            stream.send(names, view, loaded_count, part.table.page_bytes)
+            page_stream.send(key_names, pages_view, loaded_count, part.table.page_bytes)
     mark_loaded(client, loaded_key, part)
     return True
 
 
-def mark_loaded(client: "redis.Redis", noted: str, part: Part) -> None:
+def mark_loaded(client: "redis.Redis", loaded_key: str, part: Part) -> None:
     """Mark a part loaded in place of the note of its progress."""
     with client.pipeline(transaction=True) as pipeline:
-        pipeline.hset(noted, part.name, part.loaded_digest.decode())
-        pipeline.hdel(noted, part.progress)
+        pipeline.hset(loaded_key, part.name, part.loaded_digest.decode())
+        pipeline.hdel(loaded_key, part.progress)
         with refusing_unreadable("EXEC", "a list of replies"):
             pipeline.execute()
 
 
-def loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:
+def count_loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:
     """Return the number of an unfinished part's first pages that are known to be in Redis."""
     progress_note = client.hget(keys.loaded(manifest.generation), part.progress)
     if not isinstance(progress_note, bytes):
@@ -191,26 +191,26 @@ def unlink_pages(
     Redis frees a string at once, however big, so with readers around the pages go one at a time, each at the
     price of a piece: about as long does it take Redis.
     """
-    removed = 0
-    batch: list[str] = []
+    removed_key_count = 0
+    key_batch: list[str] = []
     for part in parts_of(manifest):
-        for page in range(part.pages.pages):
-            batch.append(part.key(keys, manifest.generation, page))
-            piece = None if governor is None else governor.piece_bytes
+        for page_number in range(part.pages.pages):
+            key_batch.append(part.key(keys, manifest.generation, page_number))
+            piece_bytes = None if governor is None else governor.piece_bytes
             if governor is not None:
-                size = part.size_of(page)
-                governor.pace(size if piece is None else min(size, piece))
-            if piece is not None or len(batch) == RETIRE_BATCH:
-                removed += int(client.unlink(*batch))
-                batch.clear()
-    removed += int(client.unlink(*batch, keys.loaded(manifest.generation)))
-    return removed
+                page_size_bytes = part.size_of(page_number)
+                governor.pace(page_size_bytes if piece_bytes is None else min(page_size_bytes, piece_bytes))
+            if piece_bytes is not None or len(key_batch) == UNLINK_BATCH_KEYS:
+                removed_key_count += int(client.unlink(*key_batch))
+                key_batch.clear()
+    removed_key_count += int(client.unlink(*key_batch, keys.loaded(manifest.generation)))
+    return removed_key_count
 
 
-class _Chunk(NamedTuple):
+class _SentChunk(NamedTuple):
     """Pages that were sent and wait for their replies, by connection."""
 
-    pages_by_connection: list[tuple[Any, list[int]]]
+    page_numbers_by_connection: list[tuple[Any, list[int]]]
     pages: int
     size_bytes: int
 
@@ -224,92 +224,92 @@ class PageStream(BulkConnections):
         governor: Governor | None,
         *,
         chunk_bytes: int,
-        landed: Callable[[int, int], None],
+        note_landed_pages: Callable[[int, int], None],
     ) -> None:
         super().__init__()
         self._client, self._governor, self._chunk_bytes = client, governor, chunk_bytes
-        self._landed = landed
-        self._waiting: deque[_Chunk] = deque()
+        self._note_landed_pages = note_landed_pages
+        self._unanswered_chunks: deque[_SentChunk] = deque()
 
-    def send(self, names: list[bytes], pages: memoryview, first: int, size: int) -> None:
-        """Send the pages from number `first` on; page n is `pages[n * size:]`, the last one may be shorter."""
+    def send(self, key_names: list[bytes], all_pages: memoryview, first_page_number: int, page_size_bytes: int) -> None:
+        """Send pages from `first_page_number` on; n is `all_pages[n * page_size_bytes:]`, the last may be shorter."""
 
-        def resend_page(page: int) -> None:
-            with pages[page * size : (page + 1) * size] as resent_page:
-                self._client.set(names[page], resent_page)
+        def resend_page(page_number: int) -> None:
+            with all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes] as resent_page:
+                self._client.set(key_names[page_number], resent_page)
 
-        page = first
-        while page < len(names):
-            piece = None if self._governor is None else self._governor.piece_bytes
-            if self._governor is None or piece is None:
-                page += self._send_whole(names, pages, page, size)
+        page_number = first_page_number
+        while page_number < len(key_names):
+            piece_bytes = None if self._governor is None else self._governor.piece_bytes
+            if self._governor is None or piece_bytes is None:
+                page_number += self._send_whole(key_names, all_pages, page_number, page_size_bytes)
             else:
-                with pages[page * size : (page + 1) * size] as page_view:
-                    self._send_paced(self._governor, names[page], page, page_view, piece)
-                page += 1
-            if len(self._waiting) >= UNANSWERED_CHUNKS:
+                with all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes] as page_view:
+                    self._send_paced(self._governor, key_names[page_number], page_number, page_view, piece_bytes)
+                page_number += 1
+            if len(self._unanswered_chunks) >= UNANSWERED_CHUNKS_MAX:
                 self._await_chunk(resend_page)
-        while self._waiting:
+        while self._unanswered_chunks:
             self._await_chunk(resend_page)
 
-    def _send_whole(self, names: list[bytes], pages: memoryview, page: int, size: int) -> int:
+    def _send_whole(self, key_names: list[bytes], all_pages: memoryview, first_page_number: int, page_size_bytes: int) -> int:
         """Send a chunk of `SET`s directly from the mapped pages: packing would copy each of them twice."""
-        chunk = names[page : page + max(1, self._chunk_bytes // size)]
-        with ExitStack() as views:  # an error must not leave the mapped file in use
-            values = [
-                views.enter_context(pages[page_number * size : (page_number + 1) * size])
-                for page_number in range(page, page + len(chunk))
+        chunk_keys = key_names[first_page_number : first_page_number + max(1, self._chunk_bytes // page_size_bytes)]
+        with ExitStack() as view_stack:  # an error must not leave the mapped file in use
+            page_views = [
+                view_stack.enter_context(all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes])
+                for page_number in range(first_page_number, first_page_number + len(chunk_keys))
             ]
-            sent_bytes = sum(len(value) for value in values)
+            sent_bytes = sum(len(page_view) for page_view in page_views)
             if self._governor is not None:
                 self._governor.pace(sent_bytes)
             sent_pages = []
-            for server, positions in group_keys_by_server(self._client, chunk):
-                packed: list[bytes | memoryview] = []
+            for server, positions in group_keys_by_server(self._client, chunk_keys):
+                command_parts: list[bytes | memoryview] = []
                 for position in positions:
-                    value = values[position]
-                    packed += (_head_of_set(chunk[position], len(value)), value, b"\r\n")
+                    page_view = page_views[position]
+                    command_parts += (_set_command_head(chunk_keys[position], len(page_view)), page_view, b"\r\n")
                 connection = self.connection_to(server)
-                connection.send_packed_command(packed, check_health=False)
-                sent_pages.append((connection, [page + position for position in positions]))
-        self._track_chunk(_Chunk(sent_pages, len(chunk), sent_bytes))
-        return len(chunk)
+                connection.send_packed_command(command_parts, check_health=False)
+                sent_pages.append((connection, [first_page_number + position for position in positions]))
+        self._track_chunk(_SentChunk(sent_pages, len(chunk_keys), sent_bytes))
+        return len(chunk_keys)
 
     def _send_paced(
-        self, governor: Governor, name: bytes, number: int, page: memoryview, piece: int
+        self, governor: Governor, page_key: bytes, page_number: int, page_view: memoryview, piece_bytes: int
     ) -> None:
         """Send a page as one `SET` in paced pieces.
 
         Redis takes in what has come, serves others, and keeps the finished buffer as the value: it neither waits for
         the rest nor copies it. A `SETRANGE` per piece costs a round trip each, and zeroes the whole value first.
         """
-        size = len(page)
-        ((server, _),) = group_keys_by_server(self._client, [name])
+        page_size_bytes = len(page_view)
+        ((server, _),) = group_keys_by_server(self._client, [page_key])
         connection = self.connection_to(server)
-        for at in range(0, size, piece):
-            with page[at : at + piece] as value:
-                governor.pace(len(value))
-                head = _head_of_set(name, size) if at == 0 else b""
-                end = b"\r\n" if at + piece >= size else b""
+        for piece_start in range(0, page_size_bytes, piece_bytes):
+            with page_view[piece_start : piece_start + piece_bytes] as piece_view:
+                governor.pace(len(piece_view))
+                command_head = _set_command_head(page_key, page_size_bytes) if piece_start == 0 else b""
+                command_end = b"\r\n" if piece_start + piece_bytes >= page_size_bytes else b""
                 # One buffer, one packet: at this size a copy costs less than three system calls.
-                packet = b"".join((head, value, end))
+                packet = b"".join((command_head, piece_view, command_end))
             connection.send_packed_command([packet], check_health=False)
-        self._track_chunk(_Chunk([(connection, [number])], 1, size))
+        self._track_chunk(_SentChunk([(connection, [page_number])], 1, page_size_bytes))
 
-    def _track_chunk(self, chunk: _Chunk) -> None:
-        self._waiting.append(chunk)
+    def _track_chunk(self, chunk: _SentChunk) -> None:
+        self._unanswered_chunks.append(chunk)
 
     def _await_chunk(self, resend_page: Callable[[int], None]) -> None:
         """Wait for every reply to the oldest chunk; send a redirected page again."""
-        chunk = self._waiting.popleft()
-        for connection, pages in chunk.pages_by_connection:
-            for page in pages:
+        chunk = self._unanswered_chunks.popleft()
+        for connection, page_numbers in chunk.page_numbers_by_connection:
+            for page_number in page_numbers:
                 try:
                     checked_reply("SET", connection.read_response())
                 except redis.exceptions.AskError:  # MOVED is one, too
-                    resend_page(page)
-        self._landed(chunk.pages, chunk.size_bytes)
+                    resend_page(page_number)
+        self._note_landed_pages(chunk.pages, chunk.size_bytes)
 
 
-def _head_of_set(name: bytes, size: int) -> bytes:
-    return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
+def _set_command_head(page_key: bytes, value_size_bytes: int) -> bytes:
+    return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(page_key), page_key, value_size_bytes)

@@ -17,10 +17,10 @@ from cache.l2.sync_clients import BulkConnections, group_keys_by_server
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import BytesProgress, Part
 
-UNANSWERED_PIECES = 8
+UNANSWERED_PIECES_MAX = 8
 """Pieces that may wait for their replies: without, the rate ends at a piece per round trip (16 KiB at 2 ms: 8 MB/s)."""
 
-LENGTHS_AT_ONCE = 500
+LENGTHS_PER_ROUND_TRIP = 500
 
 
 class PageDigest(NamedTuple):
@@ -50,7 +50,7 @@ def verify_part(
 
     A bad page takes its part's `loaded` mark along, so that the next `load` sends the part again.
     """
-    damaged_pages = bad_pages(
+    damaged_pages = find_bad_pages(
         client, keys, manifest, root, part,
         chunk_bytes=chunk_bytes, progress=progress, governor=governor,
     )  # fmt: skip
@@ -58,12 +58,12 @@ def verify_part(
         damaged_page = next(damaged_pages, None)
     if damaged_page is not None:
         client.hdel(keys.loaded(manifest.generation), part.name, part.progress)
-        name = part.key(keys, manifest.generation, damaged_page[0])
-        raise BadPage(f"page {name} {damaged_page[1]}; run load again", page=name)
+        page_key = part.key(keys, manifest.generation, damaged_page[0])
+        raise BadPage(f"page {page_key} {damaged_page[1]}; run load again", page=page_key)
     return part.pages.pages
 
 
-def bad_pages(
+def find_bad_pages(
     client: "redis.Redis",
     keys: Keyspace,
     manifest: Manifest,
@@ -75,14 +75,14 @@ def bad_pages(
     governor: Governor | None = None,
 ) -> Generator[tuple[int, str]]:
     """(number within the part, complaint) of each page that is not as its checksum says."""
-    sums = part.read_sums(root)
-    pages = _read_pages(client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
-    with closing(pages):
-        for page, digest, size_bytes in pages:
+    checksums = part.read_sums(root)
+    page_digests = _read_pages(client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
+    with closing(page_digests):
+        for page_number, digest, size_bytes in page_digests:
             if digest is None:
-                yield page, "is not in Redis"
-            elif digest != int(sums[page]):
-                yield page, "differs from its checksum"
+                yield page_number, "is not in Redis"
+            elif digest != int(checksums[page_number]):
+                yield page_number, "differs from its checksum"
             progress(size_bytes)
 
 
@@ -96,70 +96,70 @@ def _read_pages(
     governor: Governor | None,
 ) -> Generator[PageDigest]:
     """Every page of a part: in pieces while there are readers, some pages at once else."""
-    names = [part.key(keys, manifest.generation, page).encode() for page in range(part.pages.pages)]
-    at_once, page = max(1, chunk_bytes // part.table.page_bytes), 0
-    while page < len(names):
+    key_names = [part.key(keys, manifest.generation, page_number).encode() for page_number in range(part.pages.pages)]
+    pages_per_chunk, page_number = max(1, chunk_bytes // part.table.page_bytes), 0
+    while page_number < len(key_names):
         if governor is not None and governor.piece_bytes is not None:
             with PieceReader(client, governor) as reader:
-                while page < len(names) and (piece := governor.piece_bytes) is not None:
-                    yield from reader.request_page(page, names[page], part.size_of(page), piece)
-                    page += 1
+                while page_number < len(key_names) and (piece_bytes := governor.piece_bytes) is not None:
+                    yield from reader.request_page(page_number, key_names[page_number], part.size_of(page_number), piece_bytes)
+                    page_number += 1
                 yield from reader.read_remaining()
         else:
-            chunk = names[page : page + at_once]
+            chunk_keys = key_names[page_number : page_number + pages_per_chunk]
             if governor is not None:
-                governor.pace(len(chunk) * part.table.page_bytes)
-                governor.own_reads(len(chunk))
-            for number, value in enumerate(_values(client, chunk), page):
-                digest = None if value is None else xxhash.xxh3_64_intdigest(value)
-                yield PageDigest(number, digest, len(value or b""))
-            page += len(chunk)
+                governor.pace(len(chunk_keys) * part.table.page_bytes)
+                governor.own_reads(len(chunk_keys))
+            for read_page_number, page_bytes in enumerate(_fetch_values(client, chunk_keys), page_number):
+                digest = None if page_bytes is None else xxhash.xxh3_64_intdigest(page_bytes)
+                yield PageDigest(read_page_number, digest, len(page_bytes or b""))
+            page_number += len(chunk_keys)
 
 
-def _values(client: "redis.Redis", names: list[bytes]) -> list[bytes | None]:
+def _fetch_values(client: "redis.Redis", key_names: list[bytes]) -> list[bytes | None]:
     with client.pipeline(transaction=False) as pipeline:
-        for name in names:
-            pipeline.get(name)
-        values: list[bytes | None] = pipeline.execute()
-    return values
+        for key_name in key_names:
+            pipeline.get(key_name)
+        page_values: list[bytes | None] = pipeline.execute()
+    return page_values
 
 
-def lengths(
+def read_page_lengths(
     client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part
 ) -> Iterator[tuple[int, int]]:
     """(number within the part, bytes in Redis) of every page; 0 for one that is not there."""
-    for first in range(0, part.pages.pages, LENGTHS_AT_ONCE):
-        numbers = range(first, min(first + LENGTHS_AT_ONCE, part.pages.pages))
-        names = [
-            part.key(keys, manifest.generation, page_number).encode() for page_number in numbers
+    for first_page_number in range(0, part.pages.pages, LENGTHS_PER_ROUND_TRIP):
+        page_numbers = range(first_page_number, min(first_page_number + LENGTHS_PER_ROUND_TRIP, part.pages.pages))
+        key_names = [
+            part.key(keys, manifest.generation, page_number).encode() for page_number in page_numbers
         ]
-        yield from zip(numbers, sizes(client, names), strict=True)
+        yield from zip(page_numbers, value_sizes(client, key_names), strict=True)
 
 
-def sizes(client: "redis.Redis", names: Sequence[bytes]) -> list[int]:
+def value_sizes(client: "redis.Redis", key_names: Sequence[bytes]) -> list[int]:
     """Bytes of each of these values, 0 for one that is not there; one round trip to each server."""
-    sizes_bytes = [0] * len(names)
-    for server, positions in group_keys_by_server(client, names):
-        strlens = _strlens(client, server, [names[position] for position in positions])
+    sizes_bytes = [0] * len(key_names)
+    for server, positions in group_keys_by_server(client, key_names):
+        strlens = _strlens(client, server, [key_names[position] for position in positions])
         for position, size_bytes in zip(positions, strlens, strict=True):
             sizes_bytes[position] = size_bytes
     return sizes_bytes
 
 
-def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -> list[int]:
+def _strlens(client: "redis.Redis", server: "redis.Redis", key_names: list[bytes]) -> list[int]:
     """Return the bytes of each value, by one packet: redis-py's pipeline would take seconds for a large generation."""
-    packed = b"".join(b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names)
+    packed_commands = b"".join(b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(key_name), key_name) for key_name in key_names)
     with BulkConnections() as connections:
         connection = connections.connection_to(server)
-        connection.send_packed_command([packed], check_health=False)
-        replies = [_reply(connection) for _ in names]
+        connection.send_packed_command([packed_commands], check_health=False)
+        replies = [_length_reply(connection) for _ in key_names]
     return [
-        int(cast(Any, client.strlen(name))) if reply is None else reply
-        for name, reply in zip(names, replies, strict=True)
+        int(cast(Any, client.strlen(key_name))) if length_or_redirect is None else length_or_redirect
+        for key_name, length_or_redirect in zip(key_names, replies, strict=True)
     ]
 
 
-def _reply(connection: Any) -> int | None:
+def _length_reply(connection: Any) -> int | None:
     """Reads an integer reply, None where another node of the cluster has to be asked."""
     try:
         return int(checked_reply("STRLEN", connection.read_response()))
@@ -182,49 +182,49 @@ class PieceReader(BulkConnections):
     def __init__(self, client: "redis.Redis", governor: Governor) -> None:
         super().__init__()
         self._client, self._governor = client, governor
-        self._waiting: deque[_PieceRequest] = deque()
-        self._digest, self._size_bytes = xxhash.xxh3_64(), 0
+        self._unanswered_requests: deque[_PieceRequest] = deque()
+        self._page_hasher, self._page_size_bytes = xxhash.xxh3_64(), 0
 
     def request_page(
-        self, page: int, name: bytes, size_bytes: int, piece: int
+        self, page_number: int, page_key: bytes, size_bytes: int, piece_bytes: int
     ) -> Iterator[PageDigest]:
         """Request a page of `size_bytes`; yield pages that came back meanwhile."""
-        ((server, _),) = group_keys_by_server(self._client, [name])
+        ((server, _),) = group_keys_by_server(self._client, [page_key])
         connection = self.connection_to(server)
-        for start in range(0, size_bytes, piece):
-            is_last = start + piece >= size_bytes
+        for piece_start in range(0, size_bytes, piece_bytes):
+            is_last = piece_start + piece_bytes >= size_bytes
             # One byte too many of the last piece: a page that is longer than it should be is seen by it.
-            end = size_bytes if is_last else start + piece - 1
-            self._governor.pace(min(piece, size_bytes - start))
+            piece_end = size_bytes if is_last else piece_start + piece_bytes - 1
+            self._governor.pace(min(piece_bytes, size_bytes - piece_start))
             self._governor.own_reads(1)
-            connection.send_packed_command([_getrange(name, start, end)], check_health=False)
-            self._waiting.append(_PieceRequest(connection, page, name, start, end, is_last))
-            if len(self._waiting) > UNANSWERED_PIECES:
+            connection.send_packed_command([_getrange_command(page_key, piece_start, piece_end)], check_health=False)
+            self._unanswered_requests.append(_PieceRequest(connection, page_number, page_key, piece_start, piece_end, is_last))
+            if len(self._unanswered_requests) > UNANSWERED_PIECES_MAX:
                 yield from self._receive_piece()
 
     def read_remaining(self) -> Iterator[PageDigest]:
         """Yield the requested pages that have not come back yet."""
-        while self._waiting:
+        while self._unanswered_requests:
             yield from self._receive_piece()
 
     def _receive_piece(self) -> Iterator[PageDigest]:
-        piece_request = self._waiting.popleft()
+        piece_request = self._unanswered_requests.popleft()
         try:
-            value: Any = checked_reply("GETRANGE", piece_request.connection.read_response())
+            piece: Any = checked_reply("GETRANGE", piece_request.connection.read_response())
         except redis.exceptions.AskError:  # MOVED is one, too
-            value = self._client.getrange(
+            piece = self._client.getrange(
                 piece_request.name.decode(), piece_request.start, piece_request.end
             )
-        self._digest.update(value)
-        self._size_bytes += len(value)
+        self._page_hasher.update(piece)
+        self._page_size_bytes += len(piece)
         if piece_request.ends_page:
-            digest, size_bytes = self._digest.intdigest(), self._size_bytes
-            self._digest, self._size_bytes = xxhash.xxh3_64(), 0
+            digest, size_bytes = self._page_hasher.intdigest(), self._page_size_bytes
+            self._page_hasher, self._page_size_bytes = xxhash.xxh3_64(), 0
             yield PageDigest(piece_request.page, digest if size_bytes else None, size_bytes)
 
 
-def _getrange(name: bytes, start: int, end: int) -> bytes:
-    first, last = b"%d" % start, b"%d" % end
+def _getrange_command(page_key: bytes, first_index: int, last_index: int) -> bytes:
+    first_text, last_text = b"%d" % first_index, b"%d" % last_index
     return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-        len(name), name, len(first), first, len(last), last,
+        len(page_key), page_key, len(first_text), first_text, len(last_text), last_text,
     )  # fmt: skip

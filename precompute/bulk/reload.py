@@ -15,11 +15,11 @@ from cache.format.manifest import Artefact, Manifest
 from cache.store.artefacts import ArtefactStore, check_file, generation_path, read_manifest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import BytesProgress, Part, load_part, parts_of, total_bytes
-from precompute.bulk.readback import bad_pages, lengths, sizes, verify_part
+from precompute.bulk.readback import (find_bad_pages, read_page_lengths, value_sizes, verify_part)
 
 CHUNK_BYTES = 1 << 20
 REPAIR_BYTES = 32 * 1024
-PAGES_PROBED = 500
+PROBED_PAGES_MAX = 500
 """Pages that a roll back checks before it moves the pointer."""
 
 
@@ -38,10 +38,10 @@ def reload(
     """
     manifest = read_manifest(store, generation)
     for part in parts_of(manifest):
-        if is_marked(control, manifest, part):
+        if is_marked_loaded(control, manifest, part):
             _repair_part(control, store, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
         else:
-            _stream(
+            _stream_part(
                 control, store, manifest, part,
                 chunk_bytes=chunk_bytes, progress=progress, governor=governor,
             )  # fmt: skip
@@ -59,54 +59,54 @@ def load_missing(
     """Stream the parts that lack their mark, a page or a page's length; return their number.
 
     Reads no page, so it takes one short command per page; pages in Redis were verified before. Urgent, it checks
-    `PAGES_PROBED` of them however large the generation, and all pages only if one of these is gone.
+    `PROBED_PAGES_MAX` of them however large the generation, and all pages only if one of these is gone.
     """
-    manifest, streamed = read_manifest(store, generation), 0
-    is_sound = is_urgent and _is_sample_there(control, manifest)
-    for part in _missing(control, manifest, are_whole=is_sound):
-        _stream(control, store, manifest, part, governor=governor)
-        streamed += 1
-    return streamed
+    manifest, streamed_part_count = read_manifest(store, generation), 0
+    is_sound = is_urgent and _has_sampled_pages(control, manifest)
+    for part in _incomplete_parts(control, manifest, are_marked_whole=is_sound):
+        _stream_part(control, store, manifest, part, governor=governor)
+        streamed_part_count += 1
+    return streamed_part_count
 
 
 def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
     """True if Redis lacks a mark, a page or part of a page of a generation; reads no page."""
-    return any(_missing(control, read_manifest(store, generation)))
+    return any(_incomplete_parts(control, read_manifest(store, generation)))
 
 
-def _missing(control: Control, manifest: Manifest, *, are_whole: bool = False) -> Iterator[Part]:
-    """Yield parts without their mark or, unless marked parts `are_whole`, without a page of its length."""
+def _incomplete_parts(control: Control, manifest: Manifest, *, are_marked_whole: bool = False) -> Iterator[Part]:
+    """Yield parts without their mark or, unless marked parts `are_marked_whole`, without a page of its length."""
     mark_by_part_name: Any = control.client.hgetall(control.keyspace.loaded(manifest.generation))
     for part in parts_of(manifest):
-        page_lengths = lengths(control.client, control.keyspace, manifest, part)
+        page_lengths = read_page_lengths(control.client, control.keyspace, manifest, part)
         if mark_by_part_name.get(part.name.encode()) != part.loaded_digest or not (
-            are_whole or all(size_bytes == part.size_of(page) for page, size_bytes in page_lengths)
+            are_marked_whole or all(size_bytes == part.size_of(page_number) for page_number, size_bytes in page_lengths)
         ):
             yield part
 
 
-def _is_sample_there(control: Control, manifest: Manifest) -> bool:
+def _has_sampled_pages(control: Control, manifest: Manifest) -> bool:
     """True if pages spread evenly over the generation have their length: a lost node takes its share of them."""
     parts = parts_of(manifest)
-    ends = np.cumsum([part.pages.pages for part in parts])
-    total = int(ends[-1]) if parts else 0
-    sample_positions = np.unique(np.linspace(0, max(0, total - 1), PAGES_PROBED).astype(np.int64))[
-        :total
+    part_ends = np.cumsum([part.pages.pages for part in parts])
+    page_count = int(part_ends[-1]) if parts else 0
+    sample_positions = np.unique(np.linspace(0, max(0, page_count - 1), PROBED_PAGES_MAX).astype(np.int64))[
+        :page_count
     ]
     sampled_pages = []
-    for position, number in zip(
-        sample_positions, np.searchsorted(ends, sample_positions, "right"), strict=True
+    for position, part_index in zip(
+        sample_positions, np.searchsorted(part_ends, sample_positions, "right"), strict=True
     ):
-        part = parts[number]
-        sampled_pages.append((part, int(position - ends[number]) + part.pages.pages))
-    names = [
+        part = parts[part_index]
+        sampled_pages.append((part, int(position - part_ends[part_index]) + part.pages.pages))
+    sampled_keys = [
         part.key(control.keyspace, manifest.generation, page).encode()
         for part, page in sampled_pages
     ]
-    return sizes(control.client, names) == [part.size_of(page) for part, page in sampled_pages]
+    return value_sizes(control.client, sampled_keys) == [part.size_of(page) for part, page in sampled_pages]
 
 
-def repair(
+def repair_pages(
     control: Control, store: ArtefactStore, generation: str, *, governor: Governor | None = None
 ) -> list[str]:
     """Read every page of a generation back and repair damaged ones, also while it is live; return the pages repaired.
@@ -114,13 +114,13 @@ def repair(
     A page of the right length is overwritten in pieces, any other at once: at no moment is a page shorter than it was,
     or missing though it was there.
     """
-    manifest, mended = read_manifest(store, generation), []
+    manifest, mended_keys = read_manifest(store, generation), []
     for part in parts_of(manifest):
-        mended += _repair_part(control, store, manifest, part, governor=governor)
-    return mended
+        mended_keys += _repair_part(control, store, manifest, part, governor=governor)
+    return mended_keys
 
 
-def damaged(
+def find_damaged_pages(
     control: Control, store: ArtefactStore, generation: str, *, governor: Governor | None = None
 ) -> list[str]:
     """Keys of the pages that are missing or not as the artefact store has them; every page is read."""
@@ -128,14 +128,14 @@ def damaged(
     damaged_keys = []
     for part in parts_of(manifest):
         _fetch(store, generation, part.pages.sums)
-        damaged_pages = bad_pages(
+        damaged_pages = find_bad_pages(
             control.client, control.keyspace, manifest, root, part, governor=governor
         )
         damaged_keys += [part.key(control.keyspace, generation, page) for page, _ in damaged_pages]
     return damaged_keys
 
 
-def is_marked(control: Control, manifest: Manifest, part: Part) -> bool:
+def is_marked_loaded(control: Control, manifest: Manifest, part: Part) -> bool:
     """True if the loader marked exactly this part as wholly loaded."""
     stored_mark = control.client.hget(control.keyspace.loaded(manifest.generation), part.name)
     return bool(stored_mark == part.loaded_digest)
@@ -153,10 +153,10 @@ def _repair_part(
     client, keys, generation = control.client, control.keyspace, manifest.generation
     _fetch(store, generation, part.pages.sums)
     root = store.local(generation_path(generation))
-    with _needing_files(store, manifest, part):
+    with _conflict_if_files_missing(store, manifest, part):
         damaged_pages = [
             page
-            for page, _ in bad_pages(
+            for page, _ in find_bad_pages(
                 client, keys, manifest, root, part, chunk_bytes=chunk_bytes, governor=governor
             )
         ]
@@ -167,28 +167,28 @@ def _repair_part(
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
             ):
                 for page in damaged_pages:
-                    start = page * part.table.page_bytes
-                    sound = pages[start : start + part.size_of(page)]
-                    _mend(client, part.key(keys, generation, page), sound, governor)
-    if not is_marked(control, manifest, part):
+                    page_start = page * part.table.page_bytes
+                    sound_page = pages[page_start : page_start + part.size_of(page)]
+                    _rewrite_page(client, part.key(keys, generation, page), sound_page, governor)
+    if not is_marked_loaded(control, manifest, part):
         client.hset(keys.loaded(generation), part.name, part.loaded_digest.decode())
     return [part.key(keys, generation, page) for page in damaged_pages]
 
 
-def _mend(client: "redis.Redis", name: str, sound: bytes, governor: Governor | None) -> None:
-    if client.strlen(name) != len(sound):
+def _rewrite_page(client: "redis.Redis", page_key: str, sound_page: bytes, governor: Governor | None) -> None:
+    if client.strlen(page_key) != len(sound_page):
         if governor is not None:
-            governor.pace(len(sound))
-        client.set(name, sound)
+            governor.pace(len(sound_page))
+        client.set(page_key, sound_page)
         return
-    piece = (governor.piece_bytes if governor is not None else None) or REPAIR_BYTES
-    for at in range(0, len(sound), piece):
+    piece_bytes = (governor.piece_bytes if governor is not None else None) or REPAIR_BYTES
+    for piece_start in range(0, len(sound_page), piece_bytes):
         if governor is not None:
-            governor.pace(min(piece, len(sound) - at))
-        client.setrange(name, at, sound[at : at + piece])
+            governor.pace(min(piece_bytes, len(sound_page) - piece_start))
+        client.setrange(page_key, piece_start, sound_page[piece_start : piece_start + piece_bytes])
 
 
-def _stream(
+def _stream_part(
     control: Control,
     store: ArtefactStore,
     manifest: Manifest,
@@ -203,7 +203,7 @@ def _stream(
     for artefact in (part.pages.sums, part.pages.file):
         _fetch(store, generation, artefact)
     client.hdel(keys.loaded(generation), part.name, part.progress)
-    with _needing_files(store, manifest, part):
+    with _conflict_if_files_missing(store, manifest, part):
         load_part(
             client, keys, manifest, root, part,
             chunk_bytes=chunk_bytes, progress=progress, governor=governor,
@@ -212,14 +212,14 @@ def _stream(
 
 
 @contextmanager
-def _needing_files(store: ArtefactStore, manifest: Manifest, part: Part) -> Iterator[None]:
+def _conflict_if_files_missing(store: ArtefactStore, manifest: Manifest, part: Part) -> Iterator[None]:
     """Raises Conflict for a file that is gone: a retire removes files, also while another program reads them."""
     try:
         yield
     except FileNotFoundError as error:
-        is_sums = str(error.filename).endswith(part.pages.sums.path)
-        missing = part.pages.sums if is_sums else part.pages.file
-        raise _missing_artefact_error(store, manifest.generation, missing) from error
+        is_sums_file = str(error.filename).endswith(part.pages.sums.path)
+        missing_artefact = part.pages.sums if is_sums_file else part.pages.file
+        raise _missing_artefact_error(store, manifest.generation, missing_artefact) from error
 
 
 def _missing_artefact_error(store: ArtefactStore, generation: str, artefact: Artefact) -> Conflict:

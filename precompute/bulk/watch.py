@@ -27,24 +27,24 @@ from cache.l2.sync_clients import (
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
-FIRST_LOOK_S = 0.1
+OBSERVE_INTERVAL_S = 0.5
+FIRST_OBSERVE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 1.0
-RETRY_S = 1.0
-UNASKED_S = 2.0
+RETRY_INTERVAL_S = 1.0
+UNASKED_S_MAX = 2.0
 """Seconds without a call after which probes end, because no work needs them."""
 
 ROUND_TRIPS_MAX = 4_096
-FOREIGN_READS_S = 20.0
+FOREIGN_READS_PER_S_MIN = 20.0
 """Reads per second by other clients that count as readers, even if no replica sends heartbeats."""
 
-PROBED_BYTES = 512
-PAGES_TRIED = 32
+PROBE_BYTES = 512
+PROBE_PAGES_TRIED = 32
 """Number of page keys among which one of each node of a cluster is searched."""
 
-_TROUBLE = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
+_REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
 REPLY_BYTES = 4096
-READS = ("cmdstat_get", "cmdstat_getrange", "cmdstat_mget")
+READ_COMMAND_STATS = ("cmdstat_get", "cmdstat_getrange", "cmdstat_mget")
 PING, PONG = b"*1\r\n$4\r\nPING\r\n", b"+PONG\r\n"
 
 
@@ -66,17 +66,17 @@ class Watcher:
 
     def __init__(self, control: Control, *, probe_ms: float) -> None:
         self._caller_control = control
-        self._own_control: Control | None = None
-        self._gap_s = probe_ms / 1000
+        self._watch_control: Control | None = None
+        self._probe_interval_s = probe_ms / 1000
         self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_MAX)
         self._observation: RedisObservation | None = None
-        self._own_work = self._own_probes = 0  # each written by one thread only
+        self._work_read_count = self._probe_count = 0  # each written by one thread only
         self._previous_counters: tuple[float, int, dict[str, float]] | None = None
-        self._stirring: list[Any] | None = None
-        self._is_stirred = True
+        self._stir_connections: list[Any] | None = None
+        self._can_stir = True
         self._asked_at = -math.inf
-        self._closing = threading.Event()
-        self._jitter = random.Random(
+        self._closing_event = threading.Event()
+        self._jitter_random = random.Random(
             0
         )  # evenly spaced probes could fall between evenly spaced pieces
         self._thread = threading.Thread(target=self._run, name="larder-watch", daemon=True)
@@ -93,36 +93,36 @@ class Watcher:
 
     def own_reads(self, count: int) -> None:
         """Count reads of our own, which observations do not take for a reader's."""
-        self._own_work += count
+        self._work_read_count += count
 
     def stir(self) -> None:
         """Ping each server over connections of the calling thread's own; after an error never again."""
-        if not self._is_stirred or self._own_control is None:
+        if not self._can_stir or self._watch_control is None:
             return
         try:
-            if self._stirring is None:
-                servers = primary_clients(self._own_control.client).values()
-                self._stirring = [server.connection_pool.get_connection() for server in servers]
-            for connection in self._stirring:
+            if self._stir_connections is None:
+                servers = primary_clients(self._watch_control.client).values()
+                self._stir_connections = [server.connection_pool.get_connection() for server in servers]
+            for connection in self._stir_connections:
                 connection._sock.sendall(PING)
-            for connection in self._stirring:
-                self._is_stirred &= bool(connection._sock.recv(len(PONG)))
-        except (*_TROUBLE, OSError):
-            self._is_stirred = False
+            for connection in self._stir_connections:
+                self._can_stir &= bool(connection._sock.recv(len(PONG)))
+        except (*_REDIS_ERRORS, OSError):
+            self._can_stir = False
 
     def close(self) -> None:
         """Stop the watching thread and close its connections; safe to repeat."""
-        self._is_stirred = False
-        self._closing.set()
+        self._can_stir = False
+        self._closing_event.set()
         self._thread.join(2 * PROBE_TIMEOUT_S)
-        if self._own_control is not None:
-            disconnect(self._own_control.client)
+        if self._watch_control is not None:
+            disconnect(self._watch_control.client)
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        while not self._closing_event.is_set():
             try:
                 self._watch()
-            except (*_TROUBLE, LarderError, OSError, ValueError) as error:
+            except (*_REDIS_ERRORS, LarderError, OSError, ValueError) as error:
                 log.debug("the watch over readers starts again: %s", error)
                 self._pause()
             except Exception as error:
@@ -131,103 +131,103 @@ class Watcher:
 
     def _pause(self) -> None:
         self._round_trips_s.append(math.inf)
-        self._closing.wait(RETRY_S)
+        self._closing_event.wait(RETRY_INTERVAL_S)
 
     def _watch(self) -> None:
-        probes: list[tuple[Any, bytes]] = []
+        connections_and_probes: list[tuple[Any, bytes]] = []
         observation_count = 0
-        due = time.perf_counter()
-        if self._own_control is None:
+        observe_at = time.perf_counter()
+        if self._watch_control is None:
             client = clone_client(
                 self._caller_control.client,
                 socket_timeout=PROBE_TIMEOUT_S,
                 socket_connect_timeout=PROBE_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
             )
-            self._own_control = Control(client, self._caller_control.keyspace)
+            self._watch_control = Control(client, self._caller_control.keyspace)
         with BulkConnections() as connections:
-            while not self._closing.is_set():
-                if time.perf_counter() >= due:
-                    self._observation = self._observe(self._own_control)
+            while not self._closing_event.is_set():
+                if time.perf_counter() >= observe_at:
+                    self._observation = self._observe(self._watch_control)
                     observation_count += 1
-                    due = time.perf_counter() + (FIRST_LOOK_S if observation_count == 1 else LOOK_S)
-                if time.perf_counter() - self._asked_at > UNASKED_S:
-                    self._closing.wait(max(0.0, min(0.01, due - time.perf_counter())))
+                    observe_at = time.perf_counter() + (FIRST_OBSERVE_INTERVAL_S if observation_count == 1 else OBSERVE_INTERVAL_S)
+                if time.perf_counter() - self._asked_at > UNASKED_S_MAX:
+                    self._closing_event.wait(max(0.0, min(0.01, observe_at - time.perf_counter())))
                     continue
-                if not probes:
-                    probes = list(self._probes(self._own_control, connections))
+                if not connections_and_probes:
+                    connections_and_probes = list(self._open_probes(self._watch_control, connections))
                 self._round_trips_s.append(
-                    self._round_trip(*probes[self._own_probes % len(probes)])
+                    self._round_trip(*connections_and_probes[self._probe_count % len(connections_and_probes)])
                 )
-                time.sleep(self._gap_s * self._jitter.uniform(0.5, 1.5))
+                time.sleep(self._probe_interval_s * self._jitter_random.uniform(0.5, 1.5))
 
     def _round_trip(self, connection: Any, probe: bytes) -> float:
         """Measure a round trip on the bare socket: other work in a probe would delay readers on this host."""
-        wire = connection._sock
+        socket = connection._sock
         started_at = time.perf_counter()
-        wire.sendall(probe)
-        reply: bytes = wire.recv(REPLY_BYTES)
-        while not is_whole(reply):
-            if not (more := wire.recv(REPLY_BYTES)):
+        socket.sendall(probe)
+        reply: bytes = socket.recv(REPLY_BYTES)
+        while not is_complete_reply(reply):
+            if not (further_bytes := socket.recv(REPLY_BYTES)):
                 raise ConnectionError("Redis closed the connection")
-            reply += more
+            reply += further_bytes
         spent_s = time.perf_counter() - started_at
-        self._own_probes += 1
+        self._probe_count += 1
         return spent_s
 
-    def _probes(
+    def _open_probes(
         self, control: Control, connections: BulkConnections
     ) -> Iterator[tuple[Any, bytes]]:
         """Yield, per server, a connection and a probe that reads a live page's record like a reader."""
         keys, pointer = control.keyspace, control.read_pointer()
-        self._own_probes += 1
-        loaded: Any = control.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
-        tables = sorted({part_name.decode().partition("/")[0] for part_name in loaded})
-        names = [keys.live]
-        if pointer is not None and tables:
-            names = [keys.page(pointer.generation, tables[0], page) for page in range(PAGES_TRIED)]
-        for server, positions in group_keys_by_server(control.client, names):
+        self._probe_count += 1
+        part_marks: Any = control.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
+        table_names = sorted({part_name.decode().partition("/")[0] for part_name in part_marks})
+        page_keys = [keys.live]
+        if pointer is not None and table_names:
+            page_keys = [keys.page(pointer.generation, table_names[0], page) for page in range(PROBE_PAGES_TRIED)]
+        for server, positions in group_keys_by_server(control.client, page_keys):
             connection = connections.connection_to(server)
-            command = "GETRANGE", names[positions[0]], 0, PROBED_BYTES - 1
+            command = "GETRANGE", page_keys[positions[0]], 0, PROBE_BYTES - 1
             yield connection, b"".join(connection.pack_command(*command))
 
     def _observe(self, control: Control) -> RedisObservation:
         replicas = control.replicas()
-        heard = {
+        p99_ms_by_replica = {
             replica.name: replica.l2_p99_ms
             for replica in replicas
             if isinstance(replica.l2_p99_ms, int | float)
         }
         servers = primary_clients(control.client)
-        infos = {name: info_of(server) for name, server in servers.items()}
-        now_s, own_read_count = time.perf_counter(), self._own_work + self._own_probes
-        reads = -own_read_count
-        for info in infos.values():
-            reads += reads_of(info)
-        cpu = {server: cpu_s(info) for server, info in infos.items()}
-        earlier_totals, self._previous_counters = self._previous_counters, (now_s, reads, cpu)
-        foreign, busy = None, 0.0
-        if earlier_totals is not None and (spent_s := now_s - earlier_totals[0]) > 0:
-            foreign = max(0.0, (reads - earlier_totals[1]) / spent_s)
-            spent = [used - earlier_totals[2].get(server, used) for server, used in cpu.items()]
-            busy = max([0.0, *spent]) / spent_s
-        follower_count = sum(info_number(info, "connected_slaves", 0) for info in infos.values())
-        behind = max(map(lag_bytes, infos.values()), default=0)
-        return RedisObservation(now_s, heard, len(replicas), foreign, busy, follower_count, behind)
+        info_by_server = {server_name: fetch_info(server) for server_name, server in servers.items()}
+        now_s, own_read_count = time.perf_counter(), self._work_read_count + self._probe_count
+        read_count = -own_read_count
+        for info in info_by_server.values():
+            read_count += count_reads(info)
+        cpu_s_by_server = {server: main_thread_cpu_s(info) for server, info in info_by_server.items()}
+        previous_counters, self._previous_counters = self._previous_counters, (now_s, read_count, cpu_s_by_server)
+        foreign_reads_s, busy_share = None, 0.0
+        if previous_counters is not None and (spent_s := now_s - previous_counters[0]) > 0:
+            foreign_reads_s = max(0.0, (read_count - previous_counters[1]) / spent_s)
+            spent_cpu_s = [used_cpu_s - previous_counters[2].get(server, used_cpu_s) for server, used_cpu_s in cpu_s_by_server.items()]
+            busy_share = max([0.0, *spent_cpu_s]) / spent_s
+        follower_count = sum(info_number(info, "connected_slaves", 0) for info in info_by_server.values())
+        lag_bytes_max = max(map(lag_bytes, info_by_server.values()), default=0)
+        return RedisObservation(now_s, p99_ms_by_replica, len(replicas), foreign_reads_s, busy_share, follower_count, lag_bytes_max)
 
 
-def is_whole(reply: bytes) -> bool:
+def is_complete_reply(reply: bytes) -> bool:
     """True if this is a complete bulk string (RESP); raise ValueError for another reply."""
-    head, separator, payload = reply.partition(b"\r\n")
+    length_line, separator, payload = reply.partition(b"\r\n")
     if reply and not reply.startswith(b"$"):
         raise ValueError(f"a probe was answered by {reply[:80]!r}")
-    return bool(separator) and len(payload) == int(head[1:]) + 2
+    return bool(separator) and len(payload) == int(length_line[1:]) + 2
 
 
-def info_of(server: "redis.Redis") -> dict[str, Any]:
+def fetch_info(server_client: "redis.Redis") -> dict[str, Any]:
     """Return counts of commands, processor time and replication; empty if the user may not call INFO."""
     try:
-        info: Any = server.info("commandstats", "cpu", "replication")
+        info: Any = server_client.info("commandstats", "cpu", "replication")
         return dict(info)
     except redis.exceptions.NoPermissionError:
         return {}
@@ -236,8 +236,8 @@ def info_of(server: "redis.Redis") -> dict[str, Any]:
 def lag_bytes(info: Mapping[str, Any]) -> int:
     """Return the bytes that the slowest replica of a server lags behind it."""
     offset = info_number(info, "master_repl_offset", 0)
-    count = info_number(info, "connected_slaves", 0)
-    replicas = (info.get(f"slave{number}") for number in range(count))
+    replica_count = info_number(info, "connected_slaves", 0)
+    replicas = (info.get(f"slave{replica_number}") for replica_number in range(replica_count))
     return max(
         [0]
         + [
@@ -248,14 +248,14 @@ def lag_bytes(info: Mapping[str, Any]) -> int:
     )
 
 
-def reads_of(info: Mapping[str, Any]) -> int:
-    """Return the number of read commands (READS) that a server has answered."""
+def count_reads(info: Mapping[str, Any]) -> int:
+    """Return the number of read commands (READ_COMMAND_STATS) that a server has answered."""
     with refusing_unreadable("INFO", "statistics of commands"):
-        return sum(int(info[name]["calls"]) for name in READS if name in info)
+        return sum(int(info[command_name]["calls"]) for command_name in READ_COMMAND_STATS if command_name in info)
 
 
-def cpu_s(info: Mapping[str, Any]) -> float:
+def main_thread_cpu_s(info: Mapping[str, Any]) -> float:
     """Return the processor time of the thread that answers."""
-    used = info.get("used_cpu_user_main_thread", 0), info.get("used_cpu_sys_main_thread", 0)
+    used_s = info.get("used_cpu_user_main_thread", 0), info.get("used_cpu_sys_main_thread", 0)
     with refusing_unreadable("INFO", "processor times"):
-        return float(sum(used))
+        return float(sum(used_s))

@@ -39,20 +39,20 @@ from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt
 from precompute.releases.release_log import demand_reason, open_releases
-from precompute.steps.night import Night, run_night, step_in_night
+from precompute.steps.night import (Night, find_step, run_night)
 
 
 def step(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> Mapping[str, Any]:
     """A step as a night runs it, by its name there."""
-    attempt = getattr(arguments, "attempt", None) or new_attempt()
+    attempt_name = getattr(arguments, "attempt", None) or new_attempt()
     generation = getattr(arguments, "generation", "")
-    night = Night(config, attempt, progress=progress, generation=generation)
-    return step_in_night(arguments.step)(night).result
+    night = Night(config, attempt_name, progress=progress, generation=generation)
+    return find_step(arguments.step)(night).result
 
 
-def _build(arguments: argparse.Namespace) -> BuildId:
+def _build_id(arguments: argparse.Namespace) -> BuildId:
     return {"generation": arguments.generation}
 
 
@@ -62,12 +62,12 @@ def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress
 
     return begin_step.run(
         config, data_until=arguments.data_until, run_after=None,
-        named=standing_name(config, arguments.data_until), events_until=arguments.events_until,
+        named=inputs_change_name(config, arguments.data_until), events_until=arguments.events_until,
         progress=progress,
     )  # fmt: skip
 
 
-def standing_name(config: NightConfig, data_until: str | None) -> str:
+def inputs_change_name(config: NightConfig, data_until: str | None) -> str:
     """Return the name of a night without a cut: the last change of its inputs, so that a repeat finds its own work.
 
     If that is in the future, `begin` takes Redis' time instead: the clock of a file's writer was ahead.
@@ -89,16 +89,16 @@ def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     from precompute.steps import assemble, embed_items
     from precompute.steps import score as score_step
 
-    build = _build(arguments)
+    build = _build_id(arguments)
     embed_items.run(config, build, progress=progress)
     shards = range(config.shards) if arguments.shard is None else [arguments.shard]
-    scored = score_step.run(config, build, shards, progress=progress)
+    shard_results = score_step.run(config, build, shards, progress=progress)
     if arguments.shard is None:
         assemble.run(config, build)
     return {
-        "shards": len(scored),
-        "users": sum(shard_counts["users"] for shard_counts in scored),
-        "items": sum(shard_counts["items"] for shard_counts in scored),
+        "shards": len(shard_results),
+        "users": sum(shard_counts["users"] for shard_counts in shard_results),
+        "items": sum(shard_counts["items"] for shard_counts in shard_results),
     }
 
 
@@ -108,7 +108,7 @@ def quantize(
     """The int8 models' agreement with the others."""
     from precompute.steps import quantize as quantize_step
 
-    quantize_report = quantize_step.run(config, _build(arguments), progress=progress)
+    quantize_report = quantize_step.run(config, _build_id(arguments), progress=progress)
     return {
         name: model_report["agreement"] for name, model_report in quantize_report["models"].items()
     }
@@ -124,15 +124,13 @@ def warm(
     with connect(config.redis_url, config.redis_timeout_s) as client:
         pointer = Control(client, config.keyspace()).read_pointer()
     if pointer is None or pointer.generation != generation:
-        live = "nothing is live" if pointer is None else f"{pointer.generation} is"
-        raise Conflict(f"{generation} is not live, {live}: publish it before waiting for replicas")
-    warm_report = warm_step.run(config, _build(arguments))
-    if waiting := warm_report["waiting"]:
+        live_text = "nothing is live" if pointer is None else f"{pointer.generation} is"
+        raise Conflict(f"{generation} is not live, {live_text}: publish it before waiting for replicas")
+    warm_report = warm_step.run(config, _build_id(arguments))
+    if waiting_replicas := warm_report["waiting"]:
         raise Conflict(
-            f"after {config.warm_timeout_s:g} s {len(waiting)} of {warm_report['replicas']} replicas do not answer "
-            "from "
-            f"{generation}: {', '.join(waiting)}; look at their logs and /readyz, or raise warm_timeout_s",
-            waiting=waiting,
+            f"after {config.warm_timeout_s:g} s {len(waiting_replicas)} of {warm_report['replicas']} replicas " "do not answer " "from " f"{generation}: {', '.join(waiting_replicas)}; look at their logs and /readyz, or raise warm_timeout_s",
+            waiting=waiting_replicas,
         )
     return warm_report
 
@@ -141,13 +139,13 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     """The whole night; one row per step."""
     data_until, attempt = arguments.data_until, arguments.attempt or new_attempt()
     with note_failure_of_step(config, "begin", None):
-        named = standing_name(config, data_until)
-    night = Night(config, attempt, data_until, named=named, progress=progress)
-    steps = run_night(night, arguments.until)
+        generation_name = inputs_change_name(config, data_until)
+    night = Night(config, attempt, data_until, named=generation_name, progress=progress)
+    finished_steps = run_night(night, arguments.until)
     if arguments.json:
         return {
-            "generation": steps[0][1].result["generation"],
-            "seconds": round(sum(seconds for _, _, seconds in steps), 3),
+            "generation": finished_steps[0][1].result["generation"],
+            "seconds": round(sum(seconds for _, _, seconds in finished_steps), 3),
             "steps": [
                 {
                     "step": step,
@@ -155,24 +153,24 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
                     "seconds": round(seconds, 3),
                     "size_bytes": row.size_bytes,
                 }
-                for step, row, seconds in steps
+                for step, row, seconds in finished_steps
             ],
         }
     table = Table("step", "what", "seconds", "rate", "size")
     for column in table.columns[2:]:
         column.justify, column.no_wrap = "right", True
-    for step, row, seconds in steps:
-        size = size_text(row.size_bytes) if row.size_bytes else ""
+    for step, row, seconds in finished_steps:
+        size_cell = size_text(row.size_bytes) if row.size_bytes else ""
         step_summary = escape(row.summary)
         table.add_row(
-            step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate(seconds), size
+            step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate(seconds), size_cell
         )
     table.add_section()
     table.add_row(
-        "night", steps[0][1].result["generation"], f"{sum(seconds for _, _, seconds in steps):.2f}"
+        "night", finished_steps[0][1].result["generation"], f"{sum(seconds for _, _, seconds in finished_steps):.2f}"
     )
-    generation = steps[0][1].result["generation"]
-    if steps[-1][0] == "verify":
+    generation = finished_steps[0][1].result["generation"]
+    if finished_steps[-1][0] == "verify":
         publish_hint = (
             f"{generation} is verified, and not published: `larder canary start {generation}` tries it on a share of "
             f"the requests, `larder publish {generation}` publishes it."
@@ -188,11 +186,11 @@ def hand_over_bundle(
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import hand_over
 
-    bundle = Bundle.open(config.path(arguments.folder))
+    handed_over_bundle = Bundle.open(config.path(arguments.folder))
     progress("hand over", 0, 1)
-    hand_over(config.store(), bundle)
+    hand_over(config.store(), handed_over_bundle)
     progress("hand over", 1, 1)
-    return {"bundle": bundle.name, "version": bundle.version, "digest": bundle.digest}
+    return {"bundle": handed_over_bundle.name, "version": handed_over_bundle.version, "digest": handed_over_bundle.digest}
 
 
 def roll_back(
@@ -225,10 +223,10 @@ def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress)
                 raise Conflict(f"{arguments.generation} is not pinned: `status` shows what is")
             releases.unpin(arguments.generation, attempt=new_attempt())
         else:
-            days, reason = arguments.days, demand_reason("a pin", arguments.reason)
-            if days is not None and not 0 < days < math.inf:
-                raise ConfigError(f"--days is a number above 0, not {days:g}", field="days")
-            expires_at = None if days is None else releases.clock() + days * 86_400
+            pin_days, reason = arguments.days, demand_reason("a pin", arguments.reason)
+            if pin_days is not None and not 0 < pin_days < math.inf:
+                raise ConfigError(f"--days is a number above 0, not {pin_days:g}", field="days")
+            expires_at = None if pin_days is None else releases.clock() + pin_days * 86_400
             releases.pin(
                 arguments.generation,
                 reason=reason,
@@ -246,22 +244,22 @@ def block(
 
     if arguments.list:
         return _blocklist_to_json(latest_blocklist(config.store()))
-    items = [canonical_id(item_id) for item_id in arguments.item]
-    entities = [canonical_id(entity_id) for entity_id in arguments.entity]
+    item_ids = [canonical_id(item_id) for item_id in arguments.item]
+    entity_ids = [canonical_id(entity_id) for entity_id in arguments.entity]
     store = config.store()
-    notes = (
-        describe_erased_users(store, entities)
+    remarks = (
+        describe_erased_users(store, entity_ids)
         if arguments.unblock
-        else _unknown_items_in_words(store, items)
+        else _remarks_on_unknown_items(store, item_ids)
     )
     action: AuditedAction = "unblock" if arguments.unblock else "block"
-    subject, reason = describe_blocked_ids(items, entities), arguments.reason
+    subject, reason = describe_blocked_ids(item_ids, entity_ids), arguments.reason
     with audited(store, action, subject, actor=config.actor, reason=reason) as audit_details:
         if arguments.unblock:
-            demand_unerased(store, items)
-            blocklist = change_blocklist(store, unblock_items=items, unblock_entities=entities)
+            demand_unerased(store, item_ids)
+            blocklist = change_blocklist(store, unblock_items=item_ids, unblock_entities=entity_ids)
         else:
-            blocklist = change_blocklist(store, block_items=items, block_entities=entities)
+            blocklist = change_blocklist(store, block_items=item_ids, block_entities=entity_ids)
         audit_details["version"] = blocklist.version
     if config.redis_url:
         try:
@@ -277,38 +275,38 @@ def block(
         "version": blocklist.version,
         "items": len(blocklist.items),
         "entities": len(blocklist.entities),
-        **({"notes": notes} if notes else {}),
+        **({"notes": remarks} if remarks else {}),
     }
 
 
 def _blocklist_to_json(blocklist: Blocklist) -> dict[str, Any]:
     return {
         "version": blocklist.version,
-        "items": sorted(raw.decode() for raw in blocklist.items),
-        "entities": sorted(raw.decode() for raw in blocklist.entities),
+        "items": sorted(raw_id.decode() for raw_id in blocklist.items),
+        "entities": sorted(raw_id.decode() for raw_id in blocklist.entities),
         "erased_users": len(blocklist.users),
     }
 
 
-def _unknown_items_in_words(store: ArtefactStore, items: Sequence[bytes]) -> list[str]:
+def _remarks_on_unknown_items(store: ArtefactStore, item_ids: Sequence[bytes]) -> list[str]:
     """Describe blocked ids that are no items of the live generation: they may be mistyped."""
-    live = fold_releases(all_releases(store)).live_generation
-    if not items or live is None:
+    live_generation = fold_releases(all_releases(store)).live_generation
+    if not item_ids or live_generation is None:
         return []
     try:
-        manifest = read_manifest(store, live)
-        entities = manifest.entity_sets.get("item")
-        if entities is None:
+        manifest = read_manifest(store, live_generation)
+        entity_set = manifest.entity_sets.get("item")
+        if entity_set is None:
             return []
-        for part in entities.parts:
-            fetch_checked(store, live, part.file)
-        directory = Directory.open(store.local(generation_path(live)), entities)
+        for part in entity_set.parts:
+            fetch_checked(store, live_generation, part.file)
+        directory = Directory.open(store.local(generation_path(live_generation)), entity_set)
     except LarderError:
         return []
     return [
-        f"the live generation {live} has no item {raw.decode()!r}: is the id right? It stays blocked"
-        for raw in items
-        if directory.find(hash_id(raw, directory.seed)) < 0
+        f"the live generation {live_generation} has no item {item_id.decode()!r}: is the id right? It stays blocked"
+        for item_id in item_ids
+        if directory.find(hash_id(item_id, directory.seed)) < 0
     ]
 
 
@@ -318,40 +316,40 @@ def status(
     """Status of everything; its code is 3 where something is not well."""
     from precompute.cli.status import LOCATION_VARIABLES, read_state, render_status, report_status
 
-    is_placed = (
+    is_located = (
         arguments.config or arguments.artifacts or any(map(os.environ.get, LOCATION_VARIABLES))
     )
-    status_report = report_status(config, read_state(config), has_settings=bool(is_placed))
-    code = 0 if status_report["well"] else FOUND_PROBLEM_EXIT_CODE
+    status_report = report_status(config, read_state(config), has_settings=bool(is_located))
+    exit_code = 0 if status_report["well"] else FOUND_PROBLEM_EXIT_CODE
     if arguments.json:
-        return CommandOutput(json_text(status_report), code)
-    return CommandOutput(render_status(status_report), code)
+        return CommandOutput(json_text(status_report), exit_code)
+    return CommandOutput(render_status(status_report), exit_code)
 
 
 def audit(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> OutputContent | CommandOutput:
     """All records, or those since a time or about one entity."""
-    earliest_at = 0.0 if arguments.since is None else _moment(arguments.since)
-    about = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
+    earliest_at = 0.0 if arguments.since is None else _parse_time(arguments.since)
+    subject_digest = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
     records = [
         record
         for record in audit_records(config.store())
         # One that cannot be read has no time, and is never left out.
         if (record.at >= earliest_at or record.outcome in ("missing", "unreadable"))
-        and about in record.subject
+        and subject_digest in record.subject
     ]
     if arguments.json:
         return CommandOutput(json_text(list(map(asdict, records))))
     return [_audit_table(records)] if records else ["nothing was written down"]
 
 
-def _moment(text: str) -> float:
+def _parse_time(time_text: str) -> float:
     try:
-        moment = datetime.fromisoformat(text)
+        parsed_time = datetime.fromisoformat(time_text)
     except ValueError:
-        raise ConfigError(f"--since is a time in ISO 8601, not {text!r}", field="since") from None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        raise ConfigError(f"--since is a time in ISO 8601, not {time_text!r}", field="since") from None
+    return (parsed_time if parsed_time.tzinfo else parsed_time.replace(tzinfo=UTC)).timestamp()
 
 
 def _audit_table(records: list[AuditRecord]) -> Table:
@@ -359,14 +357,14 @@ def _audit_table(records: list[AuditRecord]) -> Table:
     table.columns[4].overflow = "fold"  # ids are whole
     for record in records:
         outcome_text = f"{record.outcome}: {record.error}" if record.error else record.outcome
-        at = iso(record.at) if record.at else ""
-        about = str(record.found.get("generation", ""))  # of a roll back "to the previous one"
+        time_text = iso(record.at) if record.at else ""
+        generation = str(record.found.get("generation", ""))  # of a roll back "to the previous one"
         table.add_row(
             str(record.number),
-            at,
+            time_text,
             record.actor,
             record.action,
-            record.subject if about in record.subject else f"{record.subject}: {about}",
+            record.subject if generation in record.subject else f"{record.subject}: {generation}",
             record.reason,
             outcome_text,
         )

@@ -37,16 +37,20 @@ def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
         gates = read_manifest(releases.store, generation).gates
     except UnknownGeneration:
         gates = ()
-    failed = {str(gate["rule"]) for gate in gates if not gate["passed"] or gate.get("overridden")}
-    refused = (
+    failed_rules = {
+        str(gate["rule"]) for gate in gates if not gate["passed"] or gate.get("overridden")
+    }
+    refusals = (
         release
         for release in releases.history()
         if release.action == "refuse" and release.generation == generation
     )
-    if rule in failed or any(_names(release.reason, rule) for release in refused):
+    if rule in failed_rules or any(_has_named_rule(release.reason, rule) for release in refusals):
         return
     failures_text = (
-        f"what failed is {', '.join(sorted(failed))}" if failed else "no rule of it failed"
+        f"what failed is {', '.join(sorted(failed_rules))}"
+        if failed_rules
+        else "no rule of it failed"
     )
     raise Conflict(
         f"{rule} has not refused {generation}, so there is nothing to override: {failures_text}; `verify` says what "
@@ -56,9 +60,9 @@ def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
     )
 
 
-def _names(reasons: str, rule: str) -> bool:
+def _has_named_rule(reasons_text: str, rule: str) -> bool:
     """True if the reasons of a refusal, as `verify` writes them, name the rule."""
-    return any(reason.startswith(f"{rule} is ") for reason in reasons.split("; "))
+    return any(reason.startswith(f"{rule} is ") for reason in reasons_text.split("; "))
 
 
 def command(

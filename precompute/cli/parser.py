@@ -17,11 +17,11 @@ from precompute.traffic.options import EXPERIMENT
 from precompute.usage.options import WORKLIST
 
 PROG = "python -m precompute"
-INSIDE_SCORE = ("embed_items", "assemble")
+STEPS_WITHIN_SCORE = ("embed_items", "assemble")
 """Steps without a command: `score` runs them before and after its own."""
 
 
-def _add_cut(command: argparse.ArgumentParser) -> None:
+def _add_night_cut_options(command: argparse.ArgumentParser) -> None:
     add_cut_options(
         command,
         "data_until of the settings, else use all and name the generation after the newest change of an input "
@@ -30,7 +30,7 @@ def _add_cut(command: argparse.ArgumentParser) -> None:
 
 
 def _night_options(command: argparse.ArgumentParser) -> None:
-    _add_cut(command)
+    _add_night_cut_options(command)
     command.add_argument(
         "--until",
         choices=NIGHT_STEPS,
@@ -41,7 +41,7 @@ def _night_options(command: argparse.ArgumentParser) -> None:
 
 
 def _begin_options(command: argparse.ArgumentParser) -> None:
-    _add_cut(command)
+    _add_night_cut_options(command)
     command.add_argument(
         "--events-until", metavar="POSITION",
         help="last event to read, as `take-events` tells it (default: all that were taken over)",
@@ -107,7 +107,7 @@ def _step_place(name: str, *loads: str, command: str = "step") -> CommandPlace:
     return CommandPlace(f"cli.commands.{command}", (f"steps.{name}", *loads))
 
 
-_step_row = partial(CommandRow, takes_generation=True)
+_generation_command_row = partial(CommandRow, takes_generation=True)
 
 COMMANDS: tuple[CommandRow, ...] = (
     CommandRow(
@@ -134,7 +134,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         redis="none",
         store="makes",
     ),
-    _step_row(
+    _generation_command_row(
         "score",
         _step_place("score", "steps.embed_items", "steps.assemble", command="score"),
         "score all shards, or one",
@@ -142,24 +142,24 @@ COMMANDS: tuple[CommandRow, ...] = (
         redis="none",
         defaults={"step": "score"},
     ),
-    _step_row(
+    _generation_command_row(
         "index",
         _step_place("index"),
         "build the FAISS indexes",
         redis="none",
         defaults={"step": "index"},
     ),
-    _step_row(
+    _generation_command_row(
         "quantize",
         _step_place("quantize", command="quantize"),
         "make and compare the int8 models",
         redis="none",
         defaults={"step": "quantize"},
     ),
-    _step_row(
+    _generation_command_row(
         "load", _step_place("load"), "stream the pages into Redis", defaults={"step": "load"}
     ),
-    _step_row(
+    _generation_command_row(
         "verify",
         _step_place("verify", "steps.load"),
         "run the gates",
@@ -173,7 +173,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         _override_options,
         takes_generation=True,
     ),
-    _step_row(
+    _generation_command_row(
         "publish",
         _step_place("publish", "steps.load", "steps.verify"),
         "make a verified generation live",
@@ -181,7 +181,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         prepare=verify_again,
         defaults={"step": "publish"},
     ),
-    _step_row(
+    _generation_command_row(
         "warm",
         _step_place("warm", command="warm"),
         "wait until every replica answers from it",
@@ -259,7 +259,7 @@ COMMANDS: tuple[CommandRow, ...] = (
 """Rows of the commands in the order of the help, those of features included; all other steps follow."""
 
 
-def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
+def build_command_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Each command sets `run`, which Redis it needs, and how a new one is prepared; none is imported yet."""
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -271,18 +271,27 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     )
     _add_shared_options(parser)
     # Behind the command as well, without a default that would undo what stands before it.
-    behind = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    _add_shared_options(behind.add_argument_group("options of all commands"))
+    shared_parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    _add_shared_options(shared_parser.add_argument_group("options of all commands"))
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    named = {row.name for row in COMMANDS}
-    other_steps = [name for name in NIGHT_STEPS if name not in named and name not in INSIDE_SCORE]
+    command_names = {row.name for row in COMMANDS}
+    other_steps = [
+        step_name
+        for step_name in NIGHT_STEPS
+        if step_name not in command_names and step_name not in STEPS_WITHIN_SCORE
+    ]
     other_rows = [
-        _step_row(name, _step_place(name), f"run the step {name}", defaults={"step": name})
-        for name in other_steps
+        _generation_command_row(
+            step_name,
+            _step_place(step_name),
+            f"run the step {step_name}",
+            defaults={"step": step_name},
+        )
+        for step_name in other_steps
     ]
     for row in (*COMMANDS, *other_rows):
         command = subparsers.add_parser(
-            row.name, help=row.text, description=row.text, parents=[behind]
+            row.name, help=row.text, description=row.text, parents=[shared_parser]
         )
         if row.takes_generation:
             command.add_argument(
@@ -299,23 +308,23 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_shared_options(to: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    to.add_argument("--config", metavar="FILE", help="TOML file with the night's settings")
-    to.add_argument("--namespace", help="keeps several Larders apart in one Redis")
-    to.add_argument(
+def _add_shared_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the night's settings")
+    parser.add_argument("--namespace", help="keeps several Larders apart in one Redis")
+    parser.add_argument(
         "--artifacts",
         metavar="URL",
         type=absolute_path,
         help="artefact store: a folder or an fsspec URL",
     )
-    to.add_argument(
+    parser.add_argument(
         "--state",
         metavar="DIR",
         type=absolute_path,
         help="this host's own files (default .larder)",
     )
-    to.add_argument("--bundle", metavar="DIR", type=absolute_path, help="the model bundle")
-    to.add_argument("--shards", type=int, help="hash ranges to score separately")
-    to.add_argument("--quiet", action="store_true", help="no progress bars")
-    to.add_argument("--json", action="store_true", help="what was found, for programs")
-    to.add_argument("--debug", action="store_true", help="tracebacks of errors")
+    parser.add_argument("--bundle", metavar="DIR", type=absolute_path, help="the model bundle")
+    parser.add_argument("--shards", type=int, help="hash ranges to score separately")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument("--json", action="store_true", help="what was found, for programs")
+    parser.add_argument("--debug", action="store_true", help="tracebacks of errors")

@@ -21,18 +21,18 @@ from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
 from precompute.builds.night_failure import find_killed_step
 from precompute.bundles.imports import find_import
-from precompute.cli.temporary_redis import gone_in_words
+from precompute.cli.temporary_redis import (describe_ended_redis)
 from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
 from precompute.events.status import event_lines, events_status, events_until
-from precompute.releases.release_log import open_releases, standing
+from precompute.releases.release_log import (generation_state, open_releases)
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 from precompute.sources.erasures import all_erasures
 
 REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
 
-NO_SETTINGS = (
+NO_SETTINGS_TEXT = (
     "there is no larder.toml in this folder and no setting in the environment, so there is nothing to look at: go to "
     "the project's folder, or name its file with --config or LARDER_CONFIG (`larder init` writes one)"
 )
@@ -40,13 +40,13 @@ NO_SETTINGS = (
 LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
 """Environment variables that locate a namespace."""
 
-FIELDS_OF_FEATURES: Mapping[str, Callable[[Manifest], Any]] = {
+FEATURE_FIELDS: Mapping[str, Callable[[Manifest], Any]] = {
     "reuse": reuse_field,
     "events_until": events_until,
 }
 """Fields that features add to a generation's status, from its manifest; null without a manifest."""
 
-LINES_OF_FEATURES: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (copy_lines, event_lines)
+FEATURE_LINES: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (copy_lines, event_lines)
 """Lines that features add below the table."""
 
 _TABLE_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
@@ -87,18 +87,18 @@ class NamespaceState:
 
 def read_state(config: NightConfig) -> NamespaceState:
     """Read the state, without Redis only the store's; raise LarderError for a store that cannot be read."""
-    failure, killed = last_failure(config.store()), find_killed_step(config)
+    failure, killed_step = last_failure(config.store()), find_killed_step(config)
     if not config.redis_url:
         history = all_releases(config.store())
-        gone = gone_in_words(config.path(config.state))
+        ended_redis_text = describe_ended_redis(config.path(config.state))
         return NamespaceState(
             fold_releases(history),
             time.time(),
             REDIS_NOT_CONFIGURED,
-            gone,
+            ended_redis_text,
             failure=failure,
             history=history,
-            killed_in=killed,
+            killed_in=killed_step,
         )
     own_server = running_server(config.path(config.state))
     try:
@@ -112,21 +112,21 @@ def read_state(config: NightConfig) -> NamespaceState:
                 rows=view.rows,
                 replicas=tuple(releases.control.replicas()),
                 silent_replicas=releases.control.silent_replicas(),
-                memory=_memory(releases.control.client),
+                memory=_redis_memory(releases.control.client),
                 failure=failure,
                 history=view.history,
-                killed_in=killed,
+                killed_in=killed_step,
                 is_own_redis=own_server is not None and own_server.url == config.redis_url,
             )
     except TierUnavailable as error:
         history = all_releases(config.store())
         return NamespaceState(
             fold_releases(history), time.time(), REDIS_UNREACHABLE, error.message, failure=failure,
-            history=history, killed_in=killed,
+            history=history, killed_in=killed_step,
         )  # fmt: skip
 
 
-def _memory(client: Any) -> dict[str, Any]:
+def _redis_memory(client: Any) -> dict[str, Any]:
     """Return the memory of Redis in bytes, used and limit; empty if the user may not call INFO."""
     try:
         info = client.info("memory")
@@ -145,10 +145,10 @@ def report_status(
     store = config.store()
     generation_ids = set(store.names("generations")) | set(namespace_state.rows)
     generations = [
-        _generation(config, namespace_state, generation_id)
+        _generation_fields(config, namespace_state, generation_id)
         for generation_id in sorted(generation_ids, reverse=True)
     ]
-    schedule = _schedule(config, namespace_state)
+    schedule = _schedule_fields(config, namespace_state)
     status: dict[str, Any] = {
         "namespace": config.namespace,
         "well": True,
@@ -159,7 +159,7 @@ def report_status(
             **namespace_state.memory,
         },
         "live": namespace_state.live,
-        "published_at": _published_at(namespace_state),
+        "published_at": _published_at_text(namespace_state),
         "model": _live_model(config, namespace_state.live),
         "previous": namespace_state.ledger.previous,
         "epoch": None if namespace_state.pointer is None else namespace_state.pointer.epoch,
@@ -170,47 +170,47 @@ def report_status(
         },
         "generations": generations,
         "schedule": schedule,
-        "replicas": [_replica(replica) for replica in namespace_state.replicas],
+        "replicas": [_replica_fields(replica) for replica in namespace_state.replicas],
         "silent_replicas": namespace_state.silent_replicas,
         "blocklist_version": latest_blocklist(store).version,
         "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
         "events": events_status(config, generations),
     }
-    problems = list(_problems(status, namespace_state, store.url))
+    problems = list(_list_problems(status, namespace_state, store.url))
     if not has_settings and namespace_state.live is None and not generations:
-        problems = [NO_SETTINGS]
+        problems = [NO_SETTINGS_TEXT]
     return status | {"well": not problems, "problems": problems}
 
 
-def _published_at(namespace_state: NamespaceState) -> str | None:
-    live, pointer = namespace_state.live, namespace_state.pointer
-    if live is None:
+def _published_at_text(namespace_state: NamespaceState) -> str | None:
+    live_generation, pointer = namespace_state.live, namespace_state.pointer
+    if live_generation is None:
         return None
-    at = publication_time(namespace_state.history, live)
-    return _iso(pointer.published_at if at is None and pointer is not None else at)
+    published_at = publication_time(namespace_state.history, live_generation)
+    return _iso_if_known(pointer.published_at if published_at is None and pointer is not None else published_at)
 
 
-def _live_model(config: NightConfig, live: str | None) -> dict[str, Any] | None:
+def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, Any] | None:
     """Return name, digest and import of the live generation's bundle; None if its files are not here."""
-    if live is None:
+    if live_generation is None:
         return None
     store = config.store()
     try:
-        digest = read_manifest(store, live).bundle_digest
-        raw = store.read(generation_path(live, "bundle/bundle.json"))
-        name = None if raw is None else str(orjson.loads(raw).get("name"))
+        bundle_digest = read_manifest(store, live_generation).bundle_digest
+        raw_description = store.read(generation_path(live_generation, "bundle/bundle.json"))
+        bundle_name = None if raw_description is None else str(orjson.loads(raw_description).get("name"))
     except (LarderError, orjson.JSONDecodeError):
         return None
-    bundle_import = find_import(config.path(config.bundle).parent, digest)
+    bundle_import = find_import(config.path(config.bundle).parent, bundle_digest)
     return {
-        "name": name,
-        "sha256": digest,
+        "name": bundle_name,
+        "sha256": bundle_digest,
         "imported_at": bundle_import.get("imported_at"),
         "source": bundle_import.get("source") or None,
     }
 
 
-def _problems(
+def _list_problems(
     status: Mapping[str, Any], namespace_state: NamespaceState, store_url: str
 ) -> list[str]:
     problems = []
@@ -218,20 +218,18 @@ def _problems(
     if namespace_state.redis == REDIS_UNREACHABLE:
         problems.append(f"Redis cannot be asked: {namespace_state.redis_error}")
     if namespace_state.live is None:
-        redis = "" if namespace_state.redis != REDIS_REACHABLE else ", nor does Redis"
+        redis_clause = "" if namespace_state.redis != REDIS_REACHABLE else ", nor does Redis"
         problems.append(
-            f"nothing is live: the artefact store {store_url} tells of no publish{redis}; run `larder night`, or name "
-            "the right store (artifacts, LARDER_ARTIFACTS)"
+            f"nothing is live: the artefact store {store_url} tells of no publish{redis_clause}; run `larder " "night`, or name " "the right store (artifacts, LARDER_ARTIFACTS)"
         )
     if pointer is not None and pointer.epoch > ledger.live_epoch:
-        known = (
+        epoch_clause = (
             f"tells of no later epoch than {ledger.live_epoch}"
             if ledger.live_generation
             else "tells of no publish"
         )
         problems.append(
-            f"Redis says that {pointer.generation} is live, epoch {pointer.epoch}, and the artefact store {store_url} "
-            f"{known}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder restore --adopt`"
+            f"Redis says that {pointer.generation} is live, epoch {pointer.epoch}, and the artefact store {store_url} " f"{epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder " "restore --adopt`"
         )
     elif namespace_state.redis == REDIS_REACHABLE and ledger.live_generation is not None:
         if pointer is None and namespace_state.is_own_redis:
@@ -247,14 +245,13 @@ def _problems(
                 "`larder restore`"
             )
     if namespace_state.live is not None and not namespace_state.replicas:
-        problems += _no_replica(namespace_state)
+        problems += _no_replica_problems(namespace_state)
     if schedule["missing"] and namespace_state.live is not None:
         problems.append(f"the generation of {schedule['due']} is missing: what is live is older")
     if (failure := namespace_state.failure) is not None and not failure.is_refused:
-        named = f" ({failure.generation})" if failure.generation else ""
+        generation_clause = f" ({failure.generation})" if failure.generation else ""
         problems.append(
-            f"the last night failed at {iso(failure.at)} in the step {failure.step}{named}: {failure.error}; what is "
-            "live stays. Correct that, then run `larder night` again, or clear the red task"
+            f"the last night failed at {iso(failure.at)} in the step {failure.step}{generation_clause}: " f"{failure.error}; what is " "live stays. Correct that, then run `larder night` again, or clear the red task"
         )
     if namespace_state.killed_in is not None:
         problems.append(
@@ -266,13 +263,13 @@ def _problems(
             generation_status["state"] == GenerationState.REFUSED
             and generation_status["generation"][:CUT_CHARS] >= live_cut
         ):
-            failed = (generation_status["gates"] or {}).get("failed", ())
-            rules = ", ".join(gate["rule"] for gate in failed) or generation_status["reason"]
-            refused = generation_status["generation"]
-            is_last = failure is not None and failure.generation == refused
-            at = f" at {iso(failure.at)}" if failure is not None and is_last else ""
+            failed_gates = (generation_status["gates"] or {}).get("failed", ())
+            rules = ", ".join(gate["rule"] for gate in failed_gates) or generation_status["reason"]
+            refused_generation = generation_status["generation"]
+            is_last_failure = failure is not None and failure.generation == refused_generation
+            failed_at_clause = f" at {iso(failure.at)}" if failure is not None and is_last_failure else ""
             problems.append(
-                f"{refused} was refused{at}: {rules}; `larder verify {refused}` tells the values, and what lets it pass"
+                f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify " f"{refused_generation}` tells the values, and what lets it pass"
             )
     for replica in namespace_state.replicas:
         for generation, load_error in replica.failure_by_generation.items():
@@ -284,48 +281,47 @@ def _problems(
     return problems
 
 
-def _no_replica(namespace_state: NamespaceState) -> list[str]:
+def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
     """Return the problem that nobody serves what is live; nothing while Redis, which would know, is away."""
-    live, silent = namespace_state.live, namespace_state.silent_replicas
+    live_generation, silent_count = namespace_state.live, namespace_state.silent_replicas
     if namespace_state.redis == REDIS_UNREACHABLE:
         return []
     if namespace_state.redis == REDIS_NOT_CONFIGURED:
         return [
             namespace_state.redis_error
-            or f"no replica serves {live}: no Redis is configured and none runs here; run `larder serve`, or set "
-            "REDIS_URL to the Redis of the service"
+            or f"no replica serves {live_generation}: no Redis is configured and none runs here; run " "`larder serve`, or set " "REDIS_URL to the Redis of the service"
         ]
-    if silent:
+    if silent_count:
         return [
-            f"no replica answers, and {silent} beat within the last day: start the service, or look at its log"
+            f"no replica answers, and {silent_count} beat within the last day: start the service, or look at its log"
         ]
-    return [f"no replica serves {live}: run `larder serve`"]
+    return [f"no replica serves {live_generation}: run `larder serve`"]
 
 
-def _generation(
+def _generation_fields(
     config: NightConfig, namespace_state: NamespaceState, generation: str
 ) -> dict[str, Any]:
     row, ledger = namespace_state.rows.get(generation), namespace_state.ledger
-    canary = namespace_state.canary.generation if namespace_state.canary else None
-    roles = {"live": namespace_state.live, "previous": ledger.previous, "canary": canary}
+    canary_generation = namespace_state.canary.generation if namespace_state.canary else None
+    generation_by_role = {"live": namespace_state.live, "previous": ledger.previous, "canary": canary_generation}
     generation_status: dict[str, Any] = {
         "generation": generation,
-        "state": str(standing(generation, ledger, row) or GenerationState.BEGUN),
-        "roles": [role for role, role_generation in roles.items() if role_generation == generation],
+        "state": str(generation_state(generation, ledger, row) or GenerationState.BEGUN),
+        "roles": [role for role, role_generation in generation_by_role.items() if role_generation == generation],
         "reason": "" if row is None else row.reason,
         "pinned": ledger.is_pinned(generation, namespace_state.read_at),
-        "pinned_until": _iso(ledger.pin_expiry_by_generation.get(generation)),
+        "pinned_until": _iso_if_known(ledger.pin_expiry_by_generation.get(generation)),
     }
     try:
         manifest = read_manifest(config.store(), generation)
     except LarderError:
-        return generation_status | _of_manifest(None, {})
-    return generation_status | _of_manifest(
+        return generation_status | _manifest_fields(None, {})
+    return generation_status | _manifest_fields(
         manifest, ledger.overrides_by_generation.get(generation, {})
     )
 
 
-def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dict[str, Any]:
+def _manifest_fields(manifest: Manifest | None, overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a finished generation; null for an unfinished one."""
     if manifest is None:
         return dict.fromkeys(
@@ -336,29 +332,29 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
                 "store_bytes",
                 "gates",
                 "remarks",
-                *FIELDS_OF_FEATURES,
+                *FEATURE_FIELDS,
             )
         )
-    tables = {
-        name: {
+    sizes_by_table = {
+        field_name: {
             "records": sum(part.count for part in table.parts),
             "bytes": sum(part.file.size_bytes for part in table.parts),
         }
-        for name, table in manifest.stored_tables.items()
+        for field_name, table in manifest.stored_tables.items()
     }
-    failed = [
-        {name: gate.get(name) for name in ("rule", "value", "threshold")}
+    failed_gates = [
+        {field_name: gate.get(field_name) for field_name in ("rule", "value", "threshold")}
         for gate in manifest.gates
         if not gate["passed"]
     ]
     return {
-        "data_until": _iso(manifest.data_until),
-        "tables": tables,
-        "redis_bytes": sum(table_sizes["bytes"] for table_sizes in tables.values()),
+        "data_until": _iso_if_known(manifest.data_until),
+        "tables": sizes_by_table,
+        "redis_bytes": sum(table_sizes["bytes"] for table_sizes in sizes_by_table.values()),
         "store_bytes": sum(file.size_bytes for file in (*manifest.artefacts(), *manifest.pages())),
         "gates": {
             "run": len(manifest.gates),
-            "failed": failed,
+            "failed": failed_gates,
             "not_judged": [
                 gate["rule"]
                 for gate in manifest.gates
@@ -367,11 +363,11 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
             "overrides": dict(overrides),
         },
         "remarks": list(manifest.facts.get("remarks", [])),
-        **{name: field_of(manifest) for name, field_of in FIELDS_OF_FEATURES.items()},
+        **{field_name: feature_field(manifest) for field_name, feature_field in FEATURE_FIELDS.items()},
     }
 
 
-def _schedule(config: NightConfig, namespace_state: NamespaceState) -> dict[str, Any]:
+def _schedule_fields(config: NightConfig, namespace_state: NamespaceState) -> dict[str, Any]:
     schedule = Schedule(config.schedule, config.timezone, config.schedule_grace_s)
     next_at = schedule.tick_after(namespace_state.read_at)
     created_at: float | None = None
@@ -385,18 +381,18 @@ def _schedule(config: NightConfig, namespace_state: NamespaceState) -> dict[str,
     return {
         "cron": config.schedule,
         "timezone": config.timezone,
-        "due": _iso(schedule.due_tick(namespace_state.read_at)),
+        "due": _iso_if_known(schedule.due_tick(namespace_state.read_at)),
         # Of a live generation without files here nobody can tell when it was made.
         "missing": None
         if namespace_state.live is not None and created_at is None
         else schedule.is_missing(namespace_state.read_at, created_at),
         "age_seconds": None if data_until is None else round(namespace_state.read_at - data_until),
-        "next": _iso(next_at),
-        "next_expected_by": _iso(next_at + config.schedule_grace_s),
+        "next": _iso_if_known(next_at),
+        "next_expected_by": _iso_if_known(next_at + config.schedule_grace_s),
     }
 
 
-def _replica(replica: Replica) -> dict[str, Any]:
+def _replica_fields(replica: Replica) -> dict[str, Any]:
     return {
         "replica": replica.name,
         "serving": replica.served_generation,
@@ -406,8 +402,8 @@ def _replica(replica: Replica) -> dict[str, Any]:
     }
 
 
-def _iso(at: float | None) -> str | None:
-    return None if at is None else iso(at)
+def _iso_if_known(unix_s: float | None) -> str | None:
+    return None if unix_s is None else iso(unix_s)
 
 
 def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
@@ -415,29 +411,29 @@ def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
     table = Table(*_TABLE_COLUMNS, title=f"namespace {status['namespace']}")
     for generation_status in status["generations"]:
         table.add_row(*_generation_row(generation_status))
-    lines = [f"not well: {problem}" for problem in status["problems"]] or ["all is well"]
-    lines += list(_detail_lines(status))
-    return [table, *map(Text, lines)]
+    status_lines = [f"not well: {problem}" for problem in status["problems"]] or ["all is well"]
+    status_lines += list(_detail_lines(status))
+    return [table, *map(Text, status_lines)]
 
 
 def _generation_row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
-    notes = list(generation_status["roles"])
+    note_words = list(generation_status["roles"])
     if generation_status["pinned"]:
         pinned_until = generation_status["pinned_until"]
-        notes.append("pinned" + (f" until {pinned_until}" if pinned_until else ""))
+        note_words.append("pinned" + (f" until {pinned_until}" if pinned_until else ""))
     return (
         generation_status["generation"],
         generation_status["state"],
         generation_status["data_until"] or "-",
-        _size(generation_status["redis_bytes"]),
-        _size(generation_status["store_bytes"]),
+        _size_cell(generation_status["redis_bytes"]),
+        _size_cell(generation_status["store_bytes"]),
         copied_share_text(generation_status["reuse"]),
         _gates_text(generation_status["gates"]),
-        " ".join(notes),
+        " ".join(note_words),
     )
 
 
-def _size(size_bytes: int | None) -> str:
+def _size_cell(size_bytes: int | None) -> str:
     return "-" if size_bytes is None else size_text(size_bytes)
 
 
@@ -446,71 +442,71 @@ def _gates_text(gates: Mapping[str, Any] | None) -> str:
         return "-"
     if not gates["run"]:
         return "not run"
-    failed, overrides = [gate["rule"] for gate in gates["failed"]], gates["overrides"]
-    waived = f"; waived: {', '.join(overrides)}" if overrides else ""
-    if failed:
-        return f"failed: {', '.join(failed)}{waived}"
-    not_judged = len(gates["not_judged"])
-    also = f", {not_judged} not judged" if not_judged else ""
-    return f"{gates['run'] - not_judged} passed{also}{waived}"
+    failed_rules, overrides = [gate["rule"] for gate in gates["failed"]], gates["overrides"]
+    overrides_text = f"; waived: {', '.join(overrides)}" if overrides else ""
+    if failed_rules:
+        return f"failed: {', '.join(failed_rules)}{overrides_text}"
+    not_judged_count = len(gates["not_judged"])
+    not_judged_text = f", {not_judged_count} not judged" if not_judged_count else ""
+    return f"{gates['run'] - not_judged_count} passed{not_judged_text}{overrides_text}"
 
 
-def _live_in_words(status: Mapping[str, Any]) -> list[str]:
+def _live_lines(status: Mapping[str, Any]) -> list[str]:
     """Describe what is live, since when and of which model, and what was odd in its night."""
     if status["live"] is None:
         return []
-    text = f"live: {status['live']}"
+    live_line = f"live: {status['live']}"
     if status["published_at"] is not None:
-        text += f" since {status['published_at']}"
+        live_line += f" since {status['published_at']}"
     if (model := status["model"]) is not None:
-        text += f", model {model['name']} (sha256 {model['sha256'][:12]}"
+        live_line += f", model {model['name']} (sha256 {model['sha256'][:12]}"
         if model["imported_at"]:
-            text += f", imported {model['imported_at']}"
-            text += f" from {model['source']}" if model["source"] else ""
-        text += ")"
-    odd = [
+            live_line += f", imported {model['imported_at']}"
+            live_line += f" from {model['source']}" if model["source"] else ""
+        live_line += ")"
+    remark_lines = [
         f"note on {generation_status['generation']}: {remark}"
         for generation_status in status["generations"]
         for remark in generation_status["remarks"] or ()
         if generation_status["state"] in (GenerationState.LIVE, GenerationState.VERIFIED)
     ]
-    return [text, *odd]
+    return [live_line, *remark_lines]
 
 
 def _detail_lines(status: Mapping[str, Any]) -> list[str]:
     schedule, redis = status["schedule"], status["redis"]
-    state = {True: "missing", False: "there", None: "not known"}[schedule["missing"]]
-    due = f"due: the generation of {schedule['due']} is {state}"
-    after = f"next at {schedule['next']}, expected by {schedule['next_expected_by']}"
-    lines = _live_in_words(status)
-    lines.append(f"{due}; {after} ({schedule['cron']}, {schedule['timezone']})")
+    due_state_text = {True: "missing", False: "there", None: "not known"}[schedule["missing"]]
+    due_text = f"due: the generation of {schedule['due']} is {due_state_text}"
+    next_text = f"next at {schedule['next']}, expected by {schedule['next_expected_by']}"
+    detail_lines = _live_lines(status)
+    detail_lines.append(f"{due_text}; {next_text} ({schedule['cron']}, {schedule['timezone']})")
     if redis["state"] == REDIS_UNREACHABLE:
-        lines.append(
+        detail_lines.append(
             "this is what the artefact store knows; who was loaded or verified, Redis would"
         )
     elif redis["state"] == REDIS_NOT_CONFIGURED:
-        lines.append(
+        detail_lines.append(
             "no Redis is configured and none runs here: this is what the artefact store knows"
         )
     else:
         epoch = status["epoch"]
-        lines.append(
+        detail_lines.append(
             "Redis has no pointer: nothing published, or lost (restore)"
             if epoch is None
             else f"epoch {epoch}"
         )
-        if limit := redis.get("limit_bytes"):
-            lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit)}")
+        if limit_bytes := redis.get("limit_bytes"):
+            detail_lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit_bytes)}")
     if (canary := status["canary"]) is not None:
-        lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
-    for lines_of in LINES_OF_FEATURES:
-        lines += lines_of(status)
-    replicas = len(status["replicas"])
+        detail_lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
+    for feature_lines in FEATURE_LINES:
+        detail_lines += feature_lines(status)
+    replica_count = len(status["replicas"])
     replicas_text = (
-        f"{replicas} replica{'s' * (replicas != 1)}"
+        f"{replica_count} replica{'s' * (replica_count != 1)}"
         if redis["state"] == REDIS_REACHABLE
         else "replicas not counted, for they beat in Redis"
     )
-    lines.append(f"{replicas_text}, blocklist version {status['blocklist_version']}")
-    lines.append(f"{status['erasures_pending']} erasures pending (erase --list)")
-    return lines
+    detail_lines.append(f"{replicas_text}, blocklist version {status['blocklist_version']}")
+    detail_lines.append(f"{status['erasures_pending']} erasures pending (erase --list)")
+    return detail_lines

@@ -10,7 +10,7 @@ from precompute.config.console import CommandPlace
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 
-Prepare = Callable[[NightConfig, argparse.Namespace, Progress], None]
+PrepareRedis = Callable[[NightConfig, argparse.Namespace, Progress], None]
 
 
 def _no_options(_command: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ class CommandRow:
     text: str
     add_options: Callable[[argparse.ArgumentParser], None] = _no_options
     redis: Literal["own", "if running", "running", "none"] = "own"
-    prepare: Prepare = prepare_nothing
+    prepare: PrepareRedis = prepare_nothing
     takes_generation: bool = False
     store: Literal["reads", "writes", "makes"] = "writes"
     defaults: Mapping[str, Any] = field(default_factory=dict)

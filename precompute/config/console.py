@@ -27,9 +27,9 @@ from cache.process.console import SafeConsole
 from precompute.config.progress import Progress, quiet, size_text
 from precompute.config.settings import NightConfig
 
-PLAIN_COLUMNS = 1_000
+PLAIN_WIDTH_COLUMNS = 1_000
 
-BYTES = ("load pages", "restore pages")
+LABELS_IN_BYTES = ("load pages", "restore pages")
 
 out_console = SafeConsole()
 
@@ -58,28 +58,28 @@ class CommandPlace:
     """
 
     name: str
-    loads: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
 
-    def load(self) -> Command:
+    def import_command(self) -> Command:
         """Import the command and all that it will need."""
-        for dependency in self.loads:
+        for dependency in self.imports:
             import_module(f"precompute.{dependency}")
-        module, _, name = self.name.rpartition(".")
-        command: Command = getattr(import_module(f"precompute.{module}"), name)
+        module_name, _, function_name = self.name.rpartition(".")
+        command: Command = getattr(import_module(f"precompute.{module_name}"), function_name)
         return command
 
 
-def show(output: OutputContent | str, stdout_console: Console) -> None:
+def print_output(output: OutputContent | str, stdout_console: Console) -> None:
     """Print a command's output; off a terminal plain and never wrapped."""
     if isinstance(output, str):
         stdout_console.file.write(f"{printable_lines(output)}\n")
         return
     if isinstance(output, Mapping):
-        output = [table_of(output)]
+        output = [field_table(output)]
     console = (
         stdout_console
         if stdout_console.is_terminal
-        else SafeConsole(width=PLAIN_COLUMNS, no_color=True)
+        else SafeConsole(width=PLAIN_WIDTH_COLUMNS, no_color=True)
     )
     for renderable in output:
         if isinstance(renderable, Table) and not stdout_console.is_terminal:
@@ -87,74 +87,90 @@ def show(output: OutputContent | str, stdout_console: Console) -> None:
         console.print(renderable, highlight=False)
 
 
-def table_of(report: Mapping[str, Any]) -> Table:
+def field_table(field_values: Mapping[str, Any]) -> Table:
     """Build a table with a row for each field that has a value; nested fields become one row, or a row each."""
     table = Table(show_header=False, box=None)
-    for name, text in _rows(report):
-        table.add_row(name, Text(printable(text)))
+    for row_name, row_text in _field_rows(field_values):
+        table.add_row(row_name, Text(printable(row_text)))
     return table
 
 
-def _rows(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in report.items():
-        name = f"{prefix}{key}"
-        if value is None or value in ([], {}):
+def _field_rows(
+    field_values: Mapping[str, Any], name_prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    for field_name, field_value in field_values.items():
+        row_name = f"{name_prefix}{field_name}"
+        if field_value is None or field_value in ([], {}):
             continue
-        if not isinstance(value, Mapping):
-            yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        elif any(isinstance(inner_value, Mapping | list) for inner_value in value.values()):
-            yield from _rows(value, f"{name} ")
+        if not isinstance(field_value, Mapping):
+            yield (
+                row_name,
+                ", ".join(map(str, field_value))
+                if isinstance(field_value, list)
+                else str(field_value),
+            )
+        elif any(isinstance(inner_value, Mapping | list) for inner_value in field_value.values()):
+            yield from _field_rows(field_value, f"{row_name} ")
         else:
-            yield name, ", ".join(f"{inner} {inner_value}" for inner, inner_value in value.items())
+            yield (
+                row_name,
+                ", ".join(
+                    f"{inner_name} {inner_value}" for inner_name, inner_value in field_value.items()
+                ),
+            )
 
 
 @contextmanager
-def bars_on(err: Console, *, is_quiet: bool) -> Iterator[Progress]:
+def progress_bars(stderr_console: Console, *, is_quiet: bool) -> Iterator[Progress]:
     """Show bars while the block runs, on a terminal only."""
-    if is_quiet or not err.is_terminal:
+    if is_quiet or not stderr_console.is_terminal:
         yield quiet
         return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        _Count(),
-        _Rate(),
+        _AmountColumn(),
+        _RateColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=err, transient=True, redirect_stdout=False) as bars:
-        tasks: dict[str, TaskID] = {}
+    with Bars(*columns, console=stderr_console, transient=True, redirect_stdout=False) as bars:
+        task_id_by_label: dict[str, TaskID] = {}
 
         def progress(label: str, completed: int, total: int) -> None:
-            if label not in tasks:
-                for task in tasks.values():
+            if label not in task_id_by_label:
+                for task in task_id_by_label.values():
                     # Steps follow one another; a thousand shards would fill more than a screen.
                     bars.update(task, visible=False)
-                tasks[label] = bars.add_task(label, total=total or None)
-            bars.update(tasks[label], completed=completed, total=total or None, visible=True)
+                task_id_by_label[label] = bars.add_task(label, total=total or None)
+            bars.update(
+                task_id_by_label[label], completed=completed, total=total or None, visible=True
+            )
 
         yield progress
 
 
-class _Count(ProgressColumn):
+class _AmountColumn(ProgressColumn):
     """Progress column with the amount done, and the total if known."""
 
     def render(self, task: Task) -> Text:
-        show = size_text if task.description in BYTES else "{:,.0f}".format
-        total = "" if task.total is None else f"/{show(task.total)}"
-        return Text(f"{show(task.completed)}{total}", style="progress.download")
+        format_amount = size_text if task.description in LABELS_IN_BYTES else "{:,.0f}".format
+        total_text = "" if task.total is None else f"/{format_amount(task.total)}"
+        return Text(f"{format_amount(task.completed)}{total_text}", style="progress.download")
 
 
-class _Rate(ProgressColumn):
+class _RateColumn(ProgressColumn):
     """Progress column with the recent rate per second."""
 
     def render(self, task: Task) -> Text:
         if not task.speed:
             return Text("")
-        rate = size_text(task.speed) if task.description in BYTES else f"{task.speed:,.0f}"
-        return Text(f"{rate}/s", style="progress.data.speed")
+        rate_text = (
+            size_text(task.speed) if task.description in LABELS_IN_BYTES else f"{task.speed:,.0f}"
+        )
+        return Text(f"{rate_text}/s", style="progress.data.speed")
 
 
-def iso(at: float) -> str:
+def iso(unix_s: float) -> str:
     """Format Unix seconds as ISO 8601, in UTC."""
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

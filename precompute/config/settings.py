@@ -25,10 +25,10 @@ __all__ = [
     "ReferenceConfig",
     "Sources",
     "TableConfig",
-    "generations_at_peak",
     "night_config",
     "parse_time",
-    "retained",
+    "peak_generation_count",
+    "retained_count",
 ]
 
 
@@ -39,14 +39,14 @@ def night_config(
     return NightConfig.configured(environment, path, **overrides)
 
 
-def retained(keep: int) -> int:
+def retained_count(keep: int) -> int:
     """Superseded generations that a sweep leaves; the newest one, where a roll back lands, is always among them."""
     return max(1, keep)
 
 
-def generations_at_peak(keep: int) -> int:
-    """Return the number of generations in Redis and on each host: live, `retained`, one in the making, one unpublished.
+def peak_generation_count(keep: int) -> int:
+    """Return the number of generations in Redis and on each host: live, retained, one in the making, one unpublished.
 
     The last is a canary, or a refused or broken night's generation that no sweep may touch yet.
     """
-    return 1 + retained(keep) + 1 + 1
+    return 1 + retained_count(keep) + 1 + 1

@@ -21,20 +21,20 @@ from precompute.config.settings import NightConfig
 from precompute.erasure.erasing import (
     ErasureStatus,
     begin_erasing,
-    drop_hot,
+    drop_from_sketches,
     drop_overlays,
-    forget,
-    look_without_redis,
-    settle,
+    readmit_entity,
+    settle_erasures,
+    statuses_without_redis,
 )
-from precompute.erasure.holders import EntityHolder, declare_hosts_gone, holders
+from precompute.erasure.holders import EntityHolder, declare_hosts_gone, holders_by_erasure_number
 from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import Erasure
 
 
 def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> OutputContent:
     """Erase, re-admit, or only list; blocking never waits for Redis."""
-    store, kind = config.store(), arguments.kind
+    store, entity_kind = config.store(), arguments.kind
     if arguments.entity is None and not (arguments.list or arguments.gone):
         raise InvalidInput("name an entity, or pass --list to see all erasures", field="entity")
     audit_action = functools.partial(
@@ -47,81 +47,91 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
             err_console.print(
                 f"forgotten: copies of {copy.generation} on {copy.host}", markup=False
             )
-    raw = None if arguments.entity is None else canonical_id(arguments.entity)
-    subject = "" if raw is None else f"{kind} {entity_digest(raw)}"
+    entity_id = None if arguments.entity is None else canonical_id(arguments.entity)
+    subject = "" if entity_id is None else f"{entity_kind} {entity_digest(entity_id)}"
     erasure, is_new = None, False
-    if raw is not None and arguments.forget:
+    if entity_id is not None and arguments.forget:
         with audit_action("forget", subject):
-            forget(store, raw, kind, at=time.time(), reason=arguments.reason or "")
-    elif raw is not None and not (arguments.status or arguments.list):
+            readmit_entity(
+                store,
+                entity_id,
+                entity_kind,
+                forgotten_at=time.time(),
+                reason=arguments.reason or "",
+            )
+    elif entity_id is not None and not (arguments.status or arguments.list):
         with audit_action("erase", subject) as audit_details:
-            erasure, is_new = begin_erasing(store, raw, kind, at=time.time())
+            erasure, is_new = begin_erasing(store, entity_id, entity_kind, requested_at=time.time())
             audit_details["number"] = erasure.number
-    dropped_overlay_count, standings = 0, None
+    dropped_overlay_count, erasure_statuses = 0, None
     if config.redis_url:
         try:
             with open_releases(config) as releases:
-                if raw is not None:
+                if entity_id is not None:
                     releases.control.announce("blocklist")
                 if erasure is not None:
                     # Also of one that is done: a request under way when it was blocked may have left a record since.
                     dropped_overlay_count = drop_overlays(
                         config, store, releases.control, [erasure]
                     )
-                    drop_hot(config, store, releases.control, [erasure])
+                    drop_from_sketches(config, store, releases.control, [erasure])
                 sweep_copies(store)
-                standings = settle(config, releases)
+                erasure_statuses = settle_erasures(config, releases)
         except LarderError as error:
             err_console.print(f"Redis could not be asked: {error.message}", markup=False)
-    if standings is None:
-        standings = look_without_redis(store)
+    if erasure_statuses is None:
+        erasure_statuses = statuses_without_redis(store)
         err_console.print(
             "without Redis nothing is reported as done; replicas see the blocklist at their next poll, and overlays "
             f"expire by themselves within {config.overlay_ttl_s / 3600:.1f} h"
         )
-    selected_standings = [
-        standing
-        for standing in standings
-        if raw is None or (standing.erasure.raw == raw and standing.erasure.kind == kind)
+    selected_statuses = [
+        erasure_status
+        for erasure_status in erasure_statuses
+        if entity_id is None
+        or (erasure_status.erasure.raw == entity_id and erasure_status.erasure.kind == entity_kind)
     ]
     reported_overlay_count = (
         dropped_overlay_count if erasure is not None and config.redis_url else None
     )
     finished_numbers = {
-        standing.erasure.number
-        for standing in selected_standings
-        if not standing.erasure.is_pending
+        erasure_status.erasure.number
+        for erasure_status in selected_statuses
+        if not erasure_status.erasure.is_pending
     }
-    is_unheld = erasure is not None and is_new and erasure.number in finished_numbers
-    notes = _unheld(config, erasure) if erasure is not None and is_unheld else []
+    is_done_at_once = erasure is not None and is_new and erasure.number in finished_numbers
+    remarks = (
+        _warn_of_unheld_entity(config, erasure) if erasure is not None and is_done_at_once else []
+    )
     if erasure is not None and not store.names("generations"):
-        notes.append(
+        remarks.append(
             f"there is no generation in {store.url}, so the erasure stays pending until a night is done there; if "
             "that is not the store of your nights, correct artifacts (LARDER_ARTIFACTS)"
         )
     if arguments.json:
-        rows = [_row(standing) for standing in selected_standings]
-        return {"erasures": rows, "overlays_dropped": reported_overlay_count, "notes": notes}
-    return [*_render_statuses(selected_standings, reported_overlay_count), *notes]
+        json_rows = [_status_to_json(erasure_status) for erasure_status in selected_statuses]
+        return {"erasures": json_rows, "overlays_dropped": reported_overlay_count, "notes": remarks}
+    return [*_render_statuses(selected_statuses, reported_overlay_count), *remarks]
 
 
-def _row(standing: ErasureStatus) -> dict[str, Any]:
+def _status_to_json(erasure_status: ErasureStatus) -> dict[str, Any]:
     """Return an erasure as JSON-able fields."""
-    erasure = standing.erasure
+    erasure = erasure_status.erasure
     return {
         "entity": erasure.entity,
         "as": erasure.kind,
         "asked_at": iso(erasure.at),
-        "stands": standing.state,
+        "stands": erasure_status.state,
         "done_at": erasure.done_at and iso(erasure.done_at),
         "reason": erasure.reason,
         "held_by": [
-            {"holder": _holder(holder), "until": when} for holder, when in standing.holders
+            {"holder": _holder_text(holder), "until": removal_text}
+            for holder, removal_text in erasure_status.holders
         ],
     }
 
 
-def _unheld(config: NightConfig, erasure: Erasure) -> list[str]:
+def _warn_of_unheld_entity(config: NightConfig, erasure: Erasure) -> list[str]:
     """Return warning lines on a request that was done at once: the id may be mistyped, or of another kind."""
     store = config.store()
     opposite_kind: EntityKind = "item" if erasure.kind == "user" else "user"
@@ -129,51 +139,63 @@ def _unheld(config: NightConfig, erasure: Erasure) -> list[str]:
         f"no generation holds {erasure.kind} {erasure.entity!r}: check the id; it stays blocked and left out of later "
         f"nights (erase {shlex.quote(erasure.entity)} --as {erasure.kind} --forget --reason ... takes that back)"
     )
-    lines = [warning]
-    if opposite_holders := holders(store, [replace(erasure, kind=opposite_kind)], {})[
-        erasure.number
-    ]:
-        names = ", ".join(
+    warning_lines = [warning]
+    if opposite_holders := holders_by_erasure_number(
+        store, [replace(erasure, kind=opposite_kind)], {}
+    )[erasure.number]:
+        generations_text = ", ".join(
             sorted(holder.generation for holder in opposite_holders if not holder.is_copy)
         )
-        if names:
-            lines.append(
-                f"as {opposite_kind} it is held by {names}: did you mean --as {opposite_kind}?"
+        if generations_text:
+            warning_lines.append(
+                f"as {opposite_kind} it is held by {generations_text}: did you mean --as {opposite_kind}?"
             )
-    return lines
+    return warning_lines
 
 
 def _render_statuses(
-    standings: Sequence[ErasureStatus], dropped_overlay_count: int | None
+    erasure_statuses: Sequence[ErasureStatus], dropped_overlay_count: int | None
 ) -> list[Table | str]:
     table = Table("entity", "as", "asked", "stands", "held by", "until")
-    for standing in standings:
-        erasure = standing.erasure
+    for erasure_status in erasure_statuses:
+        erasure = erasure_status.erasure
         done_text = erasure.done_at and f"done {iso(erasure.done_at)}"
         state_text = (
             f"forgotten: {erasure.reason}"
-            if standing.state == "forgotten"
-            else done_text or standing.state
+            if erasure_status.state == "forgotten"
+            else done_text or erasure_status.state
         )
-        rows = [(_holder(holder), when) for holder, when in standing.holders] or [("", "")]
+        holder_rows = [
+            (_holder_text(holder), removal_text) for holder, removal_text in erasure_status.holders
+        ] or [("", "")]
         table.add_row(
-            _quote_if_ambiguous(erasure.entity), erasure.kind, iso(erasure.at), state_text, *rows[0]
+            _quote_if_ambiguous(erasure.entity),
+            erasure.kind,
+            iso(erasure.at),
+            state_text,
+            *holder_rows[0],
         )
-        for row in rows[1:]:
-            table.add_row("", "", "", "", *row)
-    pending = sum(standing.state == "pending" for standing in standings)
-    lines = [f"{pending} pending, {len(standings) - pending} done or forgotten"]
-    if any(holder.is_copy for standing in standings for holder, _ in standing.holders):
-        lines.append(
+        for holder_row in holder_rows[1:]:
+            table.add_row("", "", "", "", *holder_row)
+    pending_count = sum(erasure_status.state == "pending" for erasure_status in erasure_statuses)
+    summary_lines = [
+        f"{pending_count} pending, {len(erasure_statuses) - pending_count} done or forgotten"
+    ]
+    if any(
+        holder.is_copy
+        for erasure_status in erasure_statuses
+        for holder, _ in erasure_status.holders
+    ):
+        summary_lines.append(
             "copies go with the next step, `retire` or service that runs on their host once they are an hour old; a "
             "host that never runs again keeps an erasure pending until `erase --gone HOST` (or a pattern) says so"
         )
     if dropped_overlay_count is not None:
-        lines.append(f"{dropped_overlay_count} overlays dropped")
-    return [table, *lines] if standings else ["no such erasure"]
+        summary_lines.append(f"{dropped_overlay_count} overlays dropped")
+    return [table, *summary_lines] if erasure_statuses else ["no such erasure"]
 
 
-def _holder(holder: EntityHolder) -> str:
+def _holder_text(holder: EntityHolder) -> str:
     return f"{holder.generation} on {holder.host}" if holder.is_copy else holder.generation
 
 

@@ -17,15 +17,15 @@ from cache.store.blocklist import change_blocklist, latest_blocklist
 from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, sketch_member_of, window_number_of
 from precompute.builds.tables import (ENTITY_BY_TABLE_KIND)
 from precompute.bundles.bundle_store import (remove_bundles_with_items)
-from precompute.config.settings import NightConfig, retained
-from precompute.erasure.holders import EntityHolder, holders, sweep_left_out_notes
+from precompute.config.settings import (NightConfig, retained_count)
+from precompute.erasure.holders import (EntityHolder, holders_by_erasure_number, sweep_left_out_notes)
 from precompute.events.stream import forget_events
 from precompute.releases.release_log import Releases, ReleaseView, demand_reason
 from precompute.sources.erasures import (Erasure, all_erasures, find_erasure, mark_done, mark_forgotten, request_erasure)
 from precompute.traffic.exposures import forget_keys
 
-UNLINK_BATCH = 256
-SEEDS = (0, 1)
+UNLINK_BATCH_KEYS = 256
+LIKELY_HASH_SEEDS = (0, 1)
 """Hash seeds that most likely apply to overlays of a generation whose files are gone."""
 
 
@@ -45,21 +45,21 @@ class ErasureStatus:
 
 
 def begin_erasing(
-    store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float
+    store: ArtefactStore, entity_id: bytes, entity_kind: EntityKind, *, requested_at: float
 ) -> tuple[Erasure, bool]:
     """Block, then record the request; safe to repeat. Return the erasure, and whether it is new.
 
     Blocked first, however many erasures have to be read to write one more.
     """
-    was_blocked = kind == "item" and raw in latest_blocklist(store).items
-    _block(store, [(raw, kind)])
+    was_blocked = entity_kind == "item" and entity_id in latest_blocklist(store).items
+    _block(store, [(entity_id, entity_kind)])
     existing_erasures = all_erasures(store)
     erasure = request_erasure(
-        store, raw, kind, requested_at=at, was_blocked=was_blocked, existing_erasures=existing_erasures
+        store, entity_id, entity_kind, requested_at=requested_at, was_blocked=was_blocked, existing_erasures=existing_erasures
     )
     # Until it was written down, whoever unblocks was not stopped by it.
     block_erased(store, [erasure])
-    return erasure, find_erasure(existing_erasures, raw, kind) is None
+    return erasure, find_erasure(existing_erasures, entity_id, entity_kind) is None
 
 
 def block_erased(store: ArtefactStore, erasures: Iterable[Erasure]) -> None:
@@ -67,28 +67,28 @@ def block_erased(store: ArtefactStore, erasures: Iterable[Erasure]) -> None:
     _block(store, [(erasure.raw, erasure.kind) for erasure in erasures if erasure.is_in_force])
 
 
-def _block(store: ArtefactStore, entities: Sequence[tuple[bytes, EntityKind]]) -> None:
-    if entities:
+def _block(store: ArtefactStore, ids_and_kinds: Sequence[tuple[bytes, EntityKind]]) -> None:
+    if ids_and_kinds:
         change_blocklist(
             store,
-            block_users=[raw for raw, kind in entities if kind == "user"],
-            block_items=[raw for raw, kind in entities if kind == "item"],
+            block_users=[entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "user"],
+            block_items=[entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "item"],
         )
 
 
-def forget(
-    store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float, reason: str
+def readmit_entity(
+    store: ArtefactStore, entity_id: bytes, entity_kind: EntityKind, *, forgotten_at: float, reason: str
 ) -> Erasure:
     """Re-admit an erased entity to later nights and to answers; raise Conflict if it is not erased."""
     reason = demand_reason("forgetting an erasure", reason)
-    erasure = find_erasure(all_erasures(store), raw, kind)
+    erasure = find_erasure(all_erasures(store), entity_id, entity_kind)
     if erasure is None:
-        raise Conflict(f"{kind} {raw.decode()!r} is not erased, so there is nothing to forget")
-    mark_forgotten(store, erasure, forgotten_at=at, reason=reason)
-    if kind == "user":
-        change_blocklist(store, unblock_users=[raw])
+        raise Conflict(f"{entity_kind} {entity_id.decode()!r} is not erased, so there is nothing to forget")
+    mark_forgotten(store, erasure, forgotten_at=forgotten_at, reason=reason)
+    if entity_kind == "user":
+        change_blocklist(store, unblock_users=[entity_id])
     elif not erasure.was_blocked:
-        change_blocklist(store, unblock_items=[raw])
+        change_blocklist(store, unblock_items=[entity_id])
     return erasure
 
 
@@ -99,39 +99,39 @@ def drop_overlays(
 
     Overlays with newer events have a digest as key, which names no user: they expire, and are not served meanwhile.
     """
-    names = [
-        name
+    overlay_keys = [
+        overlay_key
         for generation in sorted(control.rows())
-        for name in _overlay_keys(config, store, generation, erasures)
+        for overlay_key in _overlay_keys(config, store, generation, erasures)
     ]
-    batches = [names[at : at + UNLINK_BATCH] for at in range(0, len(names), UNLINK_BATCH)]
+    batches = [overlay_keys[batch_start : batch_start + UNLINK_BATCH_KEYS] for batch_start in range(0, len(overlay_keys), UNLINK_BATCH_KEYS)]
     return sum(int(control.client.unlink(*batch)) for batch in batches)
 
 
-def drop_hot(
+def drop_from_sketches(
     config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
 ) -> int:
     """Remove these entities from the sketches of requests; return the number of entries."""
-    tables = set(config.tables)
+    table_names = set(config.tables)
     for generation in sorted(control.rows()):
         with contextlib.suppress(LarderError):  # its files are gone
-            tables |= set(read_manifest(store, generation).tables)
-    members = [
-        sketch_member_of((table, erasure.raw)) for erasure in erasures for table in sorted(tables)
+            table_names |= set(read_manifest(store, generation).tables)
+    sketch_members = [
+        sketch_member_of((table, erasure.raw)) for erasure in erasures for table in sorted(table_names)
     ]
-    batches = [members[at : at + UNLINK_BATCH] for at in range(0, len(members), UNLINK_BATCH)]
-    keys, at = config.keyspace(), control.time()
-    names = [
-        name(key_number)
-        for window, name in ((HOT_WINDOW, keys.hot_names), (COLD_WINDOW, keys.cold_names))
-        for key_number in _numbers(window, at)
+    batches = [sketch_members[batch_start : batch_start + UNLINK_BATCH_KEYS] for batch_start in range(0, len(sketch_members), UNLINK_BATCH_KEYS)]
+    keys, read_at = config.keyspace(), control.time()
+    sketch_keys = [
+        key_of(key_number)
+        for window, key_of in ((HOT_WINDOW, keys.hot_names), (COLD_WINDOW, keys.cold_names))
+        for key_number in _sketch_key_numbers(window, read_at)
     ]
-    return sum(int(control.client.zrem(name, *batch)) for batch in batches for name in names)
+    return sum(int(control.client.zrem(sketch_key, *batch)) for batch in batches for sketch_key in sketch_keys)
 
 
-def _numbers(window: Window, at: float) -> range:
+def _sketch_key_numbers(window: Window, read_at: float) -> range:
     """Return the numbers of a sketch's keys that can still exist; a replica's clock may be a little ahead of Redis'."""
-    window_number = window_number_of(at, window)
+    window_number = window_number_of(read_at, window)
     return range(window_number - window.life_s // window.seconds, window_number + 2)
 
 
@@ -139,27 +139,27 @@ def _overlay_keys(
     config: NightConfig, store: ArtefactStore, generation: str, erasures: Sequence[Erasure]
 ) -> list[str]:
     manifest: Manifest | None = None
-    tables: dict[str, tuple[str, ...]]
+    kinds_by_table: dict[str, tuple[str, ...]]
     try:
         manifest = read_manifest(store, generation)
-        tables = {name: (table_spec.entity,) for name, table_spec in manifest.tables.items()}
+        kinds_by_table = {table_name: (table_spec.entity,) for table_name, table_spec in manifest.tables.items()}
     except LarderError:
         all_kinds = ("user", "item")
-        tables = {
-            name: (ENTITY_BY_TABLE_KIND[table_settings.kind],) if table_settings.kind in ENTITY_BY_TABLE_KIND else all_kinds
-            for name, table_settings in config.tables.items()
+        kinds_by_table = {
+            table_name: (ENTITY_BY_TABLE_KIND[table_settings.kind],) if table_settings.kind in ENTITY_BY_TABLE_KIND else all_kinds
+            for table_name, table_settings in config.tables.items()
         }
     keys = config.keyspace()
     return [
         keys.overlay(generation, table, hash_hex(hash_id(erasure.raw, seed)))
         for erasure in erasures
-        for table, kinds in tables.items()
+        for table, kinds in kinds_by_table.items()
         if erasure.kind in kinds
-        for seed in ((manifest.entity_sets[erasure.kind].seed,) if manifest else SEEDS)
+        for seed in ((manifest.entity_sets[erasure.kind].seed,) if manifest else LIKELY_HASH_SEEDS)
     ]
 
 
-def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
+def settle_erasures(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
     """Enforce every erasure in force and mark the done ones; return the status of each, oldest first.
 
     None is done while the store has no generation: it may be the wrong store, and nothing was left out of a night.
@@ -171,12 +171,12 @@ def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
     if not pending:
         return [ErasureStatus(erasure) for erasure in erasures]
     drop_overlays(config, store, control, pending)
-    drop_hot(config, store, control, pending)
+    drop_from_sketches(config, store, control, pending)
     forget_keys(store, [erasure.raw for erasure in pending if erasure.kind == "user"])
     forget_events(config, pending)
     remove_bundles_with_items(store, [erasure.raw for erasure in pending if erasure.kind == "item"])
     # Rows before files: a night notes itself before it looks for erasures, and writes files after.
-    holders_by_number = holders(store, pending, control.rows())
+    holders_by_number = holders_by_erasure_number(store, pending, control.rows())
     has_generations = bool(store.names("generations"))
     erasures = [
         erasure
@@ -185,65 +185,65 @@ def settle(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
         for erasure in erasures
     ]
     view, now_s = releases.view(), releases.clock()
-    return _standings(
-        erasures, holders_by_number, lambda holder: _fate(config, view, holder, now_s)
+    return _erasure_statuses(
+        erasures, holders_by_number, lambda holder: _describe_fate(config, view, holder, now_s)
     )
 
 
-def settle_in_night(
+def settle_erasures_in_night(
     config: NightConfig, releases: Releases, needed_generations: Collection[str]
 ) -> dict[str, int]:
     """Settle all erasures, and sweep notes of generations that are gone; return `erasures_pending` for the report."""
     sweep_left_out_notes(releases.store, needed_generations)
-    pending = sum(status.state == "pending" for status in settle(config, releases))
+    pending = sum(status.state == "pending" for status in settle_erasures(config, releases))
     return {"erasures_pending": pending}
 
 
-def look_without_redis(store: ArtefactStore) -> list[ErasureStatus]:
+def statuses_without_redis(store: ArtefactStore) -> list[ErasureStatus]:
     """Return the status of every erasure as far as the store alone shows it, oldest first."""
     erasures, now_s = all_erasures(store), time.time()
-    holders_by_number = holders(store, [erasure for erasure in erasures if erasure.is_pending], {})
-    return _standings(
+    holders_by_number = holders_by_erasure_number(store, [erasure for erasure in erasures if erasure.is_pending], {})
+    return _erasure_statuses(
         erasures,
         holders_by_number,
-        lambda holder: _fate_of_copy(holder, now_s) if holder.is_copy else "",
+        lambda holder: _describe_copy_fate(holder, now_s) if holder.is_copy else "",
     )
 
 
-def _standings(
+def _erasure_statuses(
     erasures: Iterable[Erasure],
     holders_by_number: Mapping[int, Sequence[EntityHolder]],
-    fate: Callable[[EntityHolder], str],
+    describe_fate: Callable[[EntityHolder], str],
 ) -> list[ErasureStatus]:
     return [
         ErasureStatus(
             erasure,
-            tuple((holder, fate(holder)) for holder in holders_by_number.get(erasure.number, ())),
+            tuple((holder, describe_fate(holder)) for holder in holders_by_number.get(erasure.number, ())),
         )
         for erasure in erasures
     ]
 
 
-def _fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: float) -> str:
+def _describe_fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: float) -> str:
     """Describe when a holder of an entity may be swept."""
     generation, ledger = holder.generation, view.ledger
     if holder.is_copy:
-        return _fate_of_copy(holder, now_s)
+        return _describe_copy_fate(holder, now_s)
     if ledger.is_pinned(generation, now_s):
         expires_at = (ledger.pin_expiry_by_generation or {}).get(generation)
-        when = (
+        until_text = (
             "unpinned"
             if expires_at is None
             else f"{datetime.fromtimestamp(expires_at, UTC):%Y-%m-%d}"
         )
-        return f"pinned until {when}"
+        return f"pinned until {until_text}"
     state = view.state(generation)
     if state is GenerationState.LIVE:
         return (
-            f"live, swept once {retained(config.keep)} newer generations have followed the next one"
+            f"live, swept once {retained_count(config.keep)} newer generations have followed the next one"
         )
     if state is GenerationState.SUPERSEDED:
-        return f"superseded, swept once it is not among the newest {retained(config.keep)} and nobody holds it"
+        return f"superseded, swept once it is not among the newest {retained_count(config.keep)} and nobody holds it"
     if state is None or state in UNFINISHED_STATES:
         hours = config.abandon_after_s / 3600
         return (
@@ -252,7 +252,7 @@ def _fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: f
     return f"{state}, swept by the next retire that finds no replica holding it"
 
 
-def _fate_of_copy(holder: EntityHolder, now_s: float) -> str:
+def _describe_copy_fate(holder: EntityHolder, now_s: float) -> str:
     hours = max(0.0, now_s - holder.at) / 3600
     age = (
         ""

@@ -27,7 +27,7 @@ from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, ids_named_in
 _LEFT_OUT_FILE = "begun.json"
 """File with the erasures that a generation left out, kept after the generation's own files are gone."""
 
-Fetch = Callable[[str], Path]
+FetchFile = Callable[[str], Path]
 """Function that returns the local path of a finished file of the generation; raises StoreError without one."""
 
 
@@ -48,7 +48,7 @@ class EntityHolder:
         return bool(self.host)
 
 
-def holders(
+def holders_by_erasure_number(
     store: ArtefactStore, erasures: Sequence[Erasure], rows: Mapping[str, RegistryRow]
 ) -> dict[int, tuple[EntityHolder, ...]]:
     """Return erasure number -> holders of its entity; a generation that cannot be checked counts as a holder.
@@ -67,50 +67,50 @@ def holders(
     ]
     holders_by_number: dict[int, list[EntityHolder]] = {erasure.number: [] for erasure in erasures}
     for generation in sorted({*stored_generations, *unfinished_generations}):
-        for number in _held_by(store, generation, erasures):
-            holders_by_number[number].append(EntityHolder(generation))
-    copies = _copies(store, but={*stored_generations, *unfinished_generations})
-    spared = {
+        for erasure_number in _erasures_held_by(store, generation, erasures):
+            holders_by_number[erasure_number].append(EntityHolder(generation))
+    copies = _list_copies(store, left_out_generations={*stored_generations, *unfinished_generations})
+    left_out_by_generation = {
         generation_id: left_out_erasures(store, generation_id)
         for generation_id in {copy.generation for copy in copies}
     }
     for copy in copies:
-        for number in holders_by_number.keys() - spared[copy.generation]:
-            holders_by_number[number].append(copy)
-    return {number: tuple(erasure_holders) for number, erasure_holders in holders_by_number.items()}
+        for erasure_number in holders_by_number.keys() - left_out_by_generation[copy.generation]:
+            holders_by_number[erasure_number].append(copy)
+    return {erasure_number: tuple(erasure_holders) for erasure_number, erasure_holders in holders_by_number.items()}
 
 
-def _copies(store: ArtefactStore, *, but: Collection[str]) -> list[EntityHolder]:
+def _list_copies(store: ArtefactStore, *, left_out_generations: Collection[str]) -> list[EntityHolder]:
     """Return the copies that hosts recorded, and this host's unrecorded ones."""
-    recorded = copies_on_hosts(store, but=but)
+    recorded_copies = copies_on_hosts(store, left_out_generations=left_out_generations)
     unrecorded_generations = (
-        set(store.host_copies()) - {copy.generation for copy in recorded} - set(but)
+        set(store.host_copies()) - {copy.generation for copy in recorded_copies} - set(left_out_generations)
     )
     return [
-        *recorded,
+        *recorded_copies,
         *(EntityHolder(generation, "this host") for generation in sorted(unrecorded_generations)),
     ]
 
 
-def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:
-    def read(name: str) -> bytes | None:
-        return store.read(generation_path(generation, name))
+def _erasures_held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:
+    def read(file_name: str) -> bytes | None:
+        return store.read(generation_path(generation, file_name))
 
-    def fetch(name: str) -> Path:
-        path = store.fetch(generation_path(generation, name))
-        if not path.is_file():
-            raise StoreError(f"{name} of {generation} is not there")
-        return path
+    def fetch(file_name: str) -> Path:
+        local_path = store.fetch(generation_path(generation, file_name))
+        if not local_path.is_file():
+            raise StoreError(f"{file_name} of {generation} is not there")
+        return local_path
 
     try:
-        raw = read("work/begin.json")
-        begin_report: BeginReport | None = None if raw is None else orjson.loads(raw)
-        left_out = set(() if begin_report is None else begin_report.get("erased", ()))
-        erasures_to_check = [erasure for erasure in erasures if erasure.number not in left_out]
+        raw_document = read("work/begin.json")
+        begin_report: BeginReport | None = None if raw_document is None else orjson.loads(raw_document)
+        left_out_numbers = set(() if begin_report is None else begin_report.get("erased", ()))
+        erasures_to_check = [erasure for erasure in erasures if erasure.number not in left_out_numbers]
         if not erasures_to_check or begin_report is None:
             return {erasure.number for erasure in erasures_to_check}
-        raw = read("manifest.json")
-        manifest = None if raw is None else Manifest.from_bytes(raw)
+        raw_document = read("manifest.json")
+        manifest = None if raw_document is None else Manifest.from_bytes(raw_document)
     except (CorruptArtefact, StoreError, orjson.JSONDecodeError):
         return {erasure.number for erasure in erasures}
     held_numbers: set[int] = set()
@@ -118,7 +118,7 @@ def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure])
         erasures_of_kind = [erasure for erasure in erasures_to_check if erasure.kind == kind]
         try:
             held_numbers |= (
-                _looked_up(kind, erasures_of_kind, begin_report, manifest, fetch)
+                _find_held_erasures(kind, erasures_of_kind, begin_report, manifest, fetch)
                 if erasures_of_kind
                 else set()
             )
@@ -127,12 +127,12 @@ def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure])
     return held_numbers
 
 
-def _looked_up(
+def _find_held_erasures(
     kind: EntityKind,
     erasures: Sequence[Erasure],
     begin_report: BeginReport,
     manifest: Manifest | None,
-    fetch: Fetch,
+    fetch: FetchFile,
 ) -> set[int]:
     """Return the erasure numbers found in the directory, partition, reports or interactions beyond the cut."""
     seed = begin_report["user_seed"] if kind == "user" else begin_report["item_seed"]
@@ -144,77 +144,77 @@ def _looked_up(
         unusable_ids |= set(begin_report.get(UNKNOWN_ITEMS_NAMED_FIELD, ()))
     held_numbers = {erasure.number for erasure in erasures if erasure.entity in unusable_ids}
     for shard in np.unique(shard_of(hashes, shard_count)).tolist():
-        shard_indices = np.flatnonzero(shard_of(hashes, shard_count) == shard)
+        shard_indexes = np.flatnonzero(shard_of(hashes, shard_count) == shard)
         if kind == "item" or manifest is not None:
-            path = fetch(directory_file_path(kind, shard))
-            if path.stat().st_size:
-                is_in = np.isin(hashes[shard_indices], map_file(path, "<u8"))
-                held_numbers |= {erasures[index].number for index in shard_indices[is_in].tolist()}
-        missed = [
+            directory_path = fetch(directory_file_path(kind, shard))
+            if directory_path.stat().st_size:
+                is_in_directory = np.isin(hashes[shard_indexes], map_file(directory_path, "<u8"))
+                held_numbers |= {erasures[index].number for index in shard_indexes[is_in_directory].tolist()}
+        missed_erasures = [
             erasures[index]
-            for index in shard_indices.tolist()
+            for index in shard_indexes.tolist()
             if erasures[index].number not in held_numbers
         ]
-        if kind == "user" and missed:
-            kinds = user_naming_kinds(partition_file_kinds(begin_report.get("user_vectors", False)))
-            held_numbers |= _in_partition(missed, shard, kinds, fetch)
+        if kind == "user" and missed_erasures:
+            file_kinds = user_naming_kinds(partition_file_kinds(begin_report.get("user_vectors", False)))
+            held_numbers |= _find_in_partition(missed_erasures, shard, file_kinds, fetch)
     if len(held_numbers) < len(erasures):
-        held_numbers |= _beyond_cut(kind, erasures, fetch)
+        held_numbers |= _find_beyond_cut(kind, erasures, fetch)
     return held_numbers
 
 
-def _in_partition(
-    erasures: Sequence[Erasure], shard: int, kinds: Sequence[str], fetch: Fetch
+def _find_in_partition(
+    erasures: Sequence[Erasure], shard: int, file_kinds: Sequence[str], fetch: FetchFile
 ) -> set[int]:
     """Return the erasure numbers found in a shard's partition, which also has users without a record."""
-    ids = pa.array([erasure.entity for erasure in erasures], pa.string())
+    entity_ids = pa.array([erasure.entity for erasure in erasures], pa.string())
     held_numbers = set()
-    for name in kinds:
-        with pa.memory_map(str(fetch(f"work/partition/{shard:04d}.{name}"))) as source:
-            users = pa.ipc.open_stream(source).read_all().column("user")
-            is_in = pc.is_in(ids, value_set=pc.unique(users)).to_pylist()
+    for file_kind in file_kinds:
+        with pa.memory_map(str(fetch(f"work/partition/{shard:04d}.{file_kind}"))) as mapped_file:
+            partition_users = pa.ipc.open_stream(mapped_file).read_all().column("user")
+            is_in_partition = pc.is_in(entity_ids, value_set=pc.unique(partition_users)).to_pylist()
         held_numbers |= {
             erasure.number
-            for erasure, is_present in zip(erasures, is_in, strict=True)
+            for erasure, is_present in zip(erasures, is_in_partition, strict=True)
             if is_present
         }
     return held_numbers
 
 
-def _beyond_cut(kind: EntityKind, erasures: Sequence[Erasure], fetch: Fetch) -> set[int]:
+def _find_beyond_cut(kind: EntityKind, erasures: Sequence[Erasure], fetch: FetchFile) -> set[int]:
     items_by_user: dict[str, list[str]] = orjson.loads(fetch(holdout.HOLDOUT_FILE).read_bytes())
-    names = (
+    held_out_ids = (
         set(items_by_user)
         if kind == "user"
         else {item for items in items_by_user.values() for item in items}
     )
-    return {erasure.number for erasure in erasures if erasure.entity in names}
+    return {erasure.number for erasure in erasures if erasure.entity in held_out_ids}
 
 
-def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[EntityHolder]:
-    """Return recorded copies of generations other than `but`; a local store has none."""
+def copies_on_hosts(store: ArtefactStore, *, left_out_generations: Collection[str] = ()) -> list[EntityHolder]:
+    """Return recorded copies of generations other than `left_out_generations`; a local store has none."""
     if store.copies is None:
         return []
-    hosts = [
-        (generation, name.removesuffix(".json"))
+    generations_and_hosts = [
+        (generation, record_name.removesuffix(".json"))
         for generation in store.names(COPIES_FOLDER)
-        if generation not in but
-        for name in store.names(f"{COPIES_FOLDER}/{generation}")
-        if name.endswith(".json") and name != _LEFT_OUT_FILE
+        if generation not in left_out_generations
+        for record_name in store.names(f"{COPIES_FOLDER}/{generation}")
+        if record_name.endswith(".json") and record_name != _LEFT_OUT_FILE
     ]
-    bodies = store.read_many(
-        [copies_record_path(*generation_and_host) for generation_and_host in hosts]
+    raw_record_by_path = store.read_many(
+        [copies_record_path(*generation_and_host) for generation_and_host in generations_and_hosts]
     )
     return [
-        EntityHolder(*generation_and_host, _copied_at(bodies[path]))
-        for generation_and_host in hosts
-        if (path := copies_record_path(*generation_and_host)) in bodies
+        EntityHolder(*generation_and_host, _copied_at(raw_record_by_path[path]))
+        for generation_and_host in generations_and_hosts
+        if (path := copies_record_path(*generation_and_host)) in raw_record_by_path
     ]
 
 
-def _copied_at(raw: bytes) -> float:
+def _copied_at(raw_record: bytes) -> float:
     try:
-        return float(orjson.loads(raw)["at"])
+        return float(orjson.loads(raw_record)["at"])
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return 0.0  # the name says all that matters
 
@@ -231,18 +231,18 @@ def declare_hosts_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]
     return gone_copies
 
 
-def note_left_out(store: ArtefactStore, generation: str, erased: ErasedEntities) -> None:
+def note_left_out(store: ArtefactStore, generation: str, erased_entities: ErasedEntities) -> None:
     """Record the numbers of the erasures that a generation leaves out, before any host has a copy of it."""
     if store.copies is not None:
-        body = orjson.dumps({"erased": list(erased.numbers)})
-        store.write(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}", body)
+        raw_record = orjson.dumps({"erased": list(erased_entities.numbers)})
+        store.write(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}", raw_record)
 
 
 def left_out_erasures(store: ArtefactStore, generation: str) -> set[int]:
     """Return the numbers of the erasures that a generation left out; none if unknown: every erasure counts as held."""
-    raw = store.read(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}")
+    raw_record = store.read(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}")
     try:
-        return set() if raw is None else set(orjson.loads(raw)["erased"])
+        return set() if raw_record is None else set(orjson.loads(raw_record)["erased"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return set()
 

@@ -38,12 +38,12 @@ from precompute.sources.readers import (
 )
 from precompute.sources.unusable import UnusableRows
 
-FOLDER: Final = "events"
+EVENTS_FOLDER: Final = "events"
 
-END_KEY: Final = b"larder.until"
+END_POSITION_KEY: Final = b"larder.until"
 """Key of a file's metadata that holds the position of its last event."""
 
-SCHEMA: Final = pa.schema([
+EVENT_FILE_SCHEMA: Final = pa.schema([
     ("user", pa.string()), ("item", pa.string()), ("time", pa.timestamp("us", tz="UTC")), ("id", pa.string()),
     ("type", pa.string()), ("weight", pa.float64()), ("position", pa.int64()), ("event", pa.string()),
 ])  # fmt: skip
@@ -51,9 +51,9 @@ SCHEMA: Final = pa.schema([
 
 _INTERACTION_COLUMNS: Final = ["user", "item", "time", "weight", "position"]
 
-_POSITION = r"([0-9]{13})-([0-9]{7})"
+_POSITION_PATTERN = r"([0-9]{13})-([0-9]{7})"
 
-_NAME = re.compile(rf"{_POSITION}(?:_{_POSITION})?\.parquet")
+_FILE_NAME_PATTERN = re.compile(rf"{_POSITION_PATTERN}(?:_{_POSITION_PATTERN})?\.parquet")
 
 
 class TakenFile(NamedTuple):
@@ -68,7 +68,7 @@ class TakenFile(NamedTuple):
         end_suffix = (
             "" if self.until_position is None else f"_{_format_position(self.until_position)}"
         )
-        return f"{FOLDER}/{_format_position(self.after)}{end_suffix}.parquet"
+        return f"{EVENTS_FOLDER}/{_format_position(self.after)}{end_suffix}.parquet"
 
     def is_within(self, merged: "TakenFile") -> bool:
         """True if a merged file has all events of this one."""
@@ -83,40 +83,40 @@ def _format_position(position: Position) -> str:
     return f"{position.ms:013d}-{position.sequence:07d}"
 
 
-def path_of(after: Position) -> str:
+def taken_file_path(after: Position) -> str:
     """Return the path of the file that nights write for the events after a position."""
     return TakenFile(after).path
 
 
 def list_taken_files(store: ArtefactStore) -> list[TakenFile]:
     """Return the files that count, in order; each ends where the next one begins."""
-    return [file for file, counts in _all_files(store) if counts]
+    return [file for file, is_counted in _list_all_files(store) if is_counted]
 
 
-def superseded(store: ArtefactStore) -> list[TakenFile]:
+def superseded_files(store: ArtefactStore) -> list[TakenFile]:
     """Return the files whose events a merged one has."""
-    return [file for file, counts in _all_files(store) if not counts]
+    return [file for file, is_counted in _list_all_files(store) if not is_counted]
 
 
-def _all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
+def _list_all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
     """Return every file in order, with whether it counts: no longer file has its events."""
-    names = filter(None, map(_NAME.fullmatch, store.names(FOLDER)))
-    files = sorted(
+    name_matches = filter(None, map(_FILE_NAME_PATTERN.fullmatch, store.names(EVENTS_FOLDER)))
+    taken_files = sorted(
         (
             TakenFile(
                 Position(int(name_match[1]), int(name_match[2])),
                 None if name_match[3] is None else Position(int(name_match[3]), int(name_match[4])),
             )
-            for name_match in names
+            for name_match in name_matches
         ),
         key=lambda file: (file.after, file.until_position or file.after),
     )
-    merged = [file for file in files if file.until_position is not None]
+    merged_files = [file for file in taken_files if file.until_position is not None]
     files_with_validity = [
-        (file, not any(file.is_within(merged_file) for merged_file in merged)) for file in files
+        (file, not any(file.is_within(merged_file) for merged_file in merged_files)) for file in taken_files
     ]
     for earlier_file, later_file in pairwise(
-        [file for file, counts in files_with_validity if counts]
+        [file for file, is_counted in files_with_validity if is_counted]
     ):
         if (
             earlier_file.until_position is not None
@@ -131,45 +131,45 @@ def _all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
     return files_with_validity
 
 
-def last_taken(store: ArtefactStore) -> Position:
+def last_taken_position(store: ArtefactStore) -> Position:
     """Return the position up to which the files have all events."""
-    files = list_taken_files(store)
-    return _end_of(store, files[-1]) if files else STREAM_BEGINNING
+    taken_files = list_taken_files(store)
+    return _end_position_of(store, taken_files[-1]) if taken_files else STREAM_BEGINNING
 
 
-def to_bytes(rows: Iterable[tuple[Position, Event]], end_position: Position) -> bytes:
+def encode_events(positions_and_events: Iterable[tuple[Position, Event]], end_position: Position) -> bytes:
     """Encode events as a file that ends at a position."""
-    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-    for position, event in rows:
-        is_whole = event.kind == "interaction"
+    values_by_column: dict[str, list[Any]] = {column_name: [] for column_name in EVENT_FILE_SCHEMA.names}
+    for position, event in positions_and_events:
+        is_interaction = event.kind == "interaction"
         row_values = (
             None if event.user is None else event.user.decode(),
             None if event.item is None else event.item.decode(),
             event.at_us, event.id, event.type, event.weight, position.number,
-            None if is_whole else event.to_bytes().decode(),
+            None if is_interaction else event.to_bytes().decode(),
         )  # fmt: skip
-        for name, value in zip(SCHEMA.names, row_values, strict=True):
-            columns[name].append(value)
-    return parquet(pa.table(columns, schema=SCHEMA), end_position)
+        for column_name, column_value in zip(EVENT_FILE_SCHEMA.names, row_values, strict=True):
+            values_by_column[column_name].append(column_value)
+    return encode_table(pa.table(values_by_column, schema=EVENT_FILE_SCHEMA), end_position)
 
 
-def parquet(table: Any, end_position: Position) -> bytes:
+def encode_table(table: Any, end_position: Position) -> bytes:
     """Encode a table as a file that ends at a position."""
     buffer = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({END_KEY: str(end_position).encode()}), buffer)
+    pq.write_table(table.replace_schema_metadata({END_POSITION_KEY: str(end_position).encode()}), buffer)
     return buffer.getvalue()
 
 
-def until_of(raw: bytes, path: str) -> Position:
+def read_end_position(raw_parquet: bytes, path: str) -> Position:
     """Return the position of a file's last event; raise CorruptArtefact for another kind of file."""
     with _translate_damage(path):
-        return Position.parse((pq.read_schema(io.BytesIO(raw)).metadata or {})[END_KEY])
+        return Position.parse((pq.read_schema(io.BytesIO(raw_parquet)).metadata or {})[END_POSITION_KEY])
 
 
-def table_of(raw: bytes, path: str) -> Any:
+def read_event_table(raw_parquet: bytes, path: str) -> Any:
     """Return the rows of a file; raise CorruptArtefact for another kind of file."""
     with _translate_damage(path):
-        return pq.read_table(io.BytesIO(raw))
+        return pq.read_table(io.BytesIO(raw_parquet))
 
 
 @contextmanager
@@ -184,8 +184,8 @@ def _translate_damage(path: str) -> Iterator[None]:
         ) from error
 
 
-def _end_of(store: ArtefactStore, file: TakenFile) -> Position:
-    return file.until_position or until_of(store.read(file.path) or b"", file.path)
+def _end_position_of(store: ArtefactStore, file: TakenFile) -> Position:
+    return file.until_position or read_end_position(store.read(file.path) or b"", file.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,25 +212,23 @@ def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
         return EventFiles()
     config = config.of_events()
     store = config.store()
-    files = list_taken_files(store)
-    ends = (
-        [*(file.after for file in files), _end_of(store, files[-1])]
-        if files
+    taken_files = list_taken_files(store)
+    end_positions = (
+        [*(file.after for file in taken_files), _end_position_of(store, taken_files[-1])]
+        if taken_files
         else [STREAM_BEGINNING]
     )
-    end_position = ends[-1] if end_text is None else Position.parse(end_text)
-    if end_position not in ends:
+    end_position = end_positions[-1] if end_text is None else Position.parse(end_text)
+    if end_position not in end_positions:
         raise ConfigError(
-            f"no file of {store.url}/{FOLDER} ends at {end_position}, they go up to {ends[-1]}: run `take-events` "
-            "first, and "
-            "give the position that it tells",
+            f"no file of {store.url}/{EVENTS_FOLDER} ends at {end_position}, they go up to {end_positions[-1]}: " "run `take-events` " "first, and " "give the position that it tells",
             field="events_until",
         )
-    names = [file.path for file in files[: ends.index(end_position)]]
-    return EventFiles(tuple(_source(config, store, path) for path in names), end_position)
+    file_paths = [file.path for file in taken_files[: end_positions.index(end_position)]]
+    return EventFiles(tuple(_source_file_of(config, store, path) for path in file_paths), end_position)
 
 
-def _source(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
+def _source_file_of(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
     if store.folder is not None:
         return store.folder / path
     # Read where it lies: a copy on this host would have to be erased from as well.
@@ -238,28 +236,28 @@ def _source(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
 
 
 def read_event_interactions(
-    files: Sequence[SourceFile], first_file: int, unusable: UnusableRows
+    files: Sequence[SourceFile], first_file_index: int, unusable: UnusableRows
 ) -> Iterator[Interactions]:
     """Yield batches of the interactions of positive weight, from a file on; no cut applies: their position decided.
 
     Their ids were checked when they were accepted. They count as rows of events, so that they hide no share of bad rows
     of the sources. Raises SourceError naming a file that cannot be read.
     """
-    for path in files[first_file:]:
-        with translate_read_errors(path), open_for_arrow(path) as raw, pq.ParquetFile(raw) as file:
-            for batch in file.iter_batches(BATCH_ROWS_MAX, columns=_INTERACTION_COLUMNS):
+    for event_file in files[first_file_index:]:
+        with translate_read_errors(event_file), open_for_arrow(event_file) as opened_file, pq.ParquetFile(opened_file) as parquet_file:
+            for batch in parquet_file.iter_batches(BATCH_ROWS_MAX, columns=_INTERACTION_COLUMNS):
                 unusable.count_checked(EVENT_INTERACTIONS_SOURCE, len(batch))
-                yield _interactions(batch)
+                yield _to_interactions(batch)
 
 
-def _interactions(batch: Any) -> Interactions:
+def _to_interactions(batch: Any) -> Interactions:
     has_both = pc.and_(batch.column("user").is_valid(), batch.column("item").is_valid())
-    rows = batch.filter(pc.and_(has_both, pc.greater(batch.column("weight"), 0.0)))
+    positive_rows = batch.filter(pc.and_(has_both, pc.greater(batch.column("weight"), 0.0)))
     return Interactions(
-        Ids.of(rows.column("user")),
-        Ids.of(rows.column("item")),
-        np.asarray(rows.column("time").cast(pa.int64())),
-        np.asarray(rows.column("position")),
+        Ids.of(positive_rows.column("user")),
+        Ids.of(positive_rows.column("item")),
+        np.asarray(positive_rows.column("time").cast(pa.int64())),
+        np.asarray(positive_rows.column("position")),
     )
 
 
@@ -276,63 +274,63 @@ class EventValues(NamedTuple):
     @classmethod
     def read(
         cls,
-        files: Sequence[SourceFile],
-        without: Mapping[EntityKind, Iterable[bytes]],
+        event_files: Sequence[SourceFile],
+        erased_ids_by_kind: Mapping[EntityKind, Iterable[bytes]],
         attributes_by_kind: Mapping[EntityKind, Collection[str]],
-        behind: int = 0,
+        oldest_counted_number: int = 0,
     ) -> Self:
         """Read files of events, in the order of their positions, without those of erased entities.
 
-        Only values set `behind` a position's number count, and only attributes in `attributes_by_kind`: other values
-        take no memory, and displace none. Raises SourceError naming a file that cannot be read, CorruptArtefact for a
-        malformed event.
+        Only values set behind `oldest_counted_number`, a position's number count, and only attributes in
+        `attributes_by_kind`: other values take no memory, and displace none. Raises SourceError naming a file that
+        cannot be read, CorruptArtefact for a malformed event.
         """
         attribute_events, event_item_ids = AttributeEvents(), set()
-        for position, event in _read_value_events(files):
-            if event.item is not None and position.number > behind and brings_item(event):
+        for position, event in _read_value_events(event_files):
+            if event.item is not None and position.number > oldest_counted_number and brings_item(event):
                 event_item_ids.add(event.item)
-            if position.number > behind:  # older ones count for nothing, so they take no memory
+            if position.number > oldest_counted_number:  # older ones count for nothing, so they take no memory
                 attribute_events.add(position, _only_attributes(event, attributes_by_kind))
-        for kind, raws in without.items():
-            for raw in raws:
-                attribute_events.forget(kind, raw)
-        present_item_ids = frozenset(event_item_ids.difference(without.get("item", ())))
+        for kind, erased_ids in erased_ids_by_kind.items():
+            for erased_id in erased_ids:
+                attribute_events.forget(kind, erased_id)
+        present_item_ids = frozenset(event_item_ids.difference(erased_ids_by_kind.get("item", ())))
         return cls(
-            attribute_events.values_set_after("user", behind),
-            attribute_events.values_set_after("item", behind),
+            attribute_events.values_set_after("user", oldest_counted_number),
+            attribute_events.values_set_after("item", oldest_counted_number),
             present_item_ids,
         )
 
 
-def counted_behind(keep_values_days: float, cut_s: float) -> int:
+def counted_behind_number(keep_values_days: float, cut_s: float) -> int:
     """Return the position number after which values set by events count in a night with this cut (Unix seconds)."""
     return Position(max(0, int((cut_s - keep_values_days * 86_400) * 1000)), 0).number
 
 
-def brought_vectors(files: Sequence[SourceFile], behind: int = 0) -> dict[bytes, tuple[float, ...]]:
+def newest_vector_by_item(event_files: Sequence[SourceFile], oldest_counted_number: int = 0) -> dict[bytes, tuple[float, ...]]:
     """Return vectors that events after a position brought for items, the newest of each, in the order of the ids.
 
     Raises SourceError naming a file that cannot be read, CorruptArtefact for a malformed event.
     """
     vector_by_item = {
         event.item: event.vector
-        for position, event in _read_value_events(files)
-        if event.item is not None and event.vector is not None and position.number > behind
+        for position, event in _read_value_events(event_files)
+        if event.item is not None and event.vector is not None and position.number > oldest_counted_number
     }
     return dict(sorted(vector_by_item.items()))
 
 
 def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
     """Yield the events that are no interactions, in the order of their positions."""
-    for path in files:
-        with translate_read_errors(path), open_for_arrow(path) as raw, pq.ParquetFile(raw) as file:
-            for batch in file.iter_batches(BATCH_ROWS_MAX, columns=["position", "event"]):
+    for event_file in files:
+        with translate_read_errors(event_file), open_for_arrow(event_file) as opened_file, pq.ParquetFile(opened_file) as parquet_file:
+            for batch in parquet_file.iter_batches(BATCH_ROWS_MAX, columns=["position", "event"]):
                 event_batch = batch.filter(batch.column("event").is_valid())
-                numbers, texts = (
-                    event_batch.column(name).to_pylist() for name in ("position", "event")
+                position_numbers, event_texts = (
+                    event_batch.column(column_name).to_pylist() for column_name in ("position", "event")
                 )
-                for number, text in zip(numbers, texts, strict=True):
-                    yield Position.from_number(number), Event.from_bytes(text.encode())
+                for position_number, event_text in zip(position_numbers, event_texts, strict=True):
+                    yield Position.from_number(position_number), Event.from_bytes(event_text.encode())
 
 
 def _only_attributes(
@@ -340,9 +338,9 @@ def _only_attributes(
 ) -> Event:
     """Return a copy of the event with only these attributes, features included."""
     kind = event.kind
-    if kind == "interaction" or not (values := event.set_values):
+    if kind == "interaction" or not (attribute_values := event.set_values):
         return event
     value_by_attribute = {
-        name: value for name, value in values.items() if name in attributes_by_kind[kind]
+        attribute_name: attribute_value for attribute_name, attribute_value in attribute_values.items() if attribute_name in attributes_by_kind[kind]
     }
     return replace(event, attributes=value_by_attribute, features=None)

@@ -7,7 +7,7 @@ from cache.format.manifest import Manifest
 from cache.format.stream_position import STREAM_BEGINNING, Position
 from precompute.config.console import iso
 from precompute.config.settings import NightConfig
-from precompute.events.files import last_taken
+from precompute.events.files import last_taken_position
 
 
 def events_until(manifest: Manifest) -> str | None:
@@ -21,24 +21,26 @@ def events_status(
     """Return the positions up to which nights took events, and the live generation has them; None without events."""
     if not config.events.enabled:
         return None
-    live = (
+    live_positions = (
         generation_status["events_until"]
         for generation_status in generations
         if "live" in generation_status["roles"]
     )
     return {
-        "taken_until": str(last_taken(config.of_events().store())),
-        "live_until": next(live, None),
+        "taken_until": str(last_taken_position(config.of_events().store())),
+        "live_until": next(live_positions, None),
     }
 
 
 def event_lines(status: Mapping[str, Any]) -> list[str]:
     """Return a line on the positions; none without events."""
-    if (events := status["events"]) is None:
+    if (events_fields := status["events"]) is None:
         return []
-    live, taken_until = (_position_text(events[name]) for name in ("live_until", "taken_until"))
+    live_until, taken_until = (
+        _position_text(events_fields[field_name]) for field_name in ("live_until", "taken_until")
+    )
     return [
-        f"events: the live one has them up to {live}; nights took them over up to {taken_until}"
+        f"events: the live one has them up to {live_until}; nights took them over up to {taken_until}"
     ]
 
 

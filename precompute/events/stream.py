@@ -22,19 +22,7 @@ from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.traffic.experiments import latest_experiments
 from precompute.config.settings import NightConfig
-from precompute.events.files import (
-    END_KEY,
-    SCHEMA,
-    TakenFile,
-    last_taken,
-    list_taken_files,
-    parquet,
-    path_of,
-    superseded,
-    table_of,
-    to_bytes,
-    until_of,
-)
+from precompute.events.files import (END_POSITION_KEY, EVENT_FILE_SCHEMA, TakenFile, encode_events, encode_table, last_taken_position, list_taken_files, read_end_position, read_event_table, superseded_files, taken_file_path)
 from precompute.events.stores import connect_events
 from precompute.partitions.night_input import EventFields
 from precompute.releases.release_log import Releases
@@ -43,19 +31,19 @@ from precompute.sources.erasures import NO_ERASURES, ErasedEntities, Erasure, al
 ENTRIES_AT_ONCE: Final = 1_000
 """Entries of a batch: a millisecond or two of Redis' time."""
 
-FILE_EVENTS: Final = 200_000
+FILE_EVENTS_MAX: Final = 200_000
 """Events of a file; further ones go into another file."""
 
-FILE_BYTES: Final = 64 << 20
+FILE_BYTES_MAX: Final = 64 << 20
 """Bytes of events, as stored in the stream, of a file."""
 
-FILES_MERGED: Final = 24
+FILES_PER_MERGE: Final = 24
 """Number of files merged into one: a day of hourly nights. The next night copies no partition, as its files differ."""
 
-MERGED_BYTES: Final = 32 << 20
+MERGED_BYTES_MAX: Final = 32 << 20
 """Bytes of files merged into one; larger ones, whose rows dominate the cost of reading, stay separate."""
 
-_GROUPS_PER_NIGHT: Final = 2
+_GROUPS_PER_NIGHT_MAX: Final = 2
 """Groups that a night tries to merge, the newest first: a too large one is not read again by each night."""
 
 Entry = tuple[bytes, dict[bytes, bytes]]
@@ -73,10 +61,10 @@ class EventStores:
     def of(cls, config: NightConfig) -> Self:
         """Open the stores of the newest record of the experiments."""
         config = config.of_events()
-        own_store = config.store()
-        named = latest_experiments(own_store).namespaces(config.namespace)
-        arms = tuple(replace(config, namespace=arm_namespace).store() for arm_namespace in named)
-        return cls(own_store, config.namespace, arms)
+        home_store = config.store()
+        arm_namespaces = latest_experiments(home_store).namespaces(config.namespace)
+        arm_stores = tuple(replace(config, namespace=arm_namespace).store() for arm_namespace in arm_namespaces)
+        return cls(home_store, config.namespace, arm_stores)
 
     def iter_generation_positions(self) -> Iterator[Position]:
         """Yield the positions up to which generations have events; ones without events of this stream have none."""
@@ -85,14 +73,14 @@ class EventStores:
                 end_text: str | None
                 try:
                     manifest = read_manifest(store, generation)
-                    events = manifest.events
-                    is_own_namespace = (
-                        events and (events.namespace or manifest.namespace) == self.namespace
+                    events_entry = manifest.events
+                    is_of_this_stream = (
+                        events_entry and (events_entry.namespace or manifest.namespace) == self.namespace
                     )
-                    end_text = events.until if events and is_own_namespace else None
+                    end_text = events_entry.until if events_entry and is_of_this_stream else None
                 except UnknownGeneration:  # in the making
-                    raw = store.read(generation_path(generation, "work/begin.json"))
-                    begin_fields: EventFields = {} if raw is None else orjson.loads(raw)
+                    raw_report = store.read(generation_path(generation, "work/begin.json"))
+                    begin_fields: EventFields = {} if raw_report is None else orjson.loads(raw_report)
                     begin_events = begin_fields.get("events")
                     end_text = None if begin_events is None else begin_events["until"]
                 except CorruptArtefact:
@@ -127,28 +115,28 @@ def take_events(
     client: "redis.Redis",
     keys: Keyspace,
     *,
-    erased: ErasedEntities = NO_ERASURES,
+    erased_entities: ErasedEntities = NO_ERASURES,
 ) -> TakenEvents:
     """Write the events of the stream that the files lack as further files.
 
     Safe to repeat after a crash anywhere, and concurrently with another process, whose files are kept.
     """
-    last = read_newest_id(client, keys.events)
-    taken_events = TakenEvents(last_taken(store))
-    end_position = taken_events.until_position if last is None else Position.parse(last)
+    newest_id = read_newest_id(client, keys.events)
+    taken_events = TakenEvents(last_taken_position(store))
+    end_position = taken_events.until_position if newest_id is None else Position.parse(newest_id)
     while taken_events.until_position < end_position:
-        read = _read_stream(client, keys.events, taken_events.until_position, end_position, erased)
+        stream_read = _read_stream(client, keys.events, taken_events.until_position, end_position, erased_entities)
         if store.write_once(
-            path_of(taken_events.until_position), to_bytes(read.rows, read.until_position)
+            taken_file_path(taken_events.until_position), encode_events(stream_read.rows, stream_read.until_position)
         ):
             taken_events = TakenEvents(
-                read.until_position,
-                taken_events.events + len(read.rows),
-                taken_events.left_out + read.left_out,
-                taken_events.unreadable + read.unreadable,
+                stream_read.until_position,
+                taken_events.events + len(stream_read.rows),
+                taken_events.left_out + stream_read.left_out,
+                taken_events.unreadable + stream_read.unreadable,
             )
         else:  # another one did, perhaps of more of them
-            taken_events = taken_events._replace(until_position=last_taken(store))
+            taken_events = taken_events._replace(until_position=last_taken_position(store))
     write_taken_position(store, taken_events.until_position)
     return taken_events
 
@@ -162,35 +150,35 @@ class _StreamRead(NamedTuple):
 
 def _read_stream(
     client: "redis.Redis",
-    stream: str,
+    stream_key: str,
     after: Position,
     end_position: Position,
-    erased: ErasedEntities,
+    erased_entities: ErasedEntities,
 ) -> _StreamRead:
     """Read events after `after` up to `end_position`, or as many as fit a file."""
-    rows: list[tuple[Position, Event]] = []
-    left_out = unreadable = size_bytes = 0
-    while len(rows) < FILE_EVENTS and size_bytes < FILE_BYTES:
-        batch = read_entries(client, stream, behind=str(after), end_id=str(end_position))
-        if not batch:  # the last one was removed since
-            return _StreamRead(rows, end_position, left_out, unreadable)
-        for raw, fields in batch:
-            after = Position.parse(raw)
-            size_bytes += sum(map(len, fields.values()))
+    positions_and_events: list[tuple[Position, Event]] = []
+    left_out_count = unreadable_count = size_bytes = 0
+    while len(positions_and_events) < FILE_EVENTS_MAX and size_bytes < FILE_BYTES_MAX:
+        entries = read_entries(client, stream_key, behind_id=str(after), end_id=str(end_position))
+        if not entries:  # the last one was removed since
+            return _StreamRead(positions_and_events, end_position, left_out_count, unreadable_count)
+        for entry_id, entry_fields in entries:
+            after = Position.parse(entry_id)
+            size_bytes += sum(map(len, entry_fields.values()))
             try:
-                event = event_of_entry(fields)
+                event = event_of_entry(entry_fields)
             except CorruptArtefact:
-                unreadable += 1
+                unreadable_count += 1
                 continue
-            if event.user in erased.users or event.item in erased.items:
-                left_out += 1
+            if event.user in erased_entities.users or event.item in erased_entities.items:
+                left_out_count += 1
             else:
-                rows.append((after, event))
-    return _StreamRead(rows, after, left_out, unreadable)
+                positions_and_events.append((after, event))
+    return _StreamRead(positions_and_events, after, left_out_count, unreadable_count)
 
 
 def merge_files(stores: EventStores) -> int:
-    """Merge old unmerged files, `FILES_MERGED` of them into one; return how many were merged.
+    """Merge old unmerged files, `FILES_PER_MERGE` of them into one; return how many were merged.
 
     A merged file's name has both its ends: from the moment it exists, the files within count no more, and are
     removed. Only files before every generation in the stores are merged: a file has to end where any generation's
@@ -200,13 +188,13 @@ def merge_files(stores: EventStores) -> int:
     """
     merged_count, store = 0, stores.home_store
     if not stores.is_any_in_the_making():
-        erased = ErasedEntities.of(all_erasures(store))
-        for group in _mergeable_groups(stores)[: -_GROUPS_PER_NIGHT - 1 : -1]:
-            if (merged := _merge_group(store, group, erased)) is not None:
-                file, data = merged
-                store.write_once(file.path, data)
-                merged_count += len(group)
-    if superseded(store):  # of one that was killed, too, and whoever was erased beside it
+        erased_entities = ErasedEntities.of(all_erasures(store))
+        for file_group in _mergeable_groups(stores)[: -_GROUPS_PER_NIGHT_MAX - 1 : -1]:
+            if (merged := _merge_group(store, file_group, erased_entities)) is not None:
+                file, merged_bytes = merged
+                store.write_once(file.path, merged_bytes)
+                merged_count += len(file_group)
+    if superseded_files(store):  # of one that was killed, too, and whoever was erased beside it
         # Looked at again: a night that began while files were being merged reads those.
         is_read = stores.is_any_in_the_making()
         forget_in_files(store, ErasedEntities.of(all_erasures(store)), keep_superseded=is_read)
@@ -219,39 +207,39 @@ def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
     Counted from where a merged file ends, so that all hosts find the same; never with the newest file, which says
     where the next begins.
     """
-    if (bound := min(stores.iter_generation_positions(), default=None)) is None:
+    if (oldest_position := min(stores.iter_generation_positions(), default=None)) is None:
         return []
-    groups: list[list[TakenFile]] = []
-    pairs = pairwise(list_taken_files(stores.home_store))  # a file ends where the next one begins
-    for is_old, run in groupby(
-        pairs, lambda pair: pair[0].until_position is None and pair[1].after <= bound
+    file_groups: list[list[TakenFile]] = []
+    file_pairs = pairwise(list_taken_files(stores.home_store))  # a file ends where the next one begins
+    for is_old, pair_run in groupby(
+        file_pairs, lambda pair: pair[0].until_position is None and pair[1].after <= oldest_position
     ):
-        files = [file for file, _ in run] if is_old else []
-        grouped_count = len(files) // FILES_MERGED * FILES_MERGED
-        groups += [
-            files[start : start + FILES_MERGED] for start in range(0, grouped_count, FILES_MERGED)
+        files = [file for file, _ in pair_run] if is_old else []
+        grouped_count = len(files) // FILES_PER_MERGE * FILES_PER_MERGE
+        file_groups += [
+            files[group_start : group_start + FILES_PER_MERGE] for group_start in range(0, grouped_count, FILES_PER_MERGE)
         ]
-    return groups
+    return file_groups
 
 
 def _merge_group(
-    store: ArtefactStore, files: Sequence[TakenFile], erased: ErasedEntities
+    store: ArtefactStore, files: Sequence[TakenFile], erased_entities: ErasedEntities
 ) -> tuple[TakenFile, bytes] | None:
     """Merge files; return the new file and its bytes, None if they are too large, or another host merges them."""
-    raws, size_bytes = [], 0
+    raw_files, size_bytes = [], 0
     for file in files:
-        raw = store.read(file.path)
-        size_bytes += 0 if raw is None else len(raw)
-        if raw is None or size_bytes > MERGED_BYTES:
+        raw_file = store.read(file.path)
+        size_bytes += 0 if raw_file is None else len(raw_file)
+        if raw_file is None or size_bytes > MERGED_BYTES_MAX:
             return None
-        raws.append(raw)
-    end_position, buffer = until_of(raws[-1], files[-1].path), io.BytesIO()
+        raw_files.append(raw_file)
+    end_position, buffer = read_end_position(raw_files[-1], files[-1].path), io.BytesIO()
     with pq.ParquetWriter(
-        buffer, SCHEMA.with_metadata({END_KEY: str(end_position).encode()})
+        buffer, EVENT_FILE_SCHEMA.with_metadata({END_POSITION_KEY: str(end_position).encode()})
     ) as writer:
-        for file, raw in zip(files, raws, strict=True):
-            if len(rows := without_erased(table_of(raw, file.path), erased)):
-                writer.write_table(rows.replace_schema_metadata(writer.schema.metadata))
+        for file, raw_file in zip(files, raw_files, strict=True):
+            if len(remaining_rows := without_erased(read_event_table(raw_file, file.path), erased_entities)):
+                writer.write_table(remaining_rows.replace_schema_metadata(writer.schema.metadata))
     return TakenFile(files[0].after, end_position), buffer.getvalue()
 
 
@@ -261,62 +249,62 @@ def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
     Also if no events are taken in any more, or another namespace's are used: earlier events may still be stored there.
     Never those of the other namespace, whose erasures are its own.
     """
-    erased, store = ErasedEntities.of(erasures), config.store()
+    erased_entities, store = ErasedEntities.of(erasures), config.store()
     if config.events.enabled or config.events_url or list_taken_files(store):
         with connect_events(config) as client:
-            forget_in_stream(client, config.keyspace(), erased)
-    forget_in_files(store, erased)
+            forget_in_stream(client, config.keyspace(), erased_entities)
+    forget_in_files(store, erased_entities)
 
 
-def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: ErasedEntities) -> int:
+def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased_entities: ErasedEntities) -> int:
     """Remove entries of erased entities from the stream, the inbox, and the rejected events; return the number.
 
     Also unreadable entries. A service that takes an entry out of the inbox meanwhile refuses it by its blocklist.
     """
-    removed_count, streams = (
+    removed_count, stream_checks = (
         0,
         (
-            (keys.events, _names_erased),
-            (keys.inbox, _is_sent_of),
-            (keys.rejected_events, _names_erased),
+            (keys.events, _is_event_of_erased),
+            (keys.inbox, _is_inbox_entry_of_erased),
+            (keys.rejected_events, _is_event_of_erased),
         ),
     )
-    for stream, is_of in streams:
-        behind = None
-        while batch := read_entries(client, stream, behind=behind):
-            entry_ids = [entry_id for entry_id, fields in batch if is_of(fields, erased)]
-            removed_count += int(client.xdel(stream, *entry_ids)) if entry_ids else 0
-            behind = batch[-1][0].decode()
+    for stream_key, is_to_remove in stream_checks:
+        behind_id = None
+        while entries := read_entries(client, stream_key, behind_id=behind_id):
+            entry_ids = [entry_id for entry_id, fields in entries if is_to_remove(fields, erased_entities)]
+            removed_count += int(client.xdel(stream_key, *entry_ids)) if entry_ids else 0
+            behind_id = entries[-1][0].decode()
     return removed_count
 
 
-def _names_erased(fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
+def _is_event_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
     """True if an entry is of an erased entity, or is unreadable and so may be."""
     try:
-        event = event_of_entry(fields)
+        event = event_of_entry(entry_fields)
     except CorruptArtefact:
         return True
     return event.user in erased.users or event.item in erased.items
 
 
-def _is_sent_of(fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
+def _is_inbox_entry_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
     """True if an entry of the inbox names an erased entity, in texts or in JSON, or cannot be read."""
-    if (raw := fields.get(EVENT_FIELD)) is None:
-        return fields.get(b"user") in erased.users or fields.get(b"item") in erased.items
+    if (raw_event := entry_fields.get(EVENT_FIELD)) is None:
+        return entry_fields.get(b"user") in erased.users or entry_fields.get(b"item") in erased.items
     try:
-        payload = orjson.loads(raw)
-        user, item = (
-            b"" if payload.get(name) is None else canonical_id(payload[name])
-            for name in ("user", "item")
+        payload = orjson.loads(raw_event)
+        user_id, item_id = (
+            b"" if payload.get(field_name) is None else canonical_id(payload[field_name])
+            for field_name in ("user", "item")
         )
     except (AttributeError, InvalidInput, ValueError):
         return True
-    return user in erased.users or item in erased.items
+    return user_id in erased.users or item_id in erased.items
 
 
 def forget_in_files(
     store: ArtefactStore,
-    erased: ErasedEntities,
+    erased_entities: ErasedEntities,
     *,
     newest_alone: bool = False,
     keep_superseded: bool = False,
@@ -328,44 +316,44 @@ def forget_in_files(
     (`keep_superseded`).
     """
     write_count, applied_erased = 0, None
-    while erased != applied_erased:
-        old = [] if newest_alone else superseded(store)
-        if old:  # a merge that was killed may have brought back who was erased before it wrote
-            erased = ErasedEntities.of(all_erasures(store))
+    while erased_entities != applied_erased:
+        removable_files = [] if newest_alone else superseded_files(store)
+        if removable_files:  # a merge that was killed may have brought back who was erased before it wrote
+            erased_entities = ErasedEntities.of(all_erasures(store))
         files = list_taken_files(store)[-1 if newest_alone else 0 :]
-        written = _write_without(store, erased, files)
-        write_count, applied_erased = write_count + written, erased
-        if written:
-            erased = ErasedEntities.of(all_erasures(store))
-        for superseded_file in () if keep_superseded else old:
+        written_count = _rewrite_without_erased(store, erased_entities, files)
+        write_count, applied_erased = write_count + written_count, erased_entities
+        if written_count:
+            erased_entities = ErasedEntities.of(all_erasures(store))
+        for superseded_file in () if keep_superseded else removable_files:
             store.delete(superseded_file.path)
         if not newest_alone and list_taken_files(store)[: len(files)] != files:
             applied_erased = None  # merged meanwhile, perhaps of what was not written yet
     return write_count
 
 
-def _write_without(store: ArtefactStore, erased: ErasedEntities, files: Sequence[TakenFile]) -> int:
+def _rewrite_without_erased(store: ArtefactStore, erased_entities: ErasedEntities, files: Sequence[TakenFile]) -> int:
     write_count = 0
-    for file in files if erased.users or erased.items else ():
-        if (raw := store.read(file.path)) is None:
+    for file in files if erased_entities.users or erased_entities.items else ():
+        if (raw_file := store.read(file.path)) is None:
             continue
-        end_position, table = until_of(raw, file.path), table_of(raw, file.path)
-        remaining_rows = without_erased(table, erased)
+        end_position, table = read_end_position(raw_file, file.path), read_event_table(raw_file, file.path)
+        remaining_rows = without_erased(table, erased_entities)
         if len(remaining_rows) < len(table):
-            store.write(file.path, parquet(remaining_rows, end_position))
+            store.write(file.path, encode_table(remaining_rows, end_position))
             write_count += 1
     return write_count
 
 
-def without_erased(table: Any, erased: ErasedEntities) -> Any:
+def without_erased(table: Any, erased_entities: ErasedEntities) -> Any:
     """Return the rows of a file that name no erased entity."""
-    stays = pc.and_(_stays(table, "user", erased.users), _stays(table, "item", erased.items))
-    return table.filter(stays)
+    remaining_mask = pc.and_(_mask_not_erased(table, "user", erased_entities.users), _mask_not_erased(table, "item", erased_entities.items))
+    return table.filter(remaining_mask)
 
 
-def _stays(table: Any, column: str, without: Collection[bytes]) -> Any:
-    texts = pa.array(sorted(raw_id.decode() for raw_id in without), pa.string())
-    return pc.invert(pc.is_in(table.column(column), value_set=texts))
+def _mask_not_erased(table: Any, column: str, erased_ids: Collection[bytes]) -> Any:
+    erased_texts = pa.array(sorted(raw_id.decode() for raw_id in erased_ids), pa.string())
+    return pc.invert(pc.is_in(table.column(column), value_set=erased_texts))
 
 
 def trim_stream(
@@ -376,16 +364,16 @@ def trim_stream(
     Returns how many. If that is uncertain, all are kept. In a stream of more than half of `stream_bytes` age does not
     count: a full stream refuses all new events.
     """
-    bounds = [last_taken(stores.home_store), *stores.iter_generation_positions()]
+    trim_positions = [last_taken_position(stores.home_store), *stores.iter_generation_positions()]
     if int(client.memory_usage(keys.events) or 0) <= stream_bytes // 2:
         seconds, micros = client.time()
-        bounds.append(Position(max(0, int((seconds + micros / 1e6 - keep_s) * 1000)), 0))
-    bound = min(bounds)
-    if bound == STREAM_BEGINNING:
+        trim_positions.append(Position(max(0, int((seconds + micros / 1e6 - keep_s) * 1000)), 0))
+    trim_position = min(trim_positions)
+    if trim_position == STREAM_BEGINNING:
         return 0
     # What is below the id goes, and the bound itself is had.
-    behind = Position.from_number(bound.number + 1)
-    return int(client.xtrim(keys.events, minid=str(behind), approximate=False))
+    first_kept_position = Position.from_number(trim_position.number + 1)
+    return int(client.xtrim(keys.events, minid=str(first_kept_position), approximate=False))
 
 
 def trim_in_night(
@@ -397,23 +385,23 @@ def trim_in_night(
     # Its own stream, also where another namespace's counts since: that one is trimmed by its own nights.
     own_events_config = replace(config, events=replace(config.events, namespace=""))
     with connect_events(own_events_config) as client:
-        trimmed = trim_stream(
+        trimmed_count = trim_stream(
             EventStores.of(own_events_config), client, own_events_config.keyspace(),
             keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
         )  # fmt: skip
-    return {"events_trimmed": trimmed}
+    return {"events_trimmed": trimmed_count}
 
 
 def read_entries(
-    client: "redis.Redis", stream: str, *, behind: str | None = None, end_id: str = "+"
+    client: "redis.Redis", stream_key: str, *, behind_id: str | None = None, end_id: str = "+"
 ) -> list[Entry]:
     """Return the next entries after a position (by default from the first), up to another; none at the end."""
-    first = "-" if behind is None else f"({behind}"
-    reply = client.xrange(stream, first, end_id, count=ENTRIES_AT_ONCE)
+    first_id = "-" if behind_id is None else f"({behind_id}"
+    reply = client.xrange(stream_key, first_id, end_id, count=ENTRIES_AT_ONCE)
     return cast(list[Entry], reply)
 
 
-def read_newest_id(client: "redis.Redis", stream: str) -> bytes | None:
+def read_newest_id(client: "redis.Redis", stream_key: str) -> bytes | None:
     """Return the id of the newest entry, None of an empty stream."""
-    last_entries = cast(list[Entry], client.xrevrange(stream, count=1))
+    last_entries = cast(list[Entry], client.xrevrange(stream_key, count=1))
     return last_entries[0][0] if last_entries else None

@@ -9,7 +9,7 @@ from cache.format.manifest import GENERATION_PATTERN
 from cache.format.stream_position import Position
 from precompute.builds.build import Build, settings_digest
 from precompute.builds.reports import BEGIN_REPORT
-from precompute.bulk.headroom import writes_files
+from precompute.bulk.headroom import (convert_disk_errors)
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.events.files import event_files
@@ -21,7 +21,7 @@ from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import all_input_files, digest_files
 
 
-@writes_files
+@convert_disk_errors
 def run(config: NightConfig) -> TakenEvents:
     """Write the stream's new events into the store; return their number, and the position up to which files have all.
 
@@ -35,17 +35,17 @@ def run(config: NightConfig) -> TakenEvents:
         )
     stores, keys = EventStores.of(config), config.of_events().keyspace()
     store = stores.home_store
-    erased = ErasedEntities.of(all_erasures(store))
+    erased_entities = ErasedEntities.of(all_erasures(store))
     forget_in_files(
-        store, erased, newest_alone=True
+        store, erased_entities, newest_alone=True
     )  # who wrote it may have been killed before it looked again
     with connect_events(config) as client:
-        taken_events = take_events(store, client, keys, erased=erased)
+        taken_events = take_events(store, client, keys, erased_entities=erased_entities)
     merge_files(stores)
     if (
-        latest_erased := ErasedEntities.of(all_erasures(store))
-    ) != erased:  # written down while files were
-        forget_in_files(store, latest_erased)
+        latest_erased_entities := ErasedEntities.of(all_erasures(store))
+    ) != erased_entities:  # written down while files were
+        forget_in_files(store, latest_erased_entities)
     return {
         "events_until": str(taken_events.until_position), "events": taken_events.events,
         "left_out": taken_events.left_out,
@@ -64,44 +64,44 @@ def take_before_begin(config: NightConfig, cut: str | None) -> tuple[str | None,
     unfinished_until = _unfinished_until(config, cut)
     if unfinished_until is not None:
         taken_events = {**taken_events, "events_until": unfinished_until}
-    return taken_events["events_until"], in_words(taken_events)
+    return taken_events["events_until"], describe_taken_events(taken_events)
 
 
 def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
     """Position of the newest unfinished generation of this cut, of these settings and of the team's own inputs."""
-    settings, own_inputs = settings_digest(config), None
+    current_settings_digest, source_inputs = settings_digest(config), None
     with open_releases(config) as releases:
         for generation in sorted(releases.store.names("generations"), reverse=True):
-            is_one = GENERATION_PATTERN.fullmatch(generation) is not None
-            if not is_one or releases.state(generation) not in UNFINISHED_STATES:
+            is_generation = GENERATION_PATTERN.fullmatch(generation) is not None
+            if not is_generation or releases.state(generation) not in UNFINISHED_STATES:
                 continue
             begin_report = Build(config, releases.store, generation).read_report(BEGIN_REPORT)
             if (
                 begin_report is None
-                or (begin_report["cut"], begin_report["settings"]) != (cut, settings)
+                or (begin_report["cut"], begin_report["settings"]) != (cut, current_settings_digest)
                 or "events" not in begin_report
             ):
                 continue
             events_until = begin_report["events"]["until"]
             try:
-                of_events = {file.name for file in event_files(config, events_until).files}
+                event_file_names = {file.name for file in event_files(config, events_until).files}
             except ConfigError:  # merged since, by nights that do not know of this one
                 continue
-            own_inputs = own_inputs or digest_files(all_input_files(config))[1]
-            if own_inputs == [
+            source_inputs = source_inputs or digest_files(all_input_files(config))[1]
+            if source_inputs == [
                 pinned_input
                 for pinned_input in begin_report["inputs"]
-                if pinned_input["name"] not in of_events
+                if pinned_input["name"] not in event_file_names
             ]:
                 return events_until
     return None
 
 
-def in_words(taken_events: TakenEvents) -> str:
+def describe_taken_events(taken_events: TakenEvents) -> str:
     """Events of one try, such as "12,345 events taken over, up to 2026-01-31T00:00:00Z (1769817600000-0)"."""
     until_position = Position.parse(taken_events["events_until"])
-    at = datetime.fromtimestamp(until_position.ms / 1000, UTC)
-    summary = f"{taken_events['events']:,} events taken over, up to {at:%Y-%m-%dT%H:%M:%SZ} ({until_position})"
+    until_time = datetime.fromtimestamp(until_position.ms / 1000, UTC)
+    summary = f"{taken_events['events']:,} events taken over, up to {until_time:%Y-%m-%dT%H:%M:%SZ} ({until_position})"
     if not until_position.ms:
         summary = "0 events taken over: none was accepted yet"
     count_by_reason = {

@@ -81,36 +81,36 @@ if TYPE_CHECKING:
     """Sweep a feature's stored data, given the generations still needed; return fields of the report."""
 
 
-def taking() -> Callable[[NightConfig], TakenEvents]:
+def take_events_step() -> Callable[[NightConfig], TakenEvents]:
     """Return the step `take_events`."""
     from precompute.events.taking import run
 
     return run
 
 
-def before_begin() -> Callable[[NightConfig, str | None], tuple[str | None, str]]:
+def events_before_begin() -> Callable[[NightConfig, str | None], tuple[str | None, str]]:
     """Return the function to call before `begin`: from a cut to the position for `events_until`, and a line on it."""
     from precompute.events.taking import take_before_begin
 
     return take_before_begin
 
 
-def further_input() -> Callable[[NightConfig, str | None], FurtherInput]:
+def further_input_reader() -> Callable[[NightConfig, str | None], FurtherInput]:
     """Return the function that lists input in addition to the sources, up to a position."""
-    from precompute.events.inputs import input_of_night
+    from precompute.events.inputs import event_input
 
-    return input_of_night
+    return event_input
 
 
 def remarks_on_begin() -> tuple[RemarkOnBegin, ...]:
     """Return the functions of lines on `begin` in the night's table."""
-    from precompute.events.inputs import unlisted_in_words
+    from precompute.events.inputs import describe_unlisted_items
     from precompute.reuse.reasons import base_remark
 
-    return base_remark, unlisted_in_words
+    return base_remark, describe_unlisted_items
 
 
-def vector_bundle() -> VectorBundle:
+def vector_bundle_maker() -> VectorBundle:
     """Return the function that makes the bundle of a night whose items are a table of vectors."""
     from precompute.adapters.vector_bundle import vector_bundle as bundle_by_adapters
 
@@ -138,7 +138,7 @@ def feature_gates() -> tuple[Gate, ...]:
     return (identity,)
 
 
-def generation_named() -> tuple[GenerationNamed, ...]:
+def notes_on_new_generation() -> tuple[GenerationNamed, ...]:
     """Return the functions that note what a generation leaves out."""
     from precompute.erasure.holders import note_left_out
 
@@ -152,14 +152,14 @@ def setting_checks() -> tuple[SettingCheck, ...]:
     return (demand_filters,)
 
 
-def item_attributes() -> tuple[ItemAttributesOf, ...]:
+def item_attribute_writers() -> tuple[ItemAttributesOf, ...]:
     """Return the functions that write attributes of items for `begin`."""
     from precompute.filters.item_attributes import attributes_of_night
 
     return (attributes_of_night,)
 
 
-def tables_by_scores() -> tuple[TablesByScores, ...]:
+def score_table_writers() -> tuple[TablesByScores, ...]:
     """Return the functions that write tables from the items' scores."""
     from precompute.filters.facets import write_facets
 
@@ -174,7 +174,7 @@ def scoring_hooks() -> ScoringHooks:
     return ScoringHooks(allowed_items=(allowed_items,), open_prior=prior_index().open)
 
 
-def allowed_by_manifest() -> tuple[FindAllowedItems, ...]:
+def allowed_item_masks() -> tuple[FindAllowedItems, ...]:
     """Return the functions of masks of allowed items, which gates compute from the manifest."""
     from precompute.filters.item_attributes import allowed_by_manifest as by_filters
 
@@ -188,20 +188,20 @@ def sample_takers() -> tuple[SampleTaker, ...]:
     return (ProbeTaker(),)
 
 
-def facts() -> tuple[CollectFacts, ...]:
+def fact_functions() -> tuple[CollectFacts, ...]:
     """Return the functions of facts for the manifest."""
-    from precompute.events.inputs import event_facts
-    from precompute.quality.probe import probe_facts
+    from precompute.events.inputs import event_facts_of_generation
+    from precompute.quality.probe import probe_fact
     from precompute.reuse.reuse_fact import reuse_facts
 
-    return event_facts, reuse_facts, probe_facts
+    return event_facts_of_generation, reuse_facts, probe_fact
 
 
-def rooms() -> tuple[RoomsBeside, ...]:
+def arm_room_functions() -> tuple[RoomsBeside, ...]:
     """Return the functions of the room that `verify` adds to that of the night's own generations."""
-    from precompute.traffic.experiments import arms_room
+    from precompute.traffic.experiments import compute_arm_rooms
 
-    return (arms_room,)
+    return (compute_arm_rooms,)
 
 
 def remarks_on_publish() -> tuple[RemarkOnPublish, ...]:
@@ -211,10 +211,10 @@ def remarks_on_publish() -> tuple[RemarkOnPublish, ...]:
     return (ending_remark,)
 
 
-def after_publish() -> tuple[AfterPublish, ...]:
+def sweeps_after_publish() -> tuple[AfterPublish, ...]:
     """Return the sweeps that `retire` runs after its own."""
-    from precompute.erasure.erasing import settle_in_night
+    from precompute.erasure.erasing import settle_erasures_in_night
     from precompute.events.stream import trim_in_night
     from precompute.traffic.exposures import gather_in_night
 
-    return settle_in_night, gather_in_night, trim_in_night
+    return settle_erasures_in_night, gather_in_night, trim_in_night

@@ -20,9 +20,9 @@ from precompute.partitions.catalogue import (directory_file_path)
 from precompute.partitions.grouping import (order_if_distinct)
 from precompute.scoring.pages import GrowingFile, PageFile, describe_pages
 
-VALUES_MAX: Final = 1_000_000
+FACET_VALUES_MAX: Final = 1_000_000
 """Largest number of values of a facet's attribute."""
-_AT_ONCE: Final = 4_096
+_RECORDS_PER_BATCH: Final = 4_096
 
 
 def write_facets(
@@ -61,62 +61,62 @@ class AttributeValues:
     @classmethod
     def of(cls, name: str, column: AttributeColumn, score_ranks: NDArray[np.int64]) -> Self:
         """Build from a column of texts; `score_ranks` is each item's rank by score."""
-        names = column.dictionary
-        assert names is not None  # noqa: S101 - facets of other kinds were refused
-        if len(names) > VALUES_MAX:
+        value_names = column.dictionary
+        assert value_names is not None  # noqa: S101 - facets of other kinds were refused
+        if len(value_names) > FACET_VALUES_MAX:
             raise ConfigError(
-                f"[facets.{name}]: its attribute has {len(names):,} values, a facet at most {VALUES_MAX:,}",
+                f"[facets.{name}]: its attribute has {len(value_names):,} values, a facet at most {FACET_VALUES_MAX:,}",
                 field="facets",
             )
         if column.offsets is None:
-            owners = np.flatnonzero(column.values != NO_CODE)
-            codes = column.values[owners]
+            owner_ordinals = np.flatnonzero(column.values != NO_CODE)
+            codes = column.values[owner_ordinals]
         else:
-            counts = (column.offsets[1:] - column.offsets[:-1]).astype(np.int64)
-            owners = np.repeat(np.arange(len(score_ranks)), counts)
-            codes = column.values[: len(owners)]
-        order = np.lexsort((score_ranks[owners], codes))
-        codes, owners = codes[order], owners[order]
-        first = np.ones(len(codes), np.bool_)  # an item may name a value twice
-        first[1:] = (codes[1:] != codes[:-1]) | (owners[1:] != owners[:-1])
-        codes, owners = codes[first], owners[first]
-        ids = [names.text_bytes(code) for code in range(len(names))]
-        starts = np.searchsorted(codes, np.arange(len(ids) + 1))
-        return cls(ids, starts, owners.astype(np.uint32))
+            value_counts = (column.offsets[1:] - column.offsets[:-1]).astype(np.int64)
+            owner_ordinals = np.repeat(np.arange(len(score_ranks)), value_counts)
+            codes = column.values[: len(owner_ordinals)]
+        sort_order = np.lexsort((score_ranks[owner_ordinals], codes))
+        codes, owner_ordinals = codes[sort_order], owner_ordinals[sort_order]
+        is_first = np.ones(len(codes), np.bool_)  # an item may name a value twice
+        is_first[1:] = (codes[1:] != codes[:-1]) | (owner_ordinals[1:] != owner_ordinals[:-1])
+        codes, owner_ordinals = codes[is_first], owner_ordinals[is_first]
+        value_ids = [value_names.text_bytes(code) for code in range(len(value_names))]
+        starts = np.searchsorted(codes, np.arange(len(value_ids) + 1))
+        return cls(value_ids, starts, owner_ordinals.astype(np.uint32))
 
-    def lists(self, rows: NDArray[np.int64], k: int) -> NDArray[np.uint32]:
+    def lists(self, value_rows: NDArray[np.int64], k: int) -> NDArray[np.uint32]:
         """Return ordinals uint32 [rows, k] of the best items with each value, padded with NO_ITEM."""
-        owner_indexes = self.starts[rows][:, None] + np.arange(k)
-        is_one = owner_indexes < self.starts[rows + 1][:, None]
-        return np.where(is_one, self.owners[np.where(is_one, owner_indexes, 0)], NO_ITEM)
+        owner_indexes = self.starts[value_rows][:, None] + np.arange(k)
+        is_item = owner_indexes < self.starts[value_rows + 1][:, None]
+        return np.where(is_item, self.owners[np.where(is_item, owner_indexes, 0)], NO_ITEM)
 
 
 def _write_facet(
-    build: Build, name: str, k: int, values: AttributeValues, scores: NDArray[np.float32]
+    build: Build, facet_name: str, k: int, values: AttributeValues, scores: NDArray[np.float32]
 ) -> FacetEntry:
     # An empty text is no id, so nobody can ask for it.
-    rows = np.array([row for row, raw in enumerate(values.ids) if raw], np.int64)
-    raws = [values.ids[row] for row in rows.tolist()]
+    value_rows = np.array([row for row, raw in enumerate(values.ids) if raw], np.int64)
+    value_ids = [values.ids[row] for row in value_rows.tolist()]
     seed = 0
-    while (order := order_if_distinct(hashes := hash_ids(raws, seed))) is None:
+    while (sort_order := order_if_distinct(hashes := hash_ids(value_ids, seed))) is None:
         seed += 1
-    layout, at = facet_layout(k), data_until_of(build.generation)
-    pages, directory = f"tables/{name}/0000.pages", directory_file_path(f"{FACET_PREFIX}{name}", 0)
+    layout, cut_at = facet_layout(k), data_until_of(build.generation)
+    pages_path, directory_path = f"tables/{facet_name}/0000.pages", directory_file_path(f"{FACET_PREFIX}{facet_name}", 0)
     with (
-        PageFile(build.path(pages), layout, build.config.page_bytes) as file,
-        GrowingFile(build.path(directory)) as hashes_file,
+        PageFile(build.path(pages_path), layout, build.config.page_bytes) as page_file,
+        GrowingFile(build.path(directory_path)) as hashes_file,
     ):
-        hashes_file.write(hashes[order].astype("<u8").tobytes())
-        for start in range(0, len(order), _AT_ONCE):
-            batch_indexes = order[start : start + _AT_ONCE]
-            list_ordinals = values.lists(rows[batch_indexes], k)
-            numbers = np.where(
+        hashes_file.write(hashes[sort_order].astype("<u8").tobytes())
+        for start in range(0, len(sort_order), _RECORDS_PER_BATCH):
+            batch_indexes = sort_order[start : start + _RECORDS_PER_BATCH]
+            list_ordinals = values.lists(value_rows[batch_indexes], k)
+            list_scores = np.where(
                 list_ordinals == NO_ITEM,
                 np.float32(0),
                 scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)],
             )
-            value_fingerprints = fingerprints([raws[row] for row in batch_indexes.tolist()])
-            file.append(encode_topk(layout, value_fingerprints, list_ordinals, numbers, at))
-    table = describe_pages(build, file)
-    build.finish(directory, table["file"]["path"], table["sums"]["path"])
-    return {"seed": seed, "directory": file_entry(build.describe(directory)), "table": table}
+            value_fingerprints = fingerprints([value_ids[row] for row in batch_indexes.tolist()])
+            page_file.append(encode_topk(layout, value_fingerprints, list_ordinals, list_scores, cut_at))
+    table = describe_pages(build, page_file)
+    build.finish(directory_path, table["file"]["path"], table["sums"]["path"])
+    return {"seed": seed, "directory": file_entry(build.describe(directory_path)), "table": table}

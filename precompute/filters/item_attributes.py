@@ -41,9 +41,9 @@ from precompute.sources.times import (parse_times)
 from precompute.sources.unusable import (EVENTS_SOURCE_PREFIX, NOT_FINITE_REASON, UnusableRows)
 
 ATTRIBUTES_FOLDER: Final = "items/attributes"
-_EXACT: Final = 2**53
+_EXACT_INTEGER_MAX: Final = 2**53
 
-Arrays = dict[str, NDArray[Any]]
+ArrayByName = dict[str, NDArray[Any]]
 """Arrays of an attribute by the names that `cache.format.manifest.Attribute` has for their files."""
 
 
@@ -52,25 +52,25 @@ def write_item_attributes(
     items: ItemTable,
     root: Path,
     *,
-    values: EntityValues = NO_ENTITY_VALUES,
+    event_values: EntityValues = NO_ENTITY_VALUES,
     unusable: UnusableRows | None = None,
 ) -> dict[str, AttributeFiles]:
     """Write a column for each configured attribute; returns its kind and files by name.
 
-    They have the `values` that events set, put in as the service does. A value that cannot be kept is noted,
+    They have the `event_values` that events set, put in as the service does. A value that cannot be kept is noted,
     and the item lacks that attribute. Raises SourceError for a column that is not there, or of a type that no attribute
     has, ConfigError for a facet of one without texts.
     """
-    names = config.sources.item_attributes
-    if not names:
+    attribute_names = config.sources.item_attributes
+    if not attribute_names:
         return {}
-    path = feature_file(config, "item", names[0])
-    placed = columns_by_ordinal(path, config.sources.item_column, names, items)
+    attribute_file = feature_file(config, "item", attribute_names[0])
+    column_by_name = columns_by_ordinal(attribute_file, config.sources.item_column, attribute_names, items)
     unusable_rows = UnusableRows() if unusable is None else unusable
-    read = {name: _column(placed[name], path, name, items, unusable_rows) for name in names}
-    columns = _with_values(read, items, values, unusable_rows)
+    arrays_by_name = {attribute_name: _attribute_arrays(column_by_name[attribute_name], attribute_file, attribute_name, items, unusable_rows) for attribute_name in attribute_names}
+    updated_arrays_by_name = _with_event_values(arrays_by_name, items, event_values, unusable_rows)
     files_by_attribute = {
-        name: _write(root, number, columns[name]) for number, name in enumerate(names)
+        attribute_name: _write_attribute(root, attribute_index, updated_arrays_by_name[attribute_name]) for attribute_index, attribute_name in enumerate(attribute_names)
     }
     for facet, facet_config in config.facets.items():
         if (kind := files_by_attribute[facet_config.attribute][0]) not in ("text", "texts"):
@@ -81,51 +81,51 @@ def write_item_attributes(
     return files_by_attribute
 
 
-def _with_values(
-    columns: Mapping[str, tuple[AttributeKind, Arrays]],
+def _with_event_values(
+    arrays_by_name: Mapping[str, tuple[AttributeKind, ArrayByName]],
     items: ItemTable,
-    values: EntityValues,
+    event_values: EntityValues,
     unusable: UnusableRows,
-) -> Mapping[str, tuple[AttributeKind, Arrays]]:
+) -> Mapping[str, tuple[AttributeKind, ArrayByName]]:
     """The columns with what events set for items that there are; other attributes of theirs are no concern here."""
-    raws = list(values)
-    ordinal_id_pairs = zip(items.ordinals_of(raws).tolist(), raws, strict=True)
+    item_ids = list(event_values)
+    ordinal_id_pairs = zip(items.ordinals_of(item_ids).tolist(), item_ids, strict=True)
     item_values = [
-        ItemValue(ordinal, name, value)
-        for ordinal, raw in ordinal_id_pairs
+        ItemValue(ordinal, name, attribute_value)
+        for ordinal, item_id in ordinal_id_pairs
         if ordinal >= 0
-        for name, value in values[raw].items()
-        if name in columns
+        for name, attribute_value in event_values[item_id].items()
+        if name in arrays_by_name
     ]
     if not item_values:
-        return columns
-    count = items.count
+        return arrays_by_name
+    item_count = items.count
     changed_columns = set_item_values(
         ItemAttributes(
-            count, {n: _as_column(*typed_arrays) for n, typed_arrays in columns.items()}
+            item_count, {attribute_name: _as_column(*typed_arrays) for attribute_name, typed_arrays in arrays_by_name.items()}
         ),
         item_values,
     )
-    for name, rows in Counter(item_value.attribute for item_value in item_values).items():
-        unusable.count_checked(f"{EVENTS_SOURCE_PREFIX}.{name}", rows)
+    for name, value_count in Counter(item_value.attribute for item_value in item_values).items():
+        unusable.count_checked(f"{EVENTS_SOURCE_PREFIX}.{name}", value_count)
     for name, reasons in changed_columns.unfit_ordinals.items():
         for reason, ordinals in reasons.items():
-            cases = ({"item": items.id_of(ordinal)} for ordinal in ordinals)
-            unusable.note(f"{EVENTS_SOURCE_PREFIX}.{name}", reason, len(ordinals), cases)
+            examples = ({"item": items.id_of(ordinal)} for ordinal in ordinals)
+            unusable.note(f"{EVENTS_SOURCE_PREFIX}.{name}", reason, len(ordinals), examples)
     return {
         name: (column.kind, _as_arrays(column))
         for name, column in changed_columns.attributes.columns.items()
     }
 
 
-def _as_column(kind: AttributeKind, arrays: Arrays) -> AttributeColumn:
-    names = None
+def _as_column(kind: AttributeKind, arrays: ArrayByName) -> AttributeColumn:
+    text_names = None
     if "names" in arrays:
-        names = TextDictionary(arrays["names"], arrays["name_offsets"])
-    return AttributeColumn(kind, arrays["values"], arrays.get("offsets"), names)
+        text_names = TextDictionary(arrays["names"], arrays["name_offsets"])
+    return AttributeColumn(kind, arrays["values"], arrays.get("offsets"), text_names)
 
 
-def _as_arrays(column: AttributeColumn) -> Arrays:
+def _as_arrays(column: AttributeColumn) -> ArrayByName:
     arrays = {"values": column.values}
     if column.offsets is not None:
         arrays["offsets"] = column.offsets
@@ -134,102 +134,102 @@ def _as_arrays(column: AttributeColumn) -> Arrays:
     return arrays
 
 
-def _column(
-    column: Any, path: SourceFile, name: str, items: ItemTable, unusable: UnusableRows
-) -> tuple[AttributeKind, Arrays]:
+def _attribute_arrays(
+    column: Any, source_file: SourceFile, attribute_name: str, items: ItemTable, unusable: UnusableRows
+) -> tuple[AttributeKind, ArrayByName]:
     """(kind, arrays by the name of their file) of an Arrow array with a value for each item."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    kind = column.type
-    missing = as_numpy_mask(column.is_null())
+    arrow_type = column.type
+    missing_mask = as_numpy_mask(column.is_null())
     bad_mask_by_reason: dict[str, NDArray[np.bool_]] = {}
-    typed_arrays: tuple[AttributeKind, Arrays]
-    if is_text_type(kind):
-        long = as_numpy_mask(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
-        bad_mask_by_reason = {TEXT_TOO_LONG: long}
-        codes, names = _coded(column, missing | long)
-        typed_arrays = "text", {"values": codes, **names}
+    typed_arrays: tuple[AttributeKind, ArrayByName]
+    if is_text_type(arrow_type):
+        too_long_mask = as_numpy_mask(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
+        bad_mask_by_reason = {TEXT_TOO_LONG: too_long_mask}
+        codes, name_arrays = _encode_texts(column, missing_mask | too_long_mask)
+        typed_arrays = "text", {"values": codes, **name_arrays}
     elif (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type)
     ):
-        if not is_text_type(kind.value_type):
-            raise _unfit(path, name, kind)
-        typed_arrays = "texts", _several(column)
-    elif pa.types.is_boolean(kind):
+        if not is_text_type(arrow_type.value_type):
+            raise _unfit_type_error(source_file, attribute_name, arrow_type)
+        typed_arrays = "texts", _encode_text_lists(column)
+    elif pa.types.is_boolean(arrow_type):
         flags = as_numpy_mask(pc.fill_null(column, False)).astype(np.uint8)
-        typed_arrays = "flag", {"values": np.where(missing, np.uint8(NO_FLAG), flags)}
-    elif pa.types.is_integer(kind):
+        typed_arrays = "flag", {"values": np.where(missing_mask, np.uint8(NO_FLAG), flags)}
+    elif pa.types.is_integer(arrow_type):
         numbers = np.asarray(pc.fill_null(column, 0))
-        beyond = ((numbers > _EXACT) | (numbers < -_EXACT)) & ~missing
-        bad_mask_by_reason = {NUMBER_TOO_LARGE: beyond}
+        too_large_mask = ((numbers > _EXACT_INTEGER_MAX) | (numbers < -_EXACT_INTEGER_MAX)) & ~missing_mask
+        bad_mask_by_reason = {NUMBER_TOO_LARGE: too_large_mask}
         typed_arrays = (
             "number",
-            {"values": np.where(missing | beyond, np.nan, numbers.astype(np.float64))},
+            {"values": np.where(missing_mask | too_large_mask, np.nan, numbers.astype(np.float64))},
         )
-    elif pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+    elif pa.types.is_floating(arrow_type) or pa.types.is_decimal(arrow_type):
         numbers = np.asarray(pc.fill_null(column.cast(pa.float64()), np.nan))
         bad_mask_by_reason = {NOT_FINITE_REASON: np.isinf(numbers)}
         typed_arrays = "number", {"values": np.where(np.isfinite(numbers), numbers, np.nan)}
-    elif pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        times, no_time = parse_times(column, path, name)
-        bad_mask_by_reason = {reason: rows & ~missing for reason, rows in no_time.items()}
-        is_timeless = np.logical_or.reduce([missing, *bad_mask_by_reason.values()])
-        typed_arrays = "time", {"values": np.where(is_timeless, NO_TIME, times)}
+    elif pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type):
+        times_us, no_time_mask_by_reason = parse_times(column, source_file, attribute_name)
+        bad_mask_by_reason = {reason: bad_mask & ~missing_mask for reason, bad_mask in no_time_mask_by_reason.items()}
+        timeless_mask = np.logical_or.reduce([missing_mask, *bad_mask_by_reason.values()])
+        typed_arrays = "time", {"values": np.where(timeless_mask, NO_TIME, times_us)}
     else:
-        raise _unfit(path, name, kind)
-    source = f"{ITEM_FEATURES_SOURCE}.{name}"
-    unusable.count_checked(source, len(column))
-    if any(rows.any() for rows in bad_mask_by_reason.values()):
-        unusable.note_rows(source, bad_mask_by_reason, lambda row: {"item": items.id_of(row)})
+        raise _unfit_type_error(source_file, attribute_name, arrow_type)
+    row_source = f"{ITEM_FEATURES_SOURCE}.{attribute_name}"
+    unusable.count_checked(row_source, len(column))
+    if any(bad_mask.any() for bad_mask in bad_mask_by_reason.values()):
+        unusable.note_rows(row_source, bad_mask_by_reason, lambda row: {"item": items.id_of(row)})
     return typed_arrays
 
 
-def _coded(texts: Any, without: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], Arrays]:
-    """Codes of texts uint32 [n], NO_CODE for those `without`, and the texts themselves in the order of their bytes."""
-    usable_texts = texts.filter(pa.array(~without)).cast(pa.large_string())
-    coded = usable_texts.dictionary_encode()
-    raws = coded.dictionary.cast(pa.large_binary())
-    order = np.asarray(pc.sort_indices(raws))
-    text_ranks = np.empty(len(order), np.uint32)
-    text_ranks[order] = np.arange(len(order), dtype=np.uint32)
+def _encode_texts(texts: Any, left_out_mask: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], ArrayByName]:
+    """Codes of texts uint32 [n], NO_CODE by `left_out_mask`, and the texts themselves in the order of their bytes."""
+    usable_texts = texts.filter(pa.array(~left_out_mask)).cast(pa.large_string())
+    dictionary_array = usable_texts.dictionary_encode()
+    raw_texts = dictionary_array.dictionary.cast(pa.large_binary())
+    sort_order = np.asarray(pc.sort_indices(raw_texts))
+    text_ranks = np.empty(len(sort_order), np.uint32)
+    text_ranks[sort_order] = np.arange(len(sort_order), dtype=np.uint32)
     codes = np.full(len(texts), NO_CODE, np.uint32)
-    codes[~without] = text_ranks[np.asarray(coded.indices)]
-    _, cuts, data = raws.take(pa.array(order)).buffers()
-    offsets = np.frombuffer(cuts, np.int64)[: len(order) + 1]
-    joined = np.frombuffer(data, np.uint8)[: offsets[-1]] if data else np.empty(0, np.uint8)
-    return codes, {"names": joined, "name_offsets": offsets.astype(np.uint64)}
+    codes[~left_out_mask] = text_ranks[np.asarray(dictionary_array.indices)]
+    _, offset_buffer, data_buffer = raw_texts.take(pa.array(sort_order)).buffers()
+    offsets = np.frombuffer(offset_buffer, np.int64)[: len(sort_order) + 1]
+    joined_bytes = np.frombuffer(data_buffer, np.uint8)[: offsets[-1]] if data_buffer else np.empty(0, np.uint8)
+    return codes, {"names": joined_bytes, "name_offsets": offsets.astype(np.uint64)}
 
 
-def _several(column: Any) -> Arrays:
+def _encode_text_lists(column: Any) -> ArrayByName:
     """Codes of all texts of lists, one list after another, and where each begins; nulls and long texts are left out."""
     lists = column.cast(pa.large_list(pa.large_string()))
-    sizes = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
-    flat = pc.list_flatten(lists)
-    is_dropped = as_numpy_mask(
+    list_sizes = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
+    flat_texts = pc.list_flatten(lists)
+    dropped_mask = as_numpy_mask(
         pc.fill_null(
-            pc.greater(pc.binary_length(flat), TEXT_BYTES_MAX), True
+            pc.greater(pc.binary_length(flat_texts), TEXT_BYTES_MAX), True
         )  # a null has no length
     )
-    owners = np.repeat(np.arange(len(sizes)), sizes)
-    codes, names = _coded(flat, is_dropped)
-    text_counts = np.bincount(owners[~is_dropped], minlength=len(sizes))
+    list_indexes = np.repeat(np.arange(len(list_sizes)), list_sizes)
+    codes, name_arrays = _encode_texts(flat_texts, dropped_mask)
+    text_counts = np.bincount(list_indexes[~dropped_mask], minlength=len(list_sizes))
     offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(text_counts).astype(np.uint64)])
-    return {"values": codes[~is_dropped], "offsets": offsets, **names}
+    return {"values": codes[~dropped_mask], "offsets": offsets, **name_arrays}
 
 
-def _write(root: Path, number: int, column: tuple[AttributeKind, Arrays]) -> AttributeFiles:
-    kind, arrays = column
-    files = {}
-    dtypes = {"values": DTYPE_BY_KIND[kind], "offsets": "<u8", "names": "u1", "name_offsets": "<u8"}
-    for part, array in arrays.items():
-        files[part] = f"{ATTRIBUTES_FOLDER}/{number:04d}.{part}"
-        write_atomically(root / files[part], array.astype(dtypes[part]).tobytes())
-    return kind, files
+def _write_attribute(root: Path, attribute_index: int, typed_arrays: tuple[AttributeKind, ArrayByName]) -> AttributeFiles:
+    kind, arrays = typed_arrays
+    path_by_part = {}
+    dtype_by_array = {"values": DTYPE_BY_KIND[kind], "offsets": "<u8", "names": "u1", "name_offsets": "<u8"}
+    for array_name, array in arrays.items():
+        path_by_part[array_name] = f"{ATTRIBUTES_FOLDER}/{attribute_index:04d}.{array_name}"
+        write_atomically(root / path_by_part[array_name], array.astype(dtype_by_array[array_name]).tobytes())
+    return kind, path_by_part
 
 
-def _unfit(path: SourceFile, name: str, kind: Any) -> SourceError:
+def _unfit_type_error(source_file: SourceFile, name: str, arrow_type: Any) -> SourceError:
     return SourceError(
-        f"{path}: column {name!r} is {kind}; attributes are texts, lists of texts, numbers, booleans and times",
+        f"{source_file}: column {name!r} is {arrow_type}; attributes are texts, lists of texts, numbers, " "booleans and times",
         column=name,
     )
 
@@ -237,55 +237,55 @@ def _unfit(path: SourceFile, name: str, kind: Any) -> SourceError:
 def named_filters(config: NightConfig) -> dict[str, Filter]:
     """Declared filters by name; raises ConfigError for an expression that is none."""
     filter_by_name = {}
-    for name, filter_config in config.filters.items():
+    for filter_name, filter_config in config.filters.items():
         try:
-            filter_by_name[name] = read_filter(filter_config.filter)
+            filter_by_name[filter_name] = read_filter(filter_config.filter)
         except InvalidFilter as error:
-            raise _refused(name, error) from error
+            raise _filter_error(filter_name, error) from error
     return filter_by_name
 
 
 def passing_filters(
-    config: NightConfig, root: Path, attributes: Mapping[str, Any], count: int
+    config: NightConfig, root: Path, attributes: Mapping[str, Any], item_count: int
 ) -> dict[str, FilterMask]:
-    """Items that pass each declared filter, of `count` whose attributes were written below `root`.
+    """Items that pass each declared filter, of `item_count` whose attributes were written below `root`.
 
     Raises ConfigError for a filter that does not fit the attributes.
     """
-    declared = named_filters(config)
-    if not declared:
+    filter_by_name = named_filters(config)
+    if not filter_by_name:
         return {}
-    columns, mask_by_filter = ItemAttributes.of_files(root, attributes, count), {}
-    for name, declared_filter in declared.items():
+    columns, mask_by_filter = ItemAttributes.of_files(root, attributes, item_count), {}
+    for filter_name, declared_filter in filter_by_name.items():
         try:
-            mask_by_filter[name] = FilterMask.of(mask_of(declared_filter.root_expression, columns))
+            mask_by_filter[filter_name] = FilterMask.of(mask_of(declared_filter.root_expression, columns))
         except InvalidFilter as error:
-            raise _refused(name, error) from error
+            raise _filter_error(filter_name, error) from error
     return mask_by_filter
 
 
-def _refused(name: str, error: InvalidFilter) -> ConfigError:
+def _filter_error(filter_name: str, error: InvalidFilter) -> ConfigError:
     field_path = error.details.get("field")
-    where = f"[filters.{name}]" if field_path is None else f"[filters.{name}] at {field_path}"
-    return ConfigError(f"{where}: {error.message}", field="filters")
+    field_text = f"[filters.{filter_name}]" if field_path is None else f"[filters.{filter_name}] at {field_path}"
+    return ConfigError(f"{field_text}: {error.message}", field="filters")
 
 
 def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
     """Mask bool [items] for each table made under a filter, by the table's own name."""
-    filtered = build.config.filtered
-    if not filtered:
+    filtered_tables = build.config.filtered
+    if not filtered_tables:
         return {}
     begin_report = build.need_report(BEGIN_REPORT)
-    for path in attribute_paths(begin_report["attributes"]):
-        build.fetch(path)
-    count = begin_report["items"]
+    for attribute_path in attribute_paths(begin_report["attributes"]):
+        build.fetch(attribute_path)
+    item_count = begin_report["items"]
     filter_mask_by_name = passing_filters(
-        build.config, build.root, begin_report["attributes"], count
+        build.config, build.root, begin_report["attributes"], item_count
     )
-    everything = np.arange(count)
+    all_ordinals = np.arange(item_count)
     return {
-        name: filter_mask_by_name[filter_].among(everything)
-        for name, (_, filter_) in filtered.items()
+        table_name: filter_mask_by_name[filter_name].among(all_ordinals)
+        for table_name, (_, filter_name) in filtered_tables.items()
     }
 
 
@@ -296,9 +296,9 @@ def allowed_by_manifest(
     filtering = Filtering.open(root, manifest, items)
     mask_by_table: dict[str, NDArray[np.bool_]] = {}
     if filtering is not None:
-        for name, named_filter in manifest.filters.items():
-            mask = filtering.evaluate(name).among(np.arange(items.count))
-            mask_by_table |= {table.name: mask for table in named_filter.tables.values()}
+        for filter_name, named_filter in manifest.filters.items():
+            allowed_mask = filtering.evaluate(filter_name).among(np.arange(items.count))
+            mask_by_table |= {table.name: allowed_mask for table in named_filter.tables.values()}
     return mask_by_table
 
 
@@ -306,7 +306,7 @@ def attributes_of_night(
     config: NightConfig, items: ItemTable, root: Path, values: EntityValues, unusable: UnusableRows
 ) -> dict[str, AttributeFiles]:
     """Write all attributes, and try each declared filter on them; return kind and files by name."""
-    attributes = write_item_attributes(config, items, root, values=values, unusable=unusable)
+    attributes = write_item_attributes(config, items, root, event_values=values, unusable=unusable)
     passing_filters(config, root, attributes, items.count)
     return attributes
 

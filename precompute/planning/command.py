@@ -19,9 +19,9 @@ from cache.errors import SourceError
 from cache.l2.sync_clients import connect
 from cache.process.command_line import json_text
 from precompute.bulk.headroom import ArmRoom
-from precompute.config.console import OutputContent, out_console, show
+from precompute.config.console import (OutputContent, out_console, print_output)
 from precompute.config.progress import Progress, size_text
-from precompute.config.settings import NightConfig, generations_at_peak
+from precompute.config.settings import (NightConfig, peak_generation_count)
 from precompute.gates.evidence.candidate import Verdict
 from precompute.planning.capacity import demand_room, find_limits
 from precompute.planning.filter_costs import SHORT_LIST_ITEMS, FilterCost
@@ -48,7 +48,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
         host_gb=arguments.host_gb, disk_gb=arguments.disk_gb,
     )  # fmt: skip
     verdicts = judge_forecast(config, night_forecast, limits)
-    generation_count = generations_at_peak(config.keep)
+    generation_count = peak_generation_count(config.keep)
     output = (
         _forecast_json(night_forecast, verdicts, generation_count, limits.arms)
         if arguments.json
@@ -57,7 +57,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
         )
     )
     if not all(verdict.passed for verdict in verdicts):
-        show(output, out_console)
+        print_output(output, out_console)
         demand_room(verdicts)
     return output
 

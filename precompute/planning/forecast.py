@@ -23,10 +23,10 @@ from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, READY_OVERHEAD_BYTES, Entry, Lo
 from precompute.adapters.vector_bundle import (make_vector_bundle)
 from precompute.builds.reports import (EMBED_ITEMS_REPORT)
 from precompute.builds.tables import (configured_tables, demand_table_values, entity_of, facet_layout, layout_of, metric_of, scored_tables)
-from precompute.bulk.headroom import floor_seconds, time_limit_remark
+from precompute.bulk.headroom import (seconds_at_floor_rate, time_limit_remark)
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress, quiet
-from precompute.config.settings import NightConfig, generations_at_peak, parse_time
+from precompute.config.settings import (NightConfig, parse_time, peak_generation_count)
 from precompute.partitions.catalogue import (ITEM_FEATURES_FILE)
 from precompute.partitions.shard_files import (USER_VECTORS_KIND)
 from precompute.planning.capacity import CapacityLimits, judge_capacity
@@ -250,7 +250,7 @@ def forecast(
     return Forecast(
         len(sample.ids), source_user_count, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(load_time),
-        floor_seconds(config, shape.payload_bytes),
+        seconds_at_floor_rate(config, shape.payload_bytes),
         gpu_seconds(timings, device_rate.users_per_s, shape), device_rate.origin,
         _hit_rates_by_size(shape, parameters, popularity),
         filters,
@@ -265,7 +265,7 @@ def judge_forecast(
 ) -> list[Any]:
     """Return the verdicts on a forecast within these limits."""
     return judge_capacity(
-        limits, config.gates, generation_count=generations_at_peak(config.keep), redis_bytes=night_forecast.redis_bytes,
+        limits, config.gates, generation_count=peak_generation_count(config.keep), redis_bytes=night_forecast.redis_bytes,
         mapped_bytes=night_forecast.shape.mapped_bytes, disk_bytes=night_forecast.shape.disk_bytes,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from precompute.builds.build import (Build, fetch_catalogue, open_bundle)
 from precompute.builds.reports import (BEGIN_REPORT, BeginReport)
 from precompute.builds.tables import configured_tables, metric_of, records_per_page
 from precompute.bulk.load import total_bytes
-from precompute.bulk.watch import cpu_s
+from precompute.bulk.watch import (main_thread_cpu_s)
 from precompute.bundles.bundle import Bundle
 from precompute.config.devices import OFF, devices
 from precompute.config.progress import Progress, quiet
@@ -43,7 +43,7 @@ from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.user_reading import read_users
 from precompute.scoring.users import score_users
 from precompute.steps import begin, embed_items, load
-from precompute.steps.score import SHARDS_AT_ONCE
+from precompute.steps.score import (SHARDS_PER_DEVICE)
 
 PROBE_COUNT = 256
 
@@ -262,7 +262,7 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
     begun_build = begin.run(trial_config, data_until=None, run_after=None, named=TRIAL_CUT)
     build = Build.of(trial_config, begun_build)
     embed_time, _ = measure_time(lambda: embed_items.run(trial_config, begun_build))
-    shards_at_once = min(SHARDS_AT_ONCE, config.shards)
+    shards_at_once = min(SHARDS_PER_DEVICE, config.shards)
     return Trial(build, open_bundle(build), sample, folder, embed_time, shards_at_once)
 
 
@@ -443,7 +443,7 @@ def _time_load_of(
         client.flushall(asynchronous=False)
         spent, _ = measure_time(
             lambda: load.run(config, {"generation": REHEARSED_GENERATION}),
-            lambda: cpu_s(cast(Any, client.info("cpu"))),
+            lambda: main_thread_cpu_s(cast(Any, client.info("cpu"))),
         )
         run_times.append(spent)
     client.flushall(asynchronous=False)

@@ -27,33 +27,33 @@ class ProbeTaker:
     """
 
     def __init__(self) -> None:
-        self._parts: list[ProbePart] = []
-        self._count = 0
+        self._probe_parts: list[ProbePart] = []
+        self._user_count = 0
 
-    def take(self, entities: ShardInput, usable: NDArray[np.int64]) -> bool:
-        """Take the rows still needed from the `usable` ones; return True if more are needed."""
-        rows = usable[~entities.has_vector[usable]][: PROBE_USERS_MAX - self._count]
-        if len(usable) and not len(rows):
+    def take(self, users: ShardInput, usable_rows: NDArray[np.int64]) -> bool:
+        """Take the rows still needed from the `usable_rows`; return True if more are needed."""
+        taken_rows = usable_rows[~users.has_vector[usable_rows]][: PROBE_USERS_MAX - self._user_count]
+        if len(usable_rows) and not len(taken_rows):
             return (
                 False  # a slice is of users at random: where one has none, there are next to none
             )
-        if len(rows):
-            self._count += len(rows)
-            self._parts.append(
+        if len(taken_rows):
+            self._user_count += len(taken_rows)
+            self._probe_parts.append(
                 probe_part(
-                    entities.hashes, entities.indptr, entities.ordinals, entities.features, rows
+                    users.hashes, users.indptr, users.ordinals, users.features, taken_rows
                 )
             )
-        return self._count < PROBE_USERS_MAX
+        return self._user_count < PROBE_USERS_MAX
 
     def finish(self, build: Build) -> SampleFields:
         """Write and publish the probe, if it has any users; return `probe` for the step's report."""
-        if not self._parts:
+        if not self._probe_parts:
             return {"probe": None}
-        build.finish(write_probe(build.root, self._parts))
+        build.finish(write_probe(build.root, self._probe_parts))
         return {"probe": file_entry(build.describe(PROBE_FILE))}
 
 
-def probe_facts(build: Build, _reports: Sequence[ShardReport]) -> Mapping[str, Any]:
+def probe_fact(build: Build, _reports: Sequence[ShardReport]) -> Mapping[str, Any]:
     """Return the probe's file as a fact of the manifest; None without any users."""
     return {PROBE_FACT: build.need_report(QUANTIZE_REPORT)["probe"]}

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from precompute.config.console import OutputContent, table_of
+from precompute.config.console import (OutputContent, field_table)
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.reference.train import train_reference
@@ -14,7 +14,7 @@ def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     training_report = train_reference(config, data_until=arguments.data_until, progress=progress)
     if arguments.json:
         return training_report
-    report_lines: list[Any] = [table_of(training_report)]
+    report_lines: list[Any] = [field_table(training_report)]
     if training_report["recall_at_20"] is not None:
         holdout_selection = (
             "the latest" if training_report["held_out"] == "latest" else "chosen at random"

@@ -15,8 +15,8 @@ from cache.store.artefacts import read_manifest
 from cache.store.releases import MOVE_ACTIONS, Action, Canary, Pointer, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import unlink_pages
-from precompute.bulk.reload import load_missing, repair
-from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView, outcome_of, standing
+from precompute.bulk.reload import (load_missing, repair_pages)
+from precompute.releases.release_log import (LOOK_TRIES, ReleaseView, Releases, generation_state, ledger_and_rows_after_move)
 from precompute.releases.replication import VerifyReport
 
 RepeatableAction = Literal["publish", "roll_back", "canary", "end_canary"]
@@ -44,11 +44,11 @@ def publish(
 
     `verified`: see `prepare_publish`.
     """
-    moved = prepare_publish(
+    result = prepare_publish(
         releases, generation, attempt=attempt, verified=verified, governor=governor
     )
-    if moved is not None:
-        return moved
+    if result is not None:
+        return result
     view = releases.view()
     if (live := _demand_publish(releases, generation, view, verified)) is not None:
         return MoveResult(live, has_moved=False)
@@ -74,7 +74,7 @@ def prepare_publish(
         return MoveResult(earlier_pointer, has_moved=False)
     if (live := _demand_publish(releases, generation, view, verified)) is not None:
         return MoveResult(live, has_moved=False)
-    with files_of(generation):
+    with conflict_if_files_missing(generation):
         load_missing(releases.control, releases.store, generation, governor=governor)
     return None
 
@@ -109,7 +109,7 @@ def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) 
     if (live := _demand_roll_back(releases, target, view)) is not None:
         return MoveResult(live, has_moved=False)
     rolled_back_id = view.ledger.live_generation
-    with files_of(target):
+    with conflict_if_files_missing(target):
         releases.check_manifest(target, view.history)
         load_missing(releases.control, releases.store, target, is_urgent=True)
     view = releases.view()
@@ -132,7 +132,7 @@ def repair_live(
     """
     if (pointer := releases.control.read_pointer()) is None or pointer.generation != generation:
         return []
-    return repair(releases.control, releases.store, generation, governor=governor)
+    return repair_pages(releases.control, releases.store, generation, governor=governor)
 
 
 def _demand_roll_back(releases: Releases, target: str, view: ReleaseView) -> Pointer | None:
@@ -155,12 +155,12 @@ def _move_live(
     reason: str = "",
     governor: Governor | None = None,
 ) -> MoveResult:
-    with files_of(generation):
+    with conflict_if_files_missing(generation):
         manifest = read_manifest(releases.store, generation)
-    after, rows = outcome_of(
-        view, action, generation, attempt=attempt, at=releases.clock(), reason=reason
+    ledger_after, rows = ledger_and_rows_after_move(
+        view, action, generation, attempt=attempt, moved_at=releases.clock(), reason=reason
     )
-    previous, published_at = after.previous, releases.clock()
+    previous, published_at = ledger_after.previous, releases.clock()
     release = releases.record(
         action,
         generation,
@@ -169,9 +169,9 @@ def _move_live(
         previous=previous,
         expected=view.epoch,
     )
-    to = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
+    new_pointer = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
     try:
-        return _commit(releases, to, view, rows, action)
+        return _commit(releases, new_pointer, view, rows, action)
     except Conflict as error:
         if error.details.get("state") == GenerationState.RETIRED:
             # Pages loaded for this move while a retirement removed them: nobody else would remove them.
@@ -205,7 +205,7 @@ def start_canary(
     live = _demand_canary(releases, generation, view, verified)
     if view.ledger.canary is not None and view.ledger.canary.percent == percent:
         return MoveResult(live, has_moved=False)
-    with files_of(generation):
+    with conflict_if_files_missing(generation):
         load_missing(releases.control, releases.store, generation, governor=governor)
     view = releases.view()
     live = _demand_canary(releases, generation, view, verified)
@@ -218,22 +218,22 @@ def start_canary(
         rule=event,
         expected=view.epoch,
     )
-    to = replace(
+    new_pointer = replace(
         live, epoch=release.epoch, attempt=attempt,
         canary=Canary(generation, percent, release.at, event),
     )  # fmt: skip
-    return _commit(releases, to, view, {}, "canary", live=False)
+    return _commit(releases, new_pointer, view, {}, "canary", is_live_move=False)
 
 
 def _demand_canary(
     releases: Releases, generation: str, view: ReleaseView, verified: VerifyReport | None
 ) -> Pointer:
     view.demand_agreement()
-    running = view.ledger.canary
-    if running is not None and running.generation != generation:
+    running_canary = view.ledger.canary
+    if running_canary is not None and running_canary.generation != generation:
         raise Conflict(
-            f"{running.generation} is being tried out: end that canary first",
-            generation=running.generation,
+            f"{running_canary.generation} is being tried out: end that canary first",
+            generation=running_canary.generation,
         )
     if view.pointer is None:
         raise Conflict("nothing is live that a canary could be compared with: publish it")
@@ -250,17 +250,17 @@ def end_canary(
 ) -> MoveResult:
     """Let the live generation answer every request again; an abandoned canary needs another verification."""
     view = releases.view()
-    running = view.ledger.canary
+    running_canary = view.ledger.canary
     if pointer_of_attempt(view.history, "end_canary", attempt, None) is not None:
         return MoveResult(_followed_pointer(view), has_moved=False)
-    if running is None:
+    if running_canary is None:
         raise Conflict("no generation is being tried out")
-    return _end_canary(releases, running, view, attempt=attempt, reason=reason, abandon=abandon)
+    return _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, abandon=abandon)
 
 
 def _end_canary(
     releases: Releases,
-    running: Canary,
+    running_canary: Canary,
     view: ReleaseView,
     *,
     attempt: str,
@@ -268,7 +268,7 @@ def _end_canary(
     abandon: bool,
 ) -> MoveResult:
     view.demand_agreement()
-    live, generation = _followed_pointer(view), running.generation
+    live, generation = _followed_pointer(view), running_canary.generation
     release = releases.record(
         "end_canary",
         generation,
@@ -281,18 +281,18 @@ def _end_canary(
     rows = (
         {generation: RegistryRow(GenerationState.ABANDONED, release.at, reason)} if abandon else {}
     )
-    to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
-    return _commit(releases, to, view, rows, "end_canary", live=False)
+    new_pointer = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
+    return _commit(releases, new_pointer, view, rows, "end_canary", is_live_move=False)
 
 
 def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) -> None:
     """Refuse a generation; a canary of it ends first, so that no request is answered from it any more."""
     for _ in range(LOOK_TRIES):
         view = releases.view()
-        running = view.ledger.canary
+        running_canary = view.ledger.canary
         try:
-            if running is not None and running.generation == generation:
-                _end_canary(releases, running, view, attempt=attempt, reason=reason, abandon=True)
+            if running_canary is not None and running_canary.generation == generation:
+                _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, abandon=True)
             return releases.record_refusal(generation, reason=reason, attempt=attempt)
         except Conflict:
             canary = releases.view().ledger.canary
@@ -305,11 +305,11 @@ def _demand_gates(
     releases: Releases, generation: str, live: str | None, verified: VerifyReport | None
 ) -> None:
     """Raise Conflict unless all gates passed, and, with verify's report, against the current live generation."""
-    with files_of(generation):
+    with conflict_if_files_missing(generation):
         gates = read_manifest(releases.store, generation).gates
-    failed = [str(gate["rule"]) for gate in gates if not gate["passed"]]
-    if failed or not gates:
-        failure_text = f"failed {', '.join(failed)}" if failed else "ran through no gate"
+    failed_rules = [str(gate["rule"]) for gate in gates if not gate["passed"]]
+    if failed_rules or not gates:
+        failure_text = f"failed {', '.join(failed_rules)}" if failed_rules else "ran through no gate"
         raise Conflict(
             f"{generation} {failure_text}: run `verify {generation}` first",
             generation=generation,
@@ -324,11 +324,11 @@ def _demand_gates(
 
 def _demand_readers(releases: Releases, generation: str) -> None:
     """Raise Refused unless every live replica can read that generation and this release's pointer."""
-    with files_of(generation):
-        version = read_manifest(releases.store, generation).format
-    demand_readers(releases.control, {MANIFEST: version}, f"{generation} has")
-    formats = {name: FORMATS[name].written for name in MOVE_FORMATS}
-    demand_readers(releases.control, formats, f"this release ({THIS_RELEASE}) writes")
+    with conflict_if_files_missing(generation):
+        manifest_format = read_manifest(releases.store, generation).format
+    demand_readers(releases.control, {MANIFEST: manifest_format}, f"{generation} has")
+    written_formats = {name: FORMATS[name].written for name in MOVE_FORMATS}
+    demand_readers(releases.control, written_formats, f"this release ({THIS_RELEASE}) writes")
 
 
 def _demand_newer(generation: str, live: str | None) -> None:
@@ -349,53 +349,53 @@ def _write_missing_row(releases: Releases, generation: str, view: ReleaseView) -
 
 def _commit(
     releases: Releases,
-    to: Pointer,
+    new_pointer: Pointer,
     view: ReleaseView,
     rows: Mapping[str, RegistryRow],
     action: Action,
     *,
-    live: bool = True,
+    is_live_move: bool = True,
 ) -> MoveResult:
     """Move the pointer to an intent's by compare-and-set, then record that it is done."""
-    allowed = STATES_BY_ACTION[action] if live else (GenerationState.LIVE,)
+    allowed_states = STATES_BY_ACTION[action] if is_live_move else (GenerationState.LIVE,)
     # Much may have passed since the intent: what is superseded is superseded now.
     rows = {generation_id: replace(row, at=releases.clock()) for generation_id, row in rows.items()}
-    _demand_still(releases, to, view, action)
-    moved = releases.control.move_pointer(
-        to, expected_epoch=view.epoch, row_by_generation=rows, allowed_states=allowed
+    _demand_unmoved(releases, new_pointer, view, action)
+    moved_pointer = releases.control.move_pointer(
+        new_pointer, expected_epoch=view.epoch, row_by_generation=rows, allowed_states=allowed_states
     )
-    if moved is None:
+    if moved_pointer is None:
         raise Conflict(
-            f"another publisher moved the pointer before {to.generation} could be made live; try again"
-            if live
+            f"another publisher moved the pointer before {new_pointer.generation} could be made live; try again"
+            if is_live_move
             else "another publisher moved the pointer meanwhile; try again"
         )
-    releases.complete(moved.epoch)
-    return MoveResult(moved, has_moved=True)
+    releases.complete(moved_pointer.epoch)
+    return MoveResult(moved_pointer, has_moved=True)
 
 
-def _demand_still(releases: Releases, to: Pointer, view: ReleaseView, action: Action) -> None:
+def _demand_unmoved(releases: Releases, new_pointer: Pointer, view: ReleaseView, action: Action) -> None:
     """Raise Conflict if another move came since: a Redis that lost its newest rows would not notice."""
     history = releases.history()
     ledger = fold_releases(history)
     if ledger.live_epoch != view.ledger.live_epoch:
         live_release = next(release for release in history if release.epoch == ledger.live_epoch)
-        if live_release.attempt == to.attempt:
+        if live_release.attempt == new_pointer.attempt:
             return  # a repeat of this very move, which the pointer recognises
         raise Conflict("another publisher moved the pointer meanwhile; try again")
     if (
         action in MOVE_ACTIONS
-        and to.previous
-        and ledger.state(to.previous) is GenerationState.RETIRED
+        and new_pointer.previous
+        and ledger.state(new_pointer.previous) is GenerationState.RETIRED
     ):
-        raise Conflict(f"{to.previous} was retired meanwhile; try again")
+        raise Conflict(f"{new_pointer.previous} was retired meanwhile; try again")
     if action != "end_canary":
-        about = to.canary.generation if to.canary is not None else to.generation
-        demand_allowed(action, about, standing(about, ledger, view.rows.get(about)))
+        demanded_generation = new_pointer.canary.generation if new_pointer.canary is not None else new_pointer.generation
+        demand_allowed(action, demanded_generation, generation_state(demanded_generation, ledger, view.rows.get(demanded_generation)))
 
 
 @contextmanager
-def files_of(generation: str) -> Iterator[None]:
+def conflict_if_files_missing(generation: str) -> Iterator[None]:
     """Turn missing files of a generation into a Conflict that says so."""
     try:
         yield
@@ -429,7 +429,7 @@ def pointer_of_attempt(
     A move that a later publish superseded counts as done. Raises Conflict if it was undone since. A verification
     after that asks for a new publish or canary: an operator who clears a whole run keeps its name.
     """
-    own_release = next(
+    attempt_release = next(
         (
             release
             for release in reversed(history)
@@ -438,95 +438,93 @@ def pointer_of_attempt(
         ),
         None,
     )  # fmt: skip
-    if own_release is None:
+    if attempt_release is None:
         return None
-    later = [
-        release for release in history if release.epoch > own_release.epoch and _counts(release)
+    later_releases = [
+        release for release in history if release.epoch > attempt_release.epoch and _is_done_or_verification(release)
     ]
-    if (undone := _undone(own_release, history, later)) is None:
+    if (undoing_release := _undoing_release(attempt_release, history, later_releases)) is None:
         return Pointer(
-            own_release.generation, own_release.epoch, own_release.previous, attempt, own_release.at
+            attempt_release.generation, attempt_release.epoch, attempt_release.previous, attempt, attempt_release.at
         )
     if action in ("publish", "canary") and any(
         release.action == "verify"
-        and release.generation == own_release.generation
-        and release.epoch > undone.epoch
-        for release in later
+        and release.generation == attempt_release.generation
+        and release.epoch > undoing_release.epoch
+        for release in later_releases
     ):
         return None
-    action_text = undone.action.replace("_", " ")
+    action_text = undoing_release.action.replace("_", " ")
     raise Conflict(
-        f"this attempt did it at epoch {own_release.epoch}; since then {action_text} of {undone.generation} at epoch "
-        f"{undone.epoch}: "
-        "use a new attempt",
-        epoch=own_release.epoch, undone=undone.epoch,
+        f"this attempt did it at epoch {attempt_release.epoch}; since then {action_text} of " f"{undoing_release.generation} at epoch " f"{undoing_release.epoch}: " "use a new attempt",
+        epoch=attempt_release.epoch, undone=undoing_release.epoch,
     )  # fmt: skip
 
 
-def _counts(release: Release) -> bool:
+def _is_done_or_verification(release: Release) -> bool:
     return release.is_done or release.action == "verify"
 
 
-def _undone(
-    own_release: Release, history: Sequence[Release], later: Sequence[Release]
+def _undoing_release(
+    attempt_release: Release, history: Sequence[Release], later_releases: Sequence[Release]
 ) -> Release | None:
     """Return the record that undid a move, None if it still holds."""
-    match own_release.action:
+    match attempt_release.action:
         case "publish":
-            return _taken_back(own_release, history, later)
+            return _withdrawing_roll_back(attempt_release, history, later_releases)
         case "roll_back":
             former_live_id = fold_releases(
-                [release for release in history if release.epoch < own_release.epoch]
+                [release for release in history if release.epoch < attempt_release.epoch]
             ).live_generation
-            back = (
+            moves_back = (
                 release
-                for release in later
+                for release in later_releases
                 if release.action in MOVE_ACTIONS and release.generation == former_live_id
             )
-            return next(back, None) or _taken_back(own_release, history, later)
+            return next(moves_back, None) or _withdrawing_roll_back(attempt_release, history, later_releases)
         case "canary":
-            ends = (
+            canary_ends = (
                 release
-                for release in later
+                for release in later_releases
                 if release.action in MOVE_ACTIONS or release.action == "end_canary"
             )
-            end = next(ends, None)
-            return None if end is None or end.action == "publish" else end
+            canary_end = next(canary_ends, None)
+            return None if canary_end is None or canary_end.action == "publish" else canary_end
     repeat_releases = (
         release
-        for release in later
+        for release in later_releases
         if release.action == "canary"
         or (
-            own_release.abandoned
+            attempt_release.abandoned
             and release.action == "verify"
-            and release.generation == own_release.generation
+            and release.generation == attempt_release.generation
         )
     )
-    is_tried_out = fold_releases(history).canary is not None
+    is_canary_running = fold_releases(history).canary is not None
     return next(
-        (release for release in repeat_releases if is_tried_out or release.action == "verify"), None
+        (release for release in repeat_releases if is_canary_running or release.action == "verify"), None
     )
 
 
-def _taken_back(
-    own_release: Release, history: Sequence[Release], later: Sequence[Release]
+def _withdrawing_roll_back(
+    attempt_release: Release, history: Sequence[Release], later_releases: Sequence[Release]
 ) -> Release | None:
     """Return the last roll back that took a published generation away, or jumped over it, unless it was restored."""
 
     def state_until(epoch: int) -> GenerationState | None:
-        about = [
+        settling_releases = [
             release
             for release in history
-            if release.epoch <= epoch and not _retires(release, own_release)
+            if release.epoch <= epoch and not _is_retirement_of(release, attempt_release)
         ]
-        return fold_releases(about).state(own_release.generation)
+        return fold_releases(settling_releases).state(attempt_release.generation)
 
-    if not later or state_until(later[-1].epoch) in _PUBLISHED_STATES:
+    if not later_releases or state_until(later_releases[-1].epoch) in _PUBLISHED_STATES:
         return None
     return next(
         (
             release
-            for release in reversed(later)
+            for release in reversed(later_releases)
             if release.action == "roll_back" and state_until(release.epoch - 1) in _PUBLISHED_STATES
             and state_until(release.epoch) is GenerationState.ROLLED_BACK
         ),
@@ -534,5 +532,5 @@ def _taken_back(
     )  # fmt: skip
 
 
-def _retires(release: Release, own_release: Release) -> bool:
-    return release.action == "retire" and release.generation == own_release.generation
+def _is_retirement_of(release: Release, attempt_release: Release) -> bool:
+    return release.action == "retire" and release.generation == attempt_release.generation

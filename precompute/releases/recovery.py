@@ -22,16 +22,8 @@ from precompute.bulk.reload import is_missing, reload
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
-from precompute.releases.release_log import (
-    LOOK_TRIES,
-    Releases,
-    ReleaseView,
-    demand_reason,
-    open_releases,
-    outcome_of,
-    without_retired,
-)
-from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
+from precompute.releases.release_log import (LOOK_TRIES, ReleaseView, Releases, demand_reason, ledger_and_rows_after_move, open_releases, without_retired)
+from precompute.releases.sweep import (has_pages_again, overlay_life_s_max, unlink_recorded)
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +49,10 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
         }  # fmt: skip
         if moved.has_moved:
             history = releases.history()
-            notes = _ended_overrides(history, pointer.epoch)
-            notes += _bundle_left_in_words(config, history, pointer)
-            if notes:
-                report["notes"] = notes
+            remarks = _describe_ended_overrides(history, pointer.epoch)
+            remarks += _describe_left_bundle(config, history, pointer)
+            if remarks:
+                report["notes"] = remarks
         try:
             with (
                 translate_redis_errors(),
@@ -79,23 +71,23 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
     return report
 
 
-def _ended_overrides(history: Sequence[Release], epoch: int) -> list[str]:
+def _describe_ended_overrides(history: Sequence[Release], epoch: int) -> list[str]:
     """Describe overrides that the move of this epoch ended: what let a generation pass does not let it pass again."""
-    before = fold_releases(
+    overrides_before = fold_releases(
         [release for release in history if release.epoch < epoch]
     ).overrides_by_generation
-    after = fold_releases(
+    overrides_after = fold_releases(
         [release for release in history if release.epoch <= epoch]
     ).overrides_by_generation
     return [
         f"the override of {', '.join(sorted(rules))} for {generation} has ended with this roll back: to publish "
         f"{generation} again, override it again, then verify"
-        for generation, rules in sorted(before.items())
-        if generation not in after
+        for generation, rules in sorted(overrides_before.items())
+        if generation not in overrides_after
     ]
 
 
-def _bundle_left_in_words(
+def _describe_left_bundle(
     config: NightConfig, history: Sequence[Release], pointer: Pointer
 ) -> list[str]:
     """Say that the next night uses the model that was left, if it does; empty where this cannot be told."""
@@ -104,28 +96,27 @@ def _bundle_left_in_words(
     left_id = fold_releases(
         [release for release in history if release.epoch < pointer.epoch]
     ).live_generation
-    store, now_id = config.store(), pointer.generation
+    store, live_id = config.store(), pointer.generation
     try:
-        left, now = read_manifest(store, str(left_id)), read_manifest(store, now_id)
+        left_manifest, live_manifest = read_manifest(store, str(left_id)), read_manifest(store, live_id)
         if (
-            now.bundle_digest == left.bundle_digest
-            or chosen_bundle_digest(config) != left.bundle_digest
+            live_manifest.bundle_digest == left_manifest.bundle_digest
+            or chosen_bundle_digest(config) != left_manifest.bundle_digest
         ):
             return []
     except (LarderError, OSError):  # readers have moved: a remark must not undo the report
         return []
-    path = generation_path(now_id, "bundle")
-    remedy = f"copy {store.url}/{path} to this host and run `larder hand-over` with that folder"
+    bundle_path = generation_path(live_id, "bundle")
+    remedy = f"copy {store.url}/{bundle_path} to this host and run `larder hand-over` with that folder"
     if store.folder is not None:
-        remedy = f"run `larder hand-over {store.folder / path}`"
-    note = (
-        f"the next night uses the model of {left_id} again ({left.bundle_digest[:12]}): if that model is why you "
-        f"rolled back, {remedy}, which is the model of {now_id}, or import or train the model anew"
+        remedy = f"run `larder hand-over {store.folder / bundle_path}`"
+    remark = (
+        f"the next night uses the model of {left_id} again ({left_manifest.bundle_digest[:12]}): if that model " "is why you " f"rolled back, {remedy}, which is the model of {live_id}, or import or train the model anew"
     )
-    return [note]
+    return [remark]
 
 
-def rolled_back_in_words(releases: Releases, bundle_digest: str) -> list[str]:
+def describe_rolled_back_model(releases: Releases, bundle_digest: str) -> list[str]:
     """Remark on a night whose model is that of a generation that was rolled back, and not that of the live one."""
     history = releases.history()
     ledger = fold_releases(history)
@@ -138,18 +129,18 @@ def rolled_back_in_words(releases: Releases, bundle_digest: str) -> list[str]:
         rolled_back_ids, key=lambda rolled: -ledger.left_epoch_by_generation.get(rolled, 0)
     ):
         try:
-            digests = {
-                read_manifest(releases.store, compared).bundle_digest
-                for compared in (generation, ledger.live_generation)
-                if compared is not None
+            bundle_digests = {
+                read_manifest(releases.store, compared_id).bundle_digest
+                for compared_id in (generation, ledger.live_generation)
+                if compared_id is not None
             }
             if read_manifest(releases.store, generation).bundle_digest != bundle_digest:
                 continue
         except LarderError:  # retired, or unreadable: nothing can be said of it
             continue
-        if len(digests) > 1:
-            left_in = ledger.left_epoch_by_generation.get(generation)
-            reason = next((release.reason for release in history if release.epoch == left_in), "")
+        if len(bundle_digests) > 1:
+            left_epoch = ledger.left_epoch_by_generation.get(generation)
+            reason = next((release.reason for release in history if release.epoch == left_epoch), "")
             return [f"uses the model of {generation}, which was rolled back: {reason}"]
     return []
 
@@ -158,11 +149,11 @@ def restore(
     config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet
 ) -> dict[str, Any]:
     """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
-    started, restored_bytes = time.perf_counter(), 0
+    started_s, restored_bytes = time.perf_counter(), 0
 
-    def advance(more: int) -> None:
+    def advance(more_bytes: int) -> None:
         nonlocal restored_bytes
-        restored_bytes += more
+        restored_bytes += more_bytes
         progress("restore pages", restored_bytes, 0)
 
     with (
@@ -170,7 +161,7 @@ def restore(
         open_governor(config.governor, releases.control) as governor,
     ):
         prior_view = releases.view()
-        pointer, loaded, size_bytes = restore_redis(
+        pointer, loaded_ids, loaded_bytes = restore_redis(
             releases,
             attempt=attempt,
             chunk_bytes=config.load_chunk_bytes,
@@ -178,10 +169,10 @@ def restore(
             progress=advance,
             governor=governor,
         )
-        notes = forgotten_in_words(releases, prior_view, pointer)
+        remarks = describe_forgotten_facts(releases, prior_view, pointer)
     return {
-        "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded, "bytes": size_bytes,
-        "seconds": round(time.perf_counter() - started, 3), **({"notes": notes} if notes else {}),
+        "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded_ids, "bytes": loaded_bytes,
+        "seconds": round(time.perf_counter() - started_s, 3), **({"notes": remarks} if remarks else {}),
     }  # fmt: skip
 
 
@@ -205,7 +196,7 @@ def restore_redis(
 
     def is_urgent(generation: str) -> bool:
         """True for a live generation with missing pages: it has no readers to be spared, they wait for it."""
-        return generation == present[0] and is_missing(control, releases.store, generation)
+        return generation == restorable_ids[0] and is_missing(control, releases.store, generation)
 
     for _ in range(LOOK_TRIES):
         view = releases.view()
@@ -215,12 +206,12 @@ def restore_redis(
         if view.epoch > ledger.live_epoch:
             view.demand_agreement()
         control.check_policy()
-        doubt = _roll_back_in_doubt(view)
-        aim = ledger
-        if doubt is not None:
-            carried_out = fold_releases([*view.history, replace(doubt, is_done=True)])
-            aim = without_retired(carried_out, view.rows)
-        present = _restorable(releases, view, aim)
+        doubtful_roll_back = _roll_back_in_doubt(view)
+        target_ledger = ledger
+        if doubtful_roll_back is not None:
+            ledger_if_done = fold_releases([*view.history, replace(doubtful_roll_back, is_done=True)])
+            target_ledger = without_retired(ledger_if_done, view.rows)
+        restorable_ids = _restorable_generations(releases, view, target_ledger)
         # Rows first: no page may belong to a generation that the registry does not know.
         if not control.write_rows(
             _registry_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch
@@ -229,7 +220,7 @@ def restore_redis(
         # An older snapshot brings pages back. What is only marked as retired may still have readers.
         for generation_id, state in fold_releases(view.history).state_by_generation.items():
             if state is GenerationState.RETIRED and (
-                generation_id in view.rows or is_back(releases, generation_id, view.history)
+                generation_id in view.rows or has_pages_again(releases, generation_id, view.history)
             ):
                 unlink_recorded(releases, generation_id, view.history, governor=governor)
         loaded_bytes = sum(
@@ -241,7 +232,7 @@ def restore_redis(
                 progress=progress,
                 governor=None if is_urgent(generation_id) else governor,
             )
-            for generation_id in present
+            for generation_id in restorable_ids
         )
         latest_view = releases.view()
         if (
@@ -254,29 +245,29 @@ def restore_redis(
             ledger.state_by_generation,
         ):
             continue
-        if view.pointer is not None and view.epoch == ledger.live_epoch and not _in_doubt(view):
-            return view.pointer, present, loaded_bytes
-        moved = _move_pointer(releases, view, present, doubt, attempt=attempt)
-        if moved is not None:
-            return moved, present, loaded_bytes
+        if view.pointer is not None and view.epoch == ledger.live_epoch and not _intents_in_doubt(view):
+            return view.pointer, restorable_ids, loaded_bytes
+        moved_pointer = _move_pointer(releases, view, restorable_ids, doubtful_roll_back, attempt=attempt)
+        if moved_pointer is not None:
+            return moved_pointer, restorable_ids, loaded_bytes
     raise Conflict(
         f"releases were made {LOOK_TRIES} times while Redis was being restored; look at `status`"
     )
 
 
-def forgotten_in_words(releases: Releases, prior_view: ReleaseView, pointer: Pointer) -> list[str]:
+def describe_forgotten_facts(releases: Releases, prior_view: ReleaseView, pointer: Pointer) -> list[str]:
     """Describe facts that were lost with the registry and are in no release record, with the remedy.
 
     `prior_view`: the view before the restore, `pointer`: the one that the restore wrote.
     """
-    notes = []
+    remarks = []
     canary = prior_view.ledger.canary
     if (
         canary is not None
         and pointer.canary is None
         and pointer.epoch > prior_view.ledger.live_epoch
     ):
-        notes.append(
+        remarks.append(
             f"the canary of {canary.generation} has ended: verify {canary.generation}, then start it again"
         )
     for generation, row in sorted(releases.control.rows().items()):
@@ -287,13 +278,13 @@ def forgotten_in_words(releases: Releases, prior_view: ReleaseView, pointer: Poi
         except LarderError:
             continue
         if gates and all(gate["passed"] for gate in gates):
-            notes.append(
+            remarks.append(
                 f"{generation} was verified: run `load {generation}` and `verify {generation}` to publish it"
             )
-    return notes
+    return remarks
 
 
-def _in_doubt(view: ReleaseView) -> list[Release]:
+def _intents_in_doubt(view: ReleaseView) -> list[Release]:
     """Return intents whose writer died: they may have moved the pointer before Redis forgot it."""
     live_epoch = view.ledger.live_epoch
     return [
@@ -305,7 +296,7 @@ def _in_doubt(view: ReleaseView) -> list[Release]:
 
 def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
     """Return the roll back that must be carried out: readers who followed it must not meet the bad generation again."""
-    for release in reversed(_in_doubt(view)):
+    for release in reversed(_intents_in_doubt(view)):
         is_sound = view.ledger.state(release.generation) is GenerationState.SUPERSEDED
         if release.action == "roll_back" and is_sound:
             return release
@@ -320,11 +311,11 @@ def _registry_rows(
     A row with a later state than they prove is kept: its refusal may be about to be recorded.
     """
     restored_at, ledger = releases.clock(), view.ledger
-    longest_s = overlays_live_s(releases, overlay_ttl_s)
-    old = {
+    overlay_life_s = overlay_life_s_max(releases, overlay_ttl_s)
+    forgotten_ids = {
         release.generation
         for release in view.history
-        if release.action == "retire" and restored_at - release.at > longest_s
+        if release.action == "retire" and restored_at - release.at > overlay_life_s
     }
     stored_ids = {
         generation_id
@@ -342,7 +333,7 @@ def _registry_rows(
         for generation_id, state in ledger.state_by_generation.items()
         if (
             generation_id not in view.rows
-            and not (state is GenerationState.RETIRED and generation_id in old)
+            and not (state is GenerationState.RETIRED and generation_id in forgotten_ids)
         )
         or (
             generation_id in view.rows
@@ -351,54 +342,54 @@ def _registry_rows(
     }
 
 
-def _restorable(releases: Releases, view: ReleaseView, aim: Ledger) -> list[str]:
+def _restorable_generations(releases: Releases, view: ReleaseView, target_ledger: Ledger) -> list[str]:
     """Return the live generation, then the previous one if its files match the release."""
-    live, previous = str(aim.live_generation), aim.previous
+    live_id, previous_id = str(target_ledger.live_generation), target_ledger.previous
     try:
-        releases.check_manifest(live, view.history)
+        releases.check_manifest(live_id, view.history)
     except UnknownGeneration as error:
         raise Conflict(
-            f"the files of {live} are gone from {releases.store.url}: run a night"
+            f"the files of {live_id} are gone from {releases.store.url}: run a night"
         ) from error
-    if previous is None:
-        return [live]
+    if previous_id is None:
+        return [live_id]
     try:
-        releases.check_manifest(previous, view.history)
+        releases.check_manifest(previous_id, view.history)
     except (UnknownGeneration, CorruptArtefact):
-        return [live]  # what only a rollback would need must not keep readers waiting
-    return [live, previous]
+        return [live_id]  # what only a rollback would need must not keep readers waiting
+    return [live_id, previous_id]
 
 
 def _move_pointer(
     releases: Releases,
     view: ReleaseView,
-    present: list[str],
-    doubt: Release | None,
+    restorable_ids: list[str],
+    doubtful_roll_back: Release | None,
     *,
     attempt: str,
 ) -> Pointer | None:
-    live, previous = present[0], present[1] if len(present) > 1 else None
+    live_id, previous_id = restorable_ids[0], restorable_ids[1] if len(restorable_ids) > 1 else None
     release = releases.record(
-        "restore" if doubt is None else "roll_back",
-        live,
+        "restore" if doubtful_roll_back is None else "roll_back",
+        live_id,
         attempt=attempt,
-        reason="Redis was lost" if doubt is None else doubt.reason,
-        previous=previous,
+        reason="Redis was lost" if doubtful_roll_back is None else doubtful_roll_back.reason,
+        previous=previous_id,
         # What was known to be live, not what Redis held: whether this move is in doubt later hangs on it.
         expected=max(view.epoch, view.ledger.live_epoch),
     )
     if releases.history()[-1].stored_number != release.stored_number:
         return None  # who came after us may have led readers on, and a Redis that was lost again would not tell
-    published_at = publication_time(view.history, live) or releases.clock()
-    to = Pointer(live, release.epoch, previous, attempt, published_at=published_at)
-    rows = {live: RegistryRow(GenerationState.LIVE, releases.clock())}
-    if doubt is not None:
-        _, rows = outcome_of(
-            view, "roll_back", live, attempt=attempt, at=releases.clock(), reason=doubt.reason
+    published_at = publication_time(view.history, live_id) or releases.clock()
+    new_pointer = Pointer(live_id, release.epoch, previous_id, attempt, published_at=published_at)
+    rows = {live_id: RegistryRow(GenerationState.LIVE, releases.clock())}
+    if doubtful_roll_back is not None:
+        _, rows = ledger_and_rows_after_move(
+            view, "roll_back", live_id, attempt=attempt, moved_at=releases.clock(), reason=doubtful_roll_back.reason
         )
     try:
-        moved = releases.control.move_pointer(
-            to,
+        moved_pointer = releases.control.move_pointer(
+            new_pointer,
             expected_epoch=view.epoch,
             row_by_generation=rows,
             allowed_states=frozenset(GenerationState),
@@ -407,13 +398,13 @@ def _move_pointer(
         if error.details.get("state") == "unknown":
             return None  # its row was written before its pages: Redis was lost again, with both
         raise
-    if moved is not None:
-        releases.complete(moved.epoch)
-    return moved
+    if moved_pointer is not None:
+        releases.complete(moved_pointer.epoch)
+    return moved_pointer
 
 
 # Only what was looked at is removed: a pointer that moved meanwhile is somebody's.
-_REMOVE_POINTER = """#!lua flags=allow-oom
+_REMOVE_POINTER_SCRIPT = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])
 """
@@ -430,49 +421,49 @@ def adopt(
     reason = demand_reason("adopting a Redis", reason)
     with open_releases(config) as releases:
         keys, client = releases.control.keyspace, releases.control.client
-        raw: Any = client.get(keys.live)
-        if raw is None:
+        raw_pointer: Any = client.get(keys.live)
+        if raw_pointer is None:
             raise Conflict(
                 f"{keys.live} holds no pointer, so there is nothing to adopt: run `larder restore`"
             )
-        stray = _parsed_pointer(raw)
-        ledger = releases.ledger() if stray is not None else fold_releases(releases.history())
-        if stray is not None and stray.epoch <= ledger.live_epoch:
+        stray_pointer = _pointer_if_readable(raw_pointer)
+        ledger = releases.ledger() if stray_pointer is not None else fold_releases(releases.history())
+        if stray_pointer is not None and stray_pointer.epoch <= ledger.live_epoch:
             raise Conflict(
                 f"the releases in {releases.store.url} explain the pointer in {keys.live}: run "
                 "`larder restore` without --adopt"
             )
         if ledger.live_generation is not None:
             releases.check_manifest(ledger.live_generation, releases.history())
-        if stray is not None:
-            about = (
-                stray.generation if GENERATION_PATTERN.fullmatch(stray.generation) else "unknown"
+        if stray_pointer is not None:
+            recorded_generation = (
+                stray_pointer.generation if GENERATION_PATTERN.fullmatch(stray_pointer.generation) else "unknown"
             )
             # An intent that is never completed: it changes nothing but the epoch, and keeps the reason.
             releases.record(
-                "restore", about, attempt=attempt, reason=f"adopted: {reason}",
-                expected=stray.epoch,
+                "restore", recorded_generation, attempt=attempt, reason=f"adopted: {reason}",
+                expected=stray_pointer.epoch,
             )  # fmt: skip
-        if not checked_reply("EVAL", client.eval(_REMOVE_POINTER, 1, keys.live, raw), COUNT_SHAPE):
+        if not checked_reply("EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE):
             raise Conflict(
                 f"the pointer in {keys.live} moved while it was looked at; look at `status`"
             )
-        log.warning("removed from %s, since %s: %.200r", keys.live, reason, raw)
-        _disown(releases, ledger, reason)
-    removed = raw.decode(errors="replace")[:200]
+        log.warning("removed from %s, since %s: %.200r", keys.live, reason, raw_pointer)
+        _abandon_unproven(releases, ledger, reason)
+    removed_text = raw_pointer.decode(errors="replace")[:200]
     if ledger.live_generation is None:
-        return {"removed": removed, "generation": None, "next": "the first night can publish"}
-    return {"removed": removed, **restore(config, attempt=attempt, progress=progress)}
+        return {"removed": removed_text, "generation": None, "next": "the first night can publish"}
+    return {"removed": removed_text, **restore(config, attempt=attempt, progress=progress)}
 
 
-def _parsed_pointer(raw: bytes) -> Pointer | None:
+def _pointer_if_readable(raw_pointer: bytes) -> Pointer | None:
     try:
-        return Pointer.from_bytes(raw)
+        return Pointer.from_bytes(raw_pointer)
     except CorruptArtefact:
         return None
 
 
-def _disown(releases: Releases, ledger: Ledger, reason: str) -> None:
+def _abandon_unproven(releases: Releases, ledger: Ledger, reason: str) -> None:
     """Abandon generations that only Redis has as published: they may be made and verified again, or swept."""
     abandoned_at = releases.clock()
     rows = {

@@ -42,7 +42,7 @@ LOOK_TRIES = 5
 """Attempts to read something that changed underneath."""
 
 # What the release records say about these outranks the registry, which may be lost or old.
-_PROVEN = frozenset(
+_PROVEN_STATES = frozenset(
     {
         GenerationState.LIVE,
         GenerationState.SUPERSEDED,
@@ -54,7 +54,7 @@ _PROVEN = frozenset(
 )
 
 # What a row may say before a record does, or without one; anything else in it is of an older Redis.
-_AHEAD = UNFINISHED_STATES | {GenerationState.REFUSED}
+_STATES_AHEAD_OF_RECORDS = UNFINISHED_STATES | {GenerationState.REFUSED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class ReleaseView:
         return self.pointer.epoch if self.pointer else 0
 
     def state(self, generation: str) -> GenerationState | None:
-        """State of a generation in all of it: see `standing`."""
-        return standing(generation, self.ledger, self.rows.get(generation))
+        """State of a generation in all of it: see `generation_state`."""
+        return generation_state(generation, self.ledger, self.rows.get(generation))
 
     def demand_agreement(self) -> None:
         """Raise Conflict unless Redis' pointer is the one that the releases prove."""
@@ -111,15 +111,15 @@ class Releases:
         No pointer is replaced before its own intent is completed (`demand_agreement`), so none is ever forgotten.
         """
         releases = self.history()
-        open_ones = [
+        open_intents = [
             release
             for release in releases
             if not release.is_done and release.action in POINTER_ACTIONS
         ]
-        pointer = self.control.read_pointer() if open_ones else None
+        pointer = self.control.read_pointer() if open_intents else None
         if pointer is None:
             return releases
-        for release in open_ones:
+        for release in open_intents:
             if release.epoch == pointer.epoch and release.attempt == pointer.attempt:
                 self.store.write_once(done_path(release.stored_number), b"")
                 return self.history()
@@ -143,7 +143,7 @@ class Releases:
 
     def state(self, generation: str, ledger: Ledger | None = None) -> GenerationState | None:
         """State of a generation: proven by releases, else as the registry says."""
-        return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
+        return generation_state(generation, ledger or self.ledger(), self.control.rows().get(generation))
 
     def demand_agreement(self) -> None:
         """Raise Conflict, naming both places and the remedy, unless Redis' pointer is the one that the store proves."""
@@ -164,19 +164,19 @@ class Releases:
 
     def check_manifest(self, generation: str, history: list[Release]) -> None:
         """Raises CorruptArtefact when the manifest is not the one that was released, UnknownGeneration if gone."""
-        raw = self._manifest(generation)
-        if raw is None:
+        raw_manifest = self._raw_manifest(generation)
+        if raw_manifest is None:
             raise UnknownGeneration(
                 f"generation {generation} has no manifest in {self.store.url}",
                 generation=generation,
             )
-        released, stored_digest = (
+        released_digest, stored_digest = (
             released_manifest_digest(history, generation),
-            manifest_digest(raw),
+            manifest_digest(raw_manifest),
         )
-        if released and released != stored_digest:
+        if released_digest and released_digest != stored_digest:
             raise CorruptArtefact(
-                f"the manifest of {generation} has the digest {stored_digest}, its release record says {released}",
+                f"the manifest of {generation} has the digest {stored_digest}, its release record says " f"{released_digest}",
                 generation=generation,
             )
 
@@ -200,19 +200,19 @@ class Releases:
         The number is the file's name, which only one writer gets: a delayed writer comes after entries written since,
         never before them.
         """
-        raw = self._manifest(generation)
-        digest = "" if raw is None else manifest_digest(raw)
+        raw_manifest = self._raw_manifest(generation)
+        digest = "" if raw_manifest is None else manifest_digest(raw_manifest)
         for _ in range(EPOCH_TRIES):
             newest_release = next(reversed(self.history()), None)
-            epoch, number = (
+            newest_epoch, newest_number = (
                 (newest_release.epoch, newest_release.stored_number)
                 if newest_release is not None
                 else (0, 0)
             )
             recorded_at = self.clock()
             release = Release(
-                number=number + 1,
-                epoch=max(epoch + 1, (expected or 0) + 1, int(recorded_at * 1000)),
+                number=newest_number + 1,
+                epoch=max(newest_epoch + 1, (expected or 0) + 1, int(recorded_at * 1000)),
                 action=action,
                 generation=generation,
                 previous=previous,
@@ -246,7 +246,7 @@ class Releases:
 
         A later or judged state stays unchanged.
         """
-        steps = TRANSITIONS["begin" if state is GenerationState.BEGUN else "load"]
+        state_after_step = TRANSITIONS["begin" if state is GenerationState.BEGUN else "load"]
         for _ in range(NOTE_TRIES):
             view = self.view()
             current_state = view.state(generation)
@@ -254,7 +254,7 @@ class Releases:
                 raise Conflict(
                     f"{generation} was retired while it was being made", generation=generation
                 )
-            rows = {generation: RegistryRow(steps.get(current_state, state), self.clock())}
+            rows = {generation: RegistryRow(state_after_step.get(current_state, state), self.clock())}
             if current_state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
                 return
             if self.control.write_rows(rows, expected_epoch=view.epoch, unless_named_as="live"):
@@ -347,7 +347,7 @@ class Releases:
                 return view
         raise Conflict("the pointer moved each time it was looked at; try again")
 
-    def _manifest(self, generation: str) -> bytes | None:
+    def _raw_manifest(self, generation: str) -> bytes | None:
         return self.store.read(generation_path(generation, "manifest.json"))
 
 
@@ -358,25 +358,25 @@ def open_releases(config: NightConfig) -> Iterator[Releases]:
         yield Releases(config.store(), Control(client, config.keyspace()))
 
 
-def outcome_of(
+def ledger_and_rows_after_move(
     view: ReleaseView,
     action: Action,
     generation: str,
     *,
     attempt: str,
-    at: float,
+    moved_at: float,
     reason: str = "",
 ) -> tuple[Ledger, dict[str, RegistryRow]]:
-    """The ledger that a move at the time `at` would lead to, and the rows that it changes."""
+    """The ledger that a move at the time `moved_at` would lead to, and the rows that it changes."""
     epoch = max(view.epoch, view.ledger.epoch) + 1
-    done_release = Release(epoch, action, generation, None, attempt, at, is_done=True)
-    after = without_retired(fold_releases([*view.history, done_release]), view.rows)
+    done_release = Release(epoch, action, generation, None, attempt, moved_at, is_done=True)
+    ledger_after = without_retired(fold_releases([*view.history, done_release]), view.rows)
     rows = {
-        generation_id: RegistryRow(state, at, "" if generation_id == generation else reason)
-        for generation_id, state in after.state_by_generation.items()
+        generation_id: RegistryRow(state, moved_at, "" if generation_id == generation else reason)
+        for generation_id, state in ledger_after.state_by_generation.items()
         if generation_id == generation or state is not view.ledger.state(generation_id)
     }
-    return after, rows
+    return ledger_after, rows
 
 
 def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
@@ -391,19 +391,19 @@ def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
     return replace(ledger, state_by_generation=states)
 
 
-def standing(generation: str, ledger: Ledger, row: RegistryRow | None) -> GenerationState | None:
+def generation_state(generation: str, ledger: Ledger, row: RegistryRow | None) -> GenerationState | None:
     """State of a generation: what releases prove, else what its registry row says, None when neither knows it."""
-    proven = ledger.state(generation)
+    proven_state = ledger.state(generation)
     if (
         row is not None
         and row.state is GenerationState.RETIRED
-        and proven is not GenerationState.LIVE
+        and proven_state is not GenerationState.LIVE
     ):
         return GenerationState.RETIRED
     # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
-    if row is None or proven in _PROVEN:
-        return proven
-    return row.state if proven is None or row.state in _AHEAD else proven
+    if row is None or proven_state in _PROVEN_STATES:
+        return proven_state
+    return row.state if proven_state is None or row.state in _STATES_AHEAD_OF_RECORDS else proven_state
 
 
 def demand_reason(action: str, reason: str | None) -> str:

@@ -17,10 +17,10 @@ from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
 from precompute.releases.release_log import Releases
 
-WAIT_S = 0.5
+WAIT_S_MAX = 0.5
 """Seconds that one `WAIT` blocks its connection at most, so that no socket times out meanwhile."""
 
-CONNECT_S = 1.0
+CONNECT_TIMEOUT_S = 1.0
 UNREACHABLE = "unreachable"
 
 RunIds = dict[str, str]
@@ -40,15 +40,15 @@ def run_ids(client: "redis.Redis") -> RunIds:
     Verifying takes them before it reads pages back, and keeps them in its report.
     """
     run_id_by_node = {}
-    for primary, server in primary_clients(client).items():
-        info: Any = server.info("server")
-        run_id_by_node[primary] = str(info.get("run_id", ""))
-        for name, replica in _replicas(server).items():
-            run_id_by_node[name] = _fetch_run_id(server, str(replica["ip"]), int(replica["port"]))
+    for primary_name, primary_client in primary_clients(client).items():
+        info: Any = primary_client.info("server")
+        run_id_by_node[primary_name] = str(info.get("run_id", ""))
+        for replica_address, replica in _replica_info_by_address(primary_client).items():
+            run_id_by_node[replica_address] = _fetch_run_id(primary_client, str(replica["ip"]), int(replica["port"]))
     return run_id_by_node
 
 
-def confirm(
+def confirm_pages(
     releases: Releases,
     generation: str,
     verified: VerifyReport | None,
@@ -68,14 +68,14 @@ def confirm(
     current_run_ids = run_ids(control.client)
     verified_run_ids = {} if verified is None else verified.get("run_ids") or {}
     changed_nodes = [
-        name for name, run_id in current_run_ids.items() if verified_run_ids.get(name) != run_id
+        node_name for node_name, run_id in current_run_ids.items() if verified_run_ids.get(node_name) != run_id
     ]
     if changed_nodes:
         reload(control, releases.store, generation, governor=governor)
-    ends_at = time.monotonic() + timeout_s
-    for server in primary_clients(control.client).values():
-        wait_for_replicas(server, timeout_s=max(0.0, ends_at - time.monotonic()))
-    if _primaries(run_ids(control.client)) != _primaries(current_run_ids):
+    deadline = time.monotonic() + timeout_s
+    for primary_client in primary_clients(control.client).values():
+        wait_for_replicas(primary_client, timeout_s=max(0.0, deadline - time.monotonic()))
+    if _primary_run_ids(run_ids(control.client)) != _primary_run_ids(current_run_ids):
         raise Conflict(
             f"Redis was restarted while {generation} was being confirmed, nothing was published; publish again",
             generation=generation,
@@ -83,50 +83,48 @@ def confirm(
     return changed_nodes
 
 
-def _primaries(ids: RunIds) -> RunIds:
-    return {name: run_id for name, run_id in ids.items() if name.startswith("primary")}
+def _primary_run_ids(run_id_by_node: RunIds) -> RunIds:
+    return {node_name: run_id for node_name, run_id in run_id_by_node.items() if node_name.startswith("primary")}
 
 
 def wait_for_replicas(
     client: "redis.Redis", *, timeout_s: float, timer: Callable[[], float] = time.monotonic
 ) -> int:
     """Return once every replica has all that was written; how many there are. Raises Conflict after `timeout_s`."""
-    ends_at, caught_up = timer() + timeout_s, 0
+    deadline, caught_up_count = timer() + timeout_s, 0
     while True:
-        replicas = _replicas(client)
-        if not replicas:
+        replica_info_by_address = _replica_info_by_address(client)
+        if not replica_info_by_address:
             return 0
-        late = sorted(
-            name for name, replica in replicas.items() if replica.get("state") != "online"
+        late_replicas = sorted(
+            replica_address for replica_address, replica_info in replica_info_by_address.items() if replica_info.get("state") != "online"
         )
-        left_s = ends_at - timer()
-        if not late:
-            wait_ms = max(1, math.ceil(1000 * min(WAIT_S, max(left_s, 0.0))))
+        left_s = deadline - timer()
+        if not late_replicas:
+            wait_ms = max(1, math.ceil(1000 * min(WAIT_S_MAX, max(left_s, 0.0))))
             # On one connection: WAIT is about what that connection has seen written.
             with client.pipeline(transaction=False) as pipeline:
                 pipeline.ping()
-                pipeline.wait(len(replicas), wait_ms)
-                caught_up = int(pipeline.execute()[1])
-            if caught_up >= len(replicas):
-                return len(replicas)
+                pipeline.wait(len(replica_info_by_address), wait_ms)
+                caught_up_count = int(pipeline.execute()[1])
+            if caught_up_count >= len(replica_info_by_address):
+                return len(replica_info_by_address)
         elif left_s > 0:
             time.sleep(min(0.05, left_s))
         if left_s <= 0:
-            reason = f"{', '.join(late)} not online" if late else "the others lag or do not answer"
+            reason = f"{', '.join(late_replicas)} not online" if late_replicas else "the others lag or do not answer"
             raise Conflict(
-                f"{caught_up} of {len(replicas)} Redis replicas have every page after {timeout_s:g} s ({reason}), "
-                "nothing "
-                "was published; mend the replication or take those replicas away, then publish again",
-                replicas=len(replicas),
-                caught_up=caught_up,
+                f"{caught_up_count} of {len(replica_info_by_address)} Redis replicas have every page after " f"{timeout_s:g} s ({reason}), " "nothing " "was published; mend the replication or take those replicas away, then publish again",
+                replicas=len(replica_info_by_address),
+                caught_up=caught_up_count,
             )
 
 
-def _replicas(client: "redis.Redis") -> dict[str, dict[str, Any]]:
+def _replica_info_by_address(client: "redis.Redis") -> dict[str, dict[str, Any]]:
     """Return host and port -> the primary's fields on the replica."""
     info: Any = client.info("replication")
-    count = info_number(info, "connected_slaves", 0)
-    replica_infos = (info.get(f"slave{number}") for number in range(count))
+    replica_count = info_number(info, "connected_slaves", 0)
+    replica_infos = (info.get(f"slave{replica_number}") for replica_number in range(replica_count))
     with refusing_unreadable("INFO", "replicas with their ip and port"):
         return {
             f"{replica_info['ip']}:{replica_info['port']}": replica_info
@@ -147,15 +145,15 @@ def _fetch_run_id(client: "redis.Redis", host: str, port: int) -> str:
     )
     pool = client.connection_pool
     options = {
-        name: pool.connection_kwargs[name]
-        for name in option_names
-        if name in pool.connection_kwargs
+        option_name: pool.connection_kwargs[option_name]
+        for option_name in option_names
+        if option_name in pool.connection_kwargs
     }
     is_ssl = issubclass(pool.connection_class, redis.SSLConnection)
     try:
         client = redis.Redis(
-            host=host, port=port, ssl=is_ssl, socket_timeout=CONNECT_S,
-            socket_connect_timeout=CONNECT_S, retry=Retry(NoBackoff(), 0), **options,
+            host=host, port=port, ssl=is_ssl, socket_timeout=CONNECT_TIMEOUT_S,
+            socket_connect_timeout=CONNECT_TIMEOUT_S, retry=Retry(NoBackoff(), 0), **options,
         )  # fmt: skip
         with check_replies(bound_replies(client)) as replica:
             info: Any = replica.info("server")

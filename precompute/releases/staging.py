@@ -17,12 +17,12 @@ from precompute.config.progress import Progress, quiet
 
 LEASE_S = 60.0
 """Seconds that replicas hold a generation for a publisher that has stopped renewing its note."""
-RENEW_S = 1.0
-POLL_S = 0.05
+RENEW_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 0.05
 
 # One publisher at a time; the note of a dead one is nobody's once its time is over, or once what it asked for is in
 # the pointer: its publisher died between the move and taking the note away.
-_STAGE = """#!lua flags=allow-oom
+_STAGE_SCRIPT = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 if found then
   local note = cjson.decode(found)
@@ -38,7 +38,7 @@ if not found or cjson.decode(found).generation ~= ARGV[2] then redis.call('PUBLI
 return false
 """
 
-_UNSTAGE = """#!lua flags=allow-oom
+_UNSTAGE_SCRIPT = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 local note = found and cjson.decode(found)
 if note and (note.attempt == ARGV[1] or note.generation == ARGV[2]) then
@@ -89,7 +89,7 @@ class StagingNote:
         note = Staging(generation, attempt, noted_at + lease_s)
         keys = self._control.keyspace
         blocking_note: Any = self._control.client.eval(
-            _STAGE, 3, keys.next, keys.channel, keys.live,
+            _STAGE_SCRIPT, 3, keys.next, keys.channel, keys.live,
             attempt, generation, str(noted_at), note.to_bytes(),
         )  # fmt: skip
         checked_reply("EVAL", blocking_note, TEXT_OR_NOTHING_SHAPE)
@@ -98,12 +98,12 @@ class StagingNote:
     def clear(self, attempt: str, generation: str = "") -> None:
         """Remove the own staging note, or any publisher's about `generation`."""
         keys = self._control.keyspace
-        self._control.client.eval(_UNSTAGE, 2, keys.next, keys.channel, attempt, generation)
+        self._control.client.eval(_UNSTAGE_SCRIPT, 2, keys.next, keys.channel, attempt, generation)
 
     def get(self) -> Staging | None:
         """Return the note in force, None without one."""
-        raw: Any = self._control.client.get(self._control.keyspace.next)
-        note = None if raw is None else Staging.from_bytes(raw)
+        raw_note: Any = self._control.client.get(self._control.keyspace.next)
+        note = None if raw_note is None else Staging.from_bytes(raw_note)
         return None if note is None or note.until <= self._control.time() else note
 
 
@@ -122,33 +122,33 @@ def staged(
     Without any live replica, and no minimum, there is none to wait for. Dead ones are forgotten. In any case the note
     is removed afterwards, or expires.
     """
-    stage = StagingNote(control)
+    staging_note = StagingNote(control)
     started_at, renew_at, rival_staging = time.monotonic(), 0.0, None
     try:
         while True:
             checked_at = control.time()
             control.forget_dead_replicas(checked_at, after_s=REPLICA_DEAD_S)
             readiness = Readiness.of(generation, control.replicas(checked_at))
-            total = len(readiness.ready) + len(readiness.waiting)
-            if not total and not flip.replicas_min:
+            replica_count = len(readiness.ready) + len(readiness.waiting)
+            if not replica_count and not flip.replicas_min:
                 break
             if time.monotonic() >= renew_at:
-                rival_staging = stage.set(generation, attempt, lease_s=lease_s)
-                renew_at = time.monotonic() + RENEW_S
+                rival_staging = staging_note.set(generation, attempt, lease_s=lease_s)
+                renew_at = time.monotonic() + RENEW_INTERVAL_S
             is_over = time.monotonic() - started_at >= flip.wait_s
             if rival_staging is None and readiness.is_enough(flip, is_over=is_over):
                 break
             if is_over:
-                raise _gave_up(generation, flip, readiness, rival_staging)
-            progress("replicas ready", len(readiness.ready), max(total, flip.replicas_min))
-            time.sleep(POLL_S)
+                raise _staging_conflict(generation, flip, readiness, rival_staging)
+            progress("replicas ready", len(readiness.ready), max(replica_count, flip.replicas_min))
+            time.sleep(POLL_INTERVAL_S)
         yield readiness
     finally:
         with contextlib.suppress(redis.exceptions.RedisError):
-            stage.clear(attempt)
+            staging_note.clear(attempt)
 
 
-def _gave_up(
+def _staging_conflict(
     generation: str, flip: FlipConfig, readiness: Readiness, rival_staging: Staging | None
 ) -> Conflict:
     if rival_staging is not None:

@@ -19,9 +19,9 @@ from cache.format.manifest import CUT_CHARS, GENERATION_PATTERN, Manifest
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import POINTER_ACTIONS, Release
 from precompute.bulk.governor import Governor, open_governor
-from precompute.bulk.load import RETIRE_BATCH, unlink_pages
+from precompute.bulk.load import (UNLINK_BATCH_KEYS, unlink_pages)
 from precompute.config.progress import Progress, quiet
-from precompute.config.settings import NightConfig, retained
+from precompute.config.settings import (NightConfig, retained_count)
 from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
@@ -43,43 +43,43 @@ def sweep(
     releases: Releases,
     *,
     attempt: str,
-    making: str | None = None,
+    generation_being_made: str | None = None,
     progress: Progress = quiet,
 ) -> SweepResult:
-    """Retire every generation that is not needed; `making` replaces older ones that were never published."""
+    """Retire every unneeded generation; `generation_being_made` replaces older ones that were never published."""
     sweepable_generations = sweepable(
         releases,
         keep=config.keep,
         grace_s=config.superseded_grace_s,
         abandon_after_s=config.abandon_after_s,
-        making=making,
+        generation_being_made=generation_being_made,
     )
     if not sweepable_generations:
         return SweepResult()
-    removed, spared = 0, []
+    removed_key_count, spared_ids = 0, []
     with open_governor(config.governor, releases.control) as governor:
-        for number, generation in enumerate(sweepable_generations):
+        for generation_index, generation in enumerate(sweepable_generations):
             try:
-                removed += retire(
+                removed_key_count += retire(
                     releases,
                     generation,
                     attempt=attempt,
                     grace_s=config.superseded_grace_s,
                     abandon_after_s=config.abandon_after_s,
-                    making=making,
+                    generation_being_made=generation_being_made,
                     governor=governor,
                 )
             except Conflict:  # pinned, held or live again since it was looked at: another time
-                spared.append(generation)
-            progress("retire", number + 1, len(sweepable_generations))
+                spared_ids.append(generation)
+            progress("retire", generation_index + 1, len(sweepable_generations))
     return SweepResult(
         tuple(
             retired_generation
             for retired_generation in sweepable_generations
-            if retired_generation not in spared
+            if retired_generation not in spared_ids
         ),
-        tuple(spared),
-        removed,
+        tuple(spared_ids),
+        removed_key_count,
     )
 
 
@@ -89,34 +89,34 @@ def sweepable(
     keep: int,
     grace_s: float,
     abandon_after_s: float = ABANDON_AFTER_S,
-    making: str | None = None,
+    generation_being_made: str | None = None,
 ) -> list[str]:
     """Return the unneeded generations: not live, previous, canary, pinned, held by a replica, or just superseded.
 
     A generation superseded in the future of this clock was superseded just now. The newest `keep` superseded ones stay
     for rollbacks, at least one. Unfinished ones go once they are older than the live one and were not touched
-    for `abandon_after_s`, or at once when `making`, the generation that this night makes, replaces them.
+    for `abandon_after_s`, or at once when `generation_being_made` replaces them.
     """
     view, checked_at = releases.view(), releases.clock()
     ledger = view.ledger
-    states, left_in = ledger.state_by_generation, ledger.left_epoch_by_generation
-    superseded = [
+    states, left_epoch_by_id = ledger.state_by_generation, ledger.left_epoch_by_generation
+    superseded_ids = [
         generation_id
         for generation_id, state in states.items()
         if state is GenerationState.SUPERSEDED
     ]
-    superseded.sort(key=lambda generation_id: left_in.get(generation_id, 0), reverse=True)
-    protected = {
+    superseded_ids.sort(key=lambda generation_id: left_epoch_by_id.get(generation_id, 0), reverse=True)
+    protected_ids = {
         ledger.live_generation,
         ledger.previous,
-        *superseded[: retained(keep)],
+        *superseded_ids[: retained_count(keep)],
         *_generations_in_use(releases),
     }
-    protected.add(making)  # made once more, perhaps, after it was refused
+    protected_ids.add(generation_being_made)  # made once more, perhaps, after it was refused
     for canary in (ledger.canary, view.pointer and view.pointer.canary):
-        protected |= {canary.generation} if canary is not None else set()
+        protected_ids |= {canary.generation} if canary is not None else set()
     if view.pointer is not None:
-        protected |= {view.pointer.generation, view.pointer.previous}
+        protected_ids |= {view.pointer.generation, view.pointer.previous}
     stored_ids = {
         generation_id
         for generation_id in releases.store.names("generations")
@@ -130,18 +130,18 @@ def sweepable(
     }
     sweepable_ids = []
     for generation in sorted(stored_ids | registered_ids):
-        if generation in protected or ledger.is_pinned(generation, checked_at):
+        if generation in protected_ids or ledger.is_pinned(generation, checked_at):
             continue
-        if _left_s_ago(releases, generation, view) < grace_s:
+        if _seconds_since_left(releases, generation, view) < grace_s:
             continue
         if view.state(generation) in STATES_BY_ACTION["retire"] or _is_abandoned(
-            releases, view, generation, abandon_after_s, making
+            releases, view, generation, abandon_after_s, generation_being_made
         ):
             sweepable_ids.append(generation)
     return sweepable_ids
 
 
-def _left_s_ago(releases: Releases, generation: str, view: ReleaseView) -> float:
+def _seconds_since_left(releases: Releases, generation: str, view: ReleaseView) -> float:
     """Return the seconds since a pointer last named it; infinite for one that was never live.
 
     A clock that was ahead then, and is set right, keeps nothing for ever: a later move of the pointer bounds it.
@@ -151,13 +151,13 @@ def _left_s_ago(releases: Releases, generation: str, view: ReleaseView) -> float
         return math.inf
     row = view.rows.get(generation)  # written when the pointer moved, the record before that
     left_at = max(left_at, left_at if row is None else row.at)
-    left_in = view.ledger.left_epoch_by_generation.get(generation, 0)
-    later = [
+    left_epoch = view.ledger.left_epoch_by_generation.get(generation, 0)
+    later_move_times = [
         release.at
         for release in view.history
-        if release.is_done and release.action in POINTER_ACTIONS and release.epoch > left_in
+        if release.is_done and release.action in POINTER_ACTIONS and release.epoch > left_epoch
     ]
-    return releases.clock() - min([left_at, *later])
+    return releases.clock() - min([left_at, *later_move_times])
 
 
 def _generations_in_use(releases: Releases) -> Collection[str | None]:
@@ -177,18 +177,18 @@ def _is_abandoned(
     releases: Releases,
     view: ReleaseView,
     generation: str,
-    after_s: float,
-    making: str | None = None,
+    abandon_after_s: float,
+    generation_being_made: str | None = None,
 ) -> bool:
     row, live = view.rows.get(generation), view.ledger.live_generation
     if view.state(generation) not in (None, *UNFINISHED_STATES):
         return False
-    if making is not None and generation[:CUT_CHARS] < making[:CUT_CHARS]:
+    if generation_being_made is not None and generation[:CUT_CHARS] < generation_being_made[:CUT_CHARS]:
         return True  # newer data replaces it: nights come one at a time
     if live is None or generation[:CUT_CHARS] >= live[:CUT_CHARS]:
         return False  # it can still be published
     if row is not None:
-        return releases.clock() - row.at > after_s
+        return releases.clock() - row.at > abandon_after_s
     try:
         touched_at = float(read_manifest(releases.store, generation).created_at)
     except UnknownGeneration:
@@ -198,7 +198,7 @@ def _is_abandoned(
             expected_epoch=view.epoch,
         )
         return False
-    return releases.clock() - touched_at > after_s
+    return releases.clock() - touched_at > abandon_after_s
 
 
 def retire(
@@ -208,7 +208,7 @@ def retire(
     attempt: str,
     grace_s: float = 0.0,
     abandon_after_s: float = ABANDON_AFTER_S,
-    making: str | None = None,
+    generation_being_made: str | None = None,
     governor: Governor | None = None,
 ) -> int:
     """Remove a generation's pages, then its files; return the number of Redis keys. Safe to repeat after a crash.
@@ -217,16 +217,16 @@ def retire(
     """
     _mark_retired(
         releases, generation, attempt=attempt, grace_s=grace_s, abandon_after_s=abandon_after_s,
-        making=making,
+        generation_being_made=generation_being_made,
     )  # fmt: skip
-    manifest = _manifest(releases, generation)
+    manifest = _manifest_if_stored(releases, generation)
     if manifest is None:
-        removed = unlink_recorded(releases, generation, releases.history(), governor=governor)
+        removed_key_count = unlink_recorded(releases, generation, releases.history(), governor=governor)
     else:
         control = releases.control
-        removed = unlink_pages(control.client, control.keyspace, manifest, governor=governor)
+        removed_key_count = unlink_pages(control.client, control.keyspace, manifest, governor=governor)
     releases.store.delete(generation_path(generation))
-    return removed
+    return removed_key_count
 
 
 def unlink_recorded(
@@ -240,18 +240,18 @@ def unlink_recorded(
 
     With readers around, pages go one at a time, each at the price of a piece: their sizes are unknown.
     """
-    pages, keys = _recorded_pages(generation, history), releases.control.keyspace
-    names = (keys.page(generation, table, page) for table in pages for page in range(pages[table]))
-    removed, client = 0, releases.control.client
+    page_count_by_table, keys = _recorded_page_counts(generation, history), releases.control.keyspace
+    page_keys = (keys.page(generation, table, page) for table in page_count_by_table for page in range(page_count_by_table[table]))
+    removed_key_count, client = 0, releases.control.client
     while True:
-        piece = None if governor is None else governor.piece_bytes
-        batch = list(islice(names, RETIRE_BATCH if piece is None else 1))
-        if not batch:
+        piece_bytes = None if governor is None else governor.piece_bytes
+        key_batch = list(islice(page_keys, UNLINK_BATCH_KEYS if piece_bytes is None else 1))
+        if not key_batch:
             break
-        if governor is not None and piece is not None:
-            governor.pace(piece)
-        removed += int(client.unlink(*batch))
-    return removed + int(client.unlink(keys.loaded(generation)))
+        if governor is not None and piece_bytes is not None:
+            governor.pace(piece_bytes)
+        removed_key_count += int(client.unlink(*key_batch))
+    return removed_key_count + int(client.unlink(keys.loaded(generation)))
 
 
 def note_loaded(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
@@ -262,32 +262,32 @@ def note_loaded(releases: Releases, generation: str, *, governor: Governor | Non
     try:
         releases.note(generation, GenerationState.LOADED)
     except Conflict:
-        take_back(releases, generation, governor=governor)
+        unlink_if_retired(releases, generation, governor=governor)
         raise
 
 
-def take_back(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
+def unlink_if_retired(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
     """Remove pages that came into Redis while their generation was being retired, or after."""
     view = releases.view()
     if view.state(generation) is GenerationState.RETIRED:
         unlink_recorded(releases, generation, view.history, governor=governor)
 
 
-def is_back(releases: Releases, generation: str, history: Sequence[Release]) -> bool:
+def has_pages_again(releases: Releases, generation: str, history: Sequence[Release]) -> bool:
     """True if the first or the last page of any table of a retired generation, or its marks, are in Redis again."""
     keys, client = releases.control.keyspace, releases.control.client
-    ends = [
+    end_page_keys = [
         keys.page(generation, table, page)
-        for table, count in _recorded_pages(generation, history).items()
-        if count
-        for page in (0, count - 1)
+        for table, page_count in _recorded_page_counts(generation, history).items()
+        if page_count
+        for page in (0, page_count - 1)
     ]
     return bool(client.exists(keys.loaded(generation))) or any(
-        client.strlen(page_key) for page_key in ends
+        client.strlen(page_key) for page_key in end_page_keys
     )
 
 
-def _recorded_pages(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
+def _recorded_page_counts(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
     """Return the number of pages of each table that the retirement of a generation recorded."""
     return next(
         (
@@ -299,7 +299,7 @@ def _recorded_pages(generation: str, history: Sequence[Release]) -> Mapping[str,
     )
 
 
-def _manifest(releases: Releases, generation: str) -> Manifest | None:
+def _manifest_if_stored(releases: Releases, generation: str) -> Manifest | None:
     try:
         return read_manifest(releases.store, generation)
     except UnknownGeneration:
@@ -313,21 +313,21 @@ def _mark_retired(
     attempt: str,
     grace_s: float,
     abandon_after_s: float,
-    making: str | None,
+    generation_being_made: str | None,
 ) -> None:
     for _ in range(LOOK_TRIES):
         view = releases.view()
         view.demand_agreement()
-        former = view.rows.get(generation)
+        former_row = view.rows.get(generation)
         state = view.state(generation)
-        abandoned = _is_abandoned(releases, view, generation, abandon_after_s, making)
-        if not abandoned:
+        is_abandoned = _is_abandoned(releases, view, generation, abandon_after_s, generation_being_made)
+        if not is_abandoned:
             demand_allowed("retire", generation, state)
-        recorded = fold_releases(view.history).state(generation)
-        if recorded is not GenerationState.RETIRED:
+        recorded_state = fold_releases(view.history).state(generation)
+        if recorded_state is not GenerationState.RETIRED:
             _demand_unneeded(releases, generation, view.ledger)
             if (
-                _left_s_ago(releases, generation, view) < grace_s
+                _seconds_since_left(releases, generation, view) < grace_s
             ):  # live again since `sweepable` looked
                 raise Conflict(
                     f"cannot retire {generation}: readers may have left it less than {grace_s:g} s ago",
@@ -338,25 +338,25 @@ def _mark_retired(
             break
     else:
         raise Conflict("the pointer moved each time it was looked at; try again")
-    if recorded is GenerationState.RETIRED:
+    if recorded_state is GenerationState.RETIRED:
         return
     try:
         # A pin or a reader may have come between the look and the mark; none can come after it.
         _demand_unneeded(releases, generation, releases.ledger())
     except Conflict:
-        if former is None:
+        if former_row is None:
             releases.control.drop_row(generation)
         else:
-            releases.control.set_row(generation, former)
+            releases.control.set_row(generation, former_row)
         raise
-    if abandoned:
+    if is_abandoned:
         demand_allowed("abandon", generation, state)
         releases.record("abandon", generation, attempt=attempt, reason="never published")
-    manifest = _manifest(releases, generation)
-    pages = (
+    manifest = _manifest_if_stored(releases, generation)
+    page_count_by_table = (
         {table.name: table.pages for table in manifest.stored_tables.values()} if manifest else None
     )
-    releases.record("retire", generation, attempt=attempt, pages=pages)
+    releases.record("retire", generation, attempt=attempt, pages=page_count_by_table)
 
 
 def _demand_unneeded(releases: Releases, generation: str, ledger: Ledger) -> None:
@@ -366,10 +366,10 @@ def _demand_unneeded(releases: Releases, generation: str, ledger: Ledger) -> Non
         raise Conflict(f"cannot retire {generation}: a replica holds it", generation=generation)
 
 
-def overlays_live_s(releases: Releases, overlay_ttl_s: float) -> float:
+def overlay_life_s_max(releases: Releases, overlay_ttl_s: float) -> float:
     """Return the longest life of an overlay in seconds: any replica's own, if more than configured."""
-    replica_ttls_s = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
-    return max([overlay_ttl_s, *replica_ttls_s])
+    overlay_ttls_s = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
+    return max([overlay_ttl_s, *overlay_ttls_s])
 
 
 def drop_old_rows(
@@ -383,21 +383,21 @@ def drop_old_rows(
 
     Not before `kept_s`: pages that a slow load brings back can be found only by the row.
     """
-    longest_s, checked_at = max(kept_s, overlays_live_s(releases, overlay_ttl_s)), releases.clock()
+    row_life_s, checked_at = max(kept_s, overlay_life_s_max(releases, overlay_ttl_s)), releases.clock()
     rows = releases.control.rows()
-    old = [
+    expired_ids = [
         generation_id
         for generation_id, row in rows.items()
-        if row.state is GenerationState.RETIRED and checked_at - row.at > longest_s
+        if row.state is GenerationState.RETIRED and checked_at - row.at > row_life_s
     ]
-    history = releases.history() if old else []
-    recorded, stored_ids = (
+    history = releases.history() if expired_ids else []
+    recorded_ledger, stored_ids = (
         fold_releases(history),
-        set(releases.store.names("generations")) if old else set(),
+        set(releases.store.names("generations")) if expired_ids else set(),
     )
     dropped_count = 0
-    for generation in old:
-        if recorded.state(generation) is not GenerationState.RETIRED and generation in stored_ids:
+    for generation in expired_ids:
+        if recorded_ledger.state(generation) is not GenerationState.RETIRED and generation in stored_ids:
             continue  # marked by a sweep that died: what it left must be found, and only its row names it
         # A Redis restored from an older snapshot may have pages again that were removed long ago.
         unlink_recorded(releases, generation, history, governor=governor)

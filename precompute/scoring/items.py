@@ -19,7 +19,7 @@ from precompute.builds.build import (Build, data_until_of)
 from precompute.builds.reports import (BEGIN_REPORT, ItemScores)
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.config.devices import device_of
+from precompute.config.devices import device_for_shard
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
@@ -116,7 +116,7 @@ def _find_nonfinite(
     config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, prior: Prior
 ) -> NDArray[np.bool_]:
     model, threads = bundle.item_tower, config.threads or usable_cores()
-    kept_vectors = prior.item_vectors(bundle, items, root, device_of(config.device, 0))
+    kept_vectors = prior.item_vectors(bundle, items, root, device_for_shard(config.device, 0))
     tower = Tower.open(model.path, model.spec, threads=threads)
     features = ItemFeatures.open(root / catalogue.ITEM_FEATURES_FILE, model.spec, items.count)
     nonfinite_masks = [

@@ -14,7 +14,7 @@ from cache.model.tower import AnyTower
 from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.config.devices import OFF, devices, share_memory
+from precompute.config.devices import (OFF, devices, limit_gpu_memory)
 from precompute.scoring.copies import (
     AllowedItemsFunction,
     ItemCopies,
@@ -46,7 +46,7 @@ class ScoringDevice:
     def __init__(self, device: str | None, tasks: int = 1) -> None:
         self.device = device
         if device is not None:
-            share_memory(device, tasks)
+            limit_gpu_memory(device, tasks)
         self.compute_slots = threading.BoundedSemaphore(1 if device is None else 2)
         self._scorer_by_metric: dict[Metric, AnyScorer] = {}
         self._towers: dict[str, AnyTower] = {}

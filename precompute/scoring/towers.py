@@ -27,7 +27,7 @@ from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model, open_bundle
 from precompute.builds.reports import (BEGIN_REPORT)
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
-from precompute.config.devices import AUTO, share_memory
+from precompute.config.devices import (AUTO, limit_gpu_memory)
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import ShardInput
 from precompute.sources.features import (demand_column_type, read_feature_values)
@@ -365,7 +365,7 @@ def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceMode
     arena_count = 1 + sum(
         bundle_model.program is None for bundle_model in open_bundle(build).models
     )
-    limit_bytes = share_memory(device, build.config.device_tasks * arena_count)
+    limit_bytes = limit_gpu_memory(device, build.config.device_tasks * arena_count)
     accelerator = replace(accelerator, memory_max_bytes=limit_bytes)
     gpu_tower = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)
     if gpu_tower.provider != accelerator.provider:

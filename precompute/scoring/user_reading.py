@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
-from precompute.bulk.headroom import demand_disk
+from precompute.bulk.headroom import (demand_disk_room)
 from precompute.partitions.digests import (Digests, digest_users)
 from precompute.partitions.shard_files import (PARTITION_FOLDER, first_hash)
 from precompute.partitions.shard_input import (ShardInput, ShardPieces, group_rows_by_entity, join_shard_inputs, read_tables_by_kind, slice_shard, write_selected_users)
@@ -57,7 +57,7 @@ def read_users(
         slice_user_count = len(decisions.digest_pairs)
         work.counts["entities"] = earlier_user_count + slice_user_count
         chunks, user_count = split_into_chunks(work, decisions, decisions.inputs_of(entities))
-        demand_disk(work.build.root, user_count * work.record_bytes * (remaining_slices + 1))
+        demand_disk_room(work.build.root, user_count * work.record_bytes * (remaining_slices + 1))
         for chunk, reached_share in chunks:
             chunk.entities = earlier_user_count + int(reached_share * slice_user_count)
             chunk.total = (

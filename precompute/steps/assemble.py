@@ -11,7 +11,7 @@ from precompute.builds.reports import (
     BuildId,
     shard_report_name,
 )
-from precompute.bulk.headroom import writes_files
+from precompute.bulk.headroom import (convert_disk_errors)
 from precompute.config.settings import NightConfig
 from precompute.steps.night import Night, StepRow
 
@@ -23,22 +23,22 @@ class AssembleResult(TypedDict):
     users: int
 
 
-@writes_files
+@convert_disk_errors
 @with_host_copies
 def run(config: NightConfig, build: BuildId) -> AssembleResult:
     """Check that every shard is there; raises Conflict, naming them, if some were not scored."""
     generation_build = Build.of(config, build)
     generation_build.need_report(BEGIN_REPORT)
     with record_step_time(generation_build, "assemble"):
-        reports = [
+        shard_reports = [
             generation_build.read_report(shard_report_name(shard)) for shard in range(config.shards)
         ]
-        missing = [shard for shard, report in enumerate(reports) if report is None]
-        if missing:
-            raise Conflict(f"shards {missing} of {config.shards} were not scored")
-        users = sum(report["users"]["scored"] for report in reports if report is not None)
-        generation_build.report(ASSEMBLE_REPORT, AssembleReport(users_scored=users))
-    return {"generation": generation_build.generation, "users": users}
+        missing_shards = [shard for shard, report in enumerate(shard_reports) if report is None]
+        if missing_shards:
+            raise Conflict(f"shards {missing_shards} of {config.shards} were not scored")
+        user_count = sum(report["users"]["scored"] for report in shard_reports if report is not None)
+        generation_build.report(ASSEMBLE_REPORT, AssembleReport(users_scored=user_count))
+    return {"generation": generation_build.generation, "users": user_count}
 
 
 def in_night(night: Night) -> StepRow:

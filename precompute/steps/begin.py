@@ -44,22 +44,12 @@ from precompute.builds.reports import (
 )
 from precompute.builds.seal import WRITER_TEXT_BY_FORMAT, manifest_format_of
 from precompute.builds.tables import demand_table_values
-from precompute.bulk.headroom import writes_files
+from precompute.bulk.headroom import (convert_disk_errors)
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
-from precompute.features import (
-    before_begin,
-    further_input,
-    generation_named,
-    item_attributes,
-    prior_index,
-    remarks_on_begin,
-    setting_checks,
-    tables_by_scores,
-    vector_bundle,
-)
+from precompute.features import (events_before_begin, further_input_reader, item_attribute_writers, notes_on_new_generation, prior_index, remarks_on_begin, score_table_writers, setting_checks, vector_bundle_maker)
 from precompute.partitions import catalogue
 from precompute.partitions.digests import item_digests_paths
 from precompute.partitions.holdout import Holdout
@@ -73,7 +63,7 @@ from precompute.partitions.partition import (
     write_count_files,
 )
 from precompute.partitions.shard_files import TOUCHED_KIND
-from precompute.releases.recovery import rolled_back_in_words
+from precompute.releases.recovery import (describe_rolled_back_model)
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
 from precompute.scoring.copies import Prior
@@ -103,36 +93,36 @@ from precompute.sources.readers import EVENT_INTERACTIONS_SOURCE, INTERACTIONS_S
 from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, UnusableRows, merge_reports
 from precompute.steps.night import Night, StepRow
 
-ERASURE_LOOKS = 10
+ERASURE_TRIES_MAX = 10
 
 
 @dataclass(slots=True, eq=False)
 class BegunNight:
     """Night that begins: its input, and the products of its sub-steps (`READING`, `AFTER_READING`) once they have run.
 
-    `facts` are fields of the report that are known before, `odd` remarks that are.
+    `known_fields` are fields of the report that are known before, `early_remarks` remarks that are.
     """
 
     build: Build
     bundle: Bundle
     prior: Prior
     cut: str | None
-    erased: ErasedEntities
-    facts: InputFields
-    further: FurtherInput
+    erased_entities: ErasedEntities
+    known_fields: InputFields
+    further_input: FurtherInput
     input_files: InputFiles
     progress: Progress
-    unusable: UnusableRows
-    odd: Sequence[str] = ()
+    unusable_rows: UnusableRows
+    early_remarks: Sequence[str] = ()
     holdout: Holdout = field(default_factory=Holdout)
     attributes: dict[str, AttributeFiles] = field(default_factory=dict)
-    pinning: Future[list[str]] = field(init=False)
-    values: NightValues = field(init=False)
+    bundle_pinning: Future[list[str]] = field(init=False)
+    event_values: NightValues = field(init=False)
     fingerprint_files: list[str] = field(init=False)
-    laid: catalogue.CatalogueFields = field(init=False)
+    catalogue_fields: catalogue.CatalogueFields = field(init=False)
     item_columns: str | None = field(init=False)
     items: ItemTable = field(init=False)
-    partitioned: PartitionResult = field(init=False)
+    partition_result: PartitionResult = field(init=False)
 
     @property
     def counts_clicks(self) -> bool:
@@ -141,12 +131,12 @@ class BegunNight:
 
     def report_rows_read(self, rows: int) -> None:
         """Report progress, and a model that does not open: now, not after hours of reading."""
-        if self.pinning.done():
-            self.pinning.result()
+        if self.bundle_pinning.done():
+            self.bundle_pinning.result()
         self.progress("read interactions", rows, 0)
 
 
-@writes_files
+@convert_disk_errors
 def run(
     config: NightConfig,
     *,
@@ -164,74 +154,73 @@ def run(
     nobody chose, there is nothing to do: it is returned as already live, with the reason as `nothing_newer`.
     """
     data_until = data_until or config.data_until
-    moment = data_until or run_after or named
-    if moment is None:
+    cut_time = data_until or run_after or named
+    if cut_time is None:
         raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
-    cut, further = parse_time(moment), further_input()(config, events_until)
+    cut, night_further_input = parse_time(cut_time), further_input_reader()(config, events_until)
     if not config.sources.names_users:
         raise ConfigError(
             "sources.interactions is empty, and so are sources.user_vectors and sources.user_features: name the files "
             "the night is computed from, in the file given by --config or LARDER_CONFIG"
         )
     with open_releases(config) as releases:  # before hours of work that could not be published
-        if moment is named:
+        if cut_time is named:
             # The clock of whoever wrote a file may be ahead, and so may a producer's position: what is named after such
             # a time would keep all nights before it from being published.
             clock_time = datetime.fromtimestamp(int(releases.clock()), UTC)
             # What it has is as new as its further input.
             newest_input_at = (
                 cut
-                if further.newest_s is None
-                else max(cut, datetime.fromtimestamp(further.newest_s, UTC))
+                if night_further_input.newest_s is None
+                else max(cut, datetime.fromtimestamp(night_further_input.newest_s, UTC))
             )
             cut = min(newest_input_at, clock_time)
         sweep_copies(releases.store)
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
-        if (live := find_newer_live(releases, cut, is_chosen=data_until is not None)) is not None:
-            return _nothing_newer(releases.store, config, live, cut, is_named=moment is named)
+        if (live_generation := find_newer_live(releases, cut, is_chosen=data_until is not None)) is not None:
+            return _already_live_report(releases.store, config, live_generation, cut, is_named=cut_time is named)
     cut_text = data_until or run_after
-    files = InputFiles.of(config, further.files)
+    input_files = InputFiles.of(config, night_further_input.files)
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            return _begin(config, bundle, cut, further, files, cut_text=cut_text, progress=progress)
+            return _begin(config, bundle, cut, night_further_input, input_files, cut_text=cut_text, progress=progress)
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
-    pinned = digest_files(files.all)
+    pinned_inputs = digest_files(input_files.all)
     # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
     non_event_digest = digest_of(
         [
             pinned_input
-            for file, pinned_input in zip(files.all, pinned[1], strict=True)
-            if file not in further.files
+            for file, pinned_input in zip(input_files.all, pinned_inputs[1], strict=True)
+            if file not in night_further_input.files
         ]
     )
     cutoff_at = parse_time(cut_text) if cut_text else None
-    with ExitStack() as stack:
-        with changed_or_broken(pinned[0], files.all):
-            bundle_context = vector_bundle()(
-                config, non_event_digest, files, interactions_before=cutoff_at, cut=cut
+    with ExitStack() as bundle_stack:
+        with explain_changed_sources(pinned_inputs[0], input_files.all):
+            bundle_context = vector_bundle_maker()(
+                config, non_event_digest, input_files, interactions_before=cutoff_at, cut=cut
             )
-            bundle = stack.enter_context(bundle_context)
+            bundle = bundle_stack.enter_context(bundle_context)
         return _begin(
-            config, bundle, cut, further, files, cut_text=cut_text, progress=progress, pinned=pinned
+            config, bundle, cut, night_further_input, input_files, cut_text=cut_text, progress=progress, pinned_inputs=pinned_inputs
         )
 
 
-def _nothing_newer(
-    store: ArtefactStore, config: NightConfig, live: str, cut: datetime, *, is_named: bool
+def _already_live_report(
+    store: ArtefactStore, config: NightConfig, live_generation: str, cut: datetime, *, is_named: bool
 ) -> BegunBuild:
     """Return the step's result where the live generation is newer than the night would be."""
     if is_named:
         reason = (
-            f"nothing is newer: {live} is live already, and the last change of an input is of {cut.isoformat()}; to "
-            "compute it again all the same (for other settings), give --data-until"
+            f"nothing is newer: {live_generation} is live already, and the last change of an input is of " f"{cut.isoformat()}; to " "compute it again all the same (for other settings), give --data-until"
         )
     else:
-        reason = f"{live} is live already, and newer than this run's time {cut.isoformat()}: nothing is computed"
+        reason = f"{live_generation} is live already, and newer than this run's time {cut.isoformat()}: " "nothing is computed"
     return {
-        "generation": live,
-        "url": f"{store.url}/{generation_path(live)}",
+        "generation": live_generation,
+        "url": f"{store.url}/{generation_path(live_generation)}",
         "shards": list(range(config.shards)),
         "already_live": True,
         "nothing_newer": reason,
@@ -242,29 +231,29 @@ def _begin(
     config: NightConfig,
     bundle: Bundle,
     cut: datetime,
-    further: FurtherInput,
-    files: InputFiles,
+    night_further_input: FurtherInput,
+    input_files: InputFiles,
     *,
     cut_text: str | None,
     progress: Progress,
-    pinned: tuple[str, list[InputEntry]] | None = None,
+    pinned_inputs: tuple[str, list[InputEntry]] | None = None,
 ) -> BegunBuild:
     demand_table_values(config, bundle)
     demand_feature_types(config, bundle)
     _demand_histories(config, bundle)
     for demand_settings in setting_checks():
         demand_settings(config)
-    sources_digest, inputs = pinned or digest_files(files.all)
+    sources_digest, inputs = pinned_inputs or digest_files(input_files.all)
     store = config.store()
-    for _ in range(ERASURE_LOOKS):
-        erased = ErasedEntities.of(all_erasures(store))
-        inputs_digest = erased.digest(sources_digest)
+    for _ in range(ERASURE_TRIES_MAX):
+        erased_entities = ErasedEntities.of(all_erasures(store))
+        inputs_digest = erased_entities.digest(sources_digest)
         generation = generation_id(cut, config, bundle.digest, inputs_digest)
         build = Build(config, store, generation)
         with open_releases(config) as releases:
-            if (version := manifest_format_of(config, bundle)) != MANIFEST_FORMAT:
+            if (manifest_version := manifest_format_of(config, bundle)) != MANIFEST_FORMAT:
                 demand_readers(
-                    releases.control, {MANIFEST: version}, WRITER_TEXT_BY_FORMAT[version]
+                    releases.control, {MANIFEST: manifest_version}, WRITER_TEXT_BY_FORMAT[manifest_version]
                 )
             state = releases.state(generation)
             begun_build: BegunBuild = {
@@ -278,26 +267,26 @@ def _begin(
             demand_allowed("begin", generation, state)
             if state is None:
                 releases.note(generation, GenerationState.BEGUN)
-            rolled_back = rolled_back_in_words(releases, bundle.digest)  # before their files go
-            sweep(config, releases, attempt=generation, making=generation)
+            rolled_back_remarks = describe_rolled_back_model(releases, bundle.digest)  # before their files go
+            sweep(config, releases, attempt=generation, generation_being_made=generation)
             prior = prior_index().choose(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
-        if ErasedEntities.of(all_erasures(store)) == erased:
+        if ErasedEntities.of(all_erasures(store)) == erased_entities:
             break
     else:
         raise Conflict("erasures were written each time they were looked at; run `begin` again")
     if build.read_report(BEGIN_REPORT) is None:
-        for note_named in generation_named():
-            note_named(store, generation, erased)
+        for note_named in notes_on_new_generation():
+            note_named(store, generation, erased_entities)
         record_copies(store, generation)
-        facts: InputFields = {
+        known_fields: InputFields = {
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
-            "erased": list(erased.numbers), "settings": settings_digest(config), "cut": cut_text,
+            "erased": list(erased_entities.numbers), "settings": settings_digest(config), "cut": cut_text,
         }  # fmt: skip
-        unusable = UnusableRows(erased.users | erased.items)
+        unusable = UnusableRows(erased_entities.users | erased_entities.items)
         night = BegunNight(
-            build, bundle, prior, cut_text, erased, facts, further, files, progress, unusable,
-            odd=rolled_back,
+            build, bundle, prior, cut_text, erased_entities, known_fields, night_further_input, input_files, progress, unusable,
+            early_remarks=rolled_back_remarks,
         )  # fmt: skip
         _prepare(night, sources_digest)
     return begun_build
@@ -306,23 +295,23 @@ def _begin(
 def _prepare(night: BegunNight, sources_digest: str) -> None:
     """Run all sub-steps, and write the report of `begin`: the fields that they return, and those known before."""
     started = time.perf_counter()
-    report: dict[str, Any] = {**night.facts, **night.further.facts}
-    unchanged = unchanged_sources(sources_digest, night.input_files.all)
+    report: dict[str, Any] = {**night.known_fields, **night.further_input.facts}
+    unchanged = demand_unchanged_sources(sources_digest, night.input_files.all)
     with unchanged, ThreadPoolExecutor(1, "bundle") as bundle_executor:
-        night.pinning = bundle_executor.submit(pin_bundle, night.build, night.bundle)
+        night.bundle_pinning = bundle_executor.submit(pin_bundle, night.build, night.bundle)
         for sub_step in READING:
             report |= sub_step.run(night)
-        night.pinning.result()
+        night.bundle_pinning.result()
     for sub_step in AFTER_READING:
         report |= sub_step.run(night)
     report["seconds"] = time.perf_counter() - started
     night.build.report(BEGIN_REPORT, cast(BeginReport, report))
 
 
-def _take_event_values(night: BegunNight) -> EventValueFields:
+def _read_event_values(night: BegunNight) -> EventValueFields:
     build, config = night.build, night.build.config
-    night.values = values = night.further.values(
-        config, night.bundle, night.erased, night.unusable, data_until_of(build.generation)
+    night.event_values = values = night.further_input.values(
+        config, night.bundle, night.erased_entities, night.unusable_rows, data_until_of(build.generation)
     )
     night.fingerprint_files = [
         write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
@@ -331,21 +320,21 @@ def _take_event_values(night: BegunNight) -> EventValueFields:
 
 
 def _write_items(night: BegunNight) -> ItemFields:
-    build, values = night.build, night.values
-    night.laid, night.item_columns = lay_out_items(
-        build.config, night.bundle, build.root, erased=night.erased.items, unusable=night.unusable,
+    build, values = night.build, night.event_values
+    night.catalogue_fields, night.item_columns = lay_out_items(
+        build.config, night.bundle, build.root, erased=night.erased_entities.items, unusable=night.unusable_rows,
         prior=night.prior, values_by_item=values.items, event_item_ids=values.event_item_ids,
     )  # fmt: skip
-    night.items = catalogue.open_items(build.root, night.laid)
-    unlisted = night.items.ordinals_of(list(values.unlisted)) >= 0
-    return {**night.laid, "unlisted_items": int(unlisted.sum())}
+    night.items = catalogue.open_items(build.root, night.catalogue_fields)
+    unlisted_mask = night.items.ordinals_of(list(values.unlisted)) >= 0
+    return {**night.catalogue_fields, "unlisted_items": int(unlisted_mask.sum())}
 
 
 def _write_attributes(night: BegunNight) -> AttributeFields:
     build = night.build
-    for write_attributes in item_attributes():
+    for write_attributes in item_attribute_writers():
         night.attributes |= write_attributes(
-            build.config, night.items, build.root, night.values.attributes, night.unusable
+            build.config, night.items, build.root, night.event_values.attributes, night.unusable_rows
         )
     return {"attributes": night.attributes}
 
@@ -353,11 +342,11 @@ def _write_attributes(night: BegunNight) -> AttributeFields:
 def _partition_users(night: BegunNight) -> UserFields:
     config, bundle, prior = night.build.config, night.bundle, night.prior
     night_input = NightInput(
-        config, night.items, parse_time(night.cut) if night.cut else None, night.erased,
-        night.input_files.interactions, night.facts["inputs"], night.further, night.values,
+        config, night.items, parse_time(night.cut) if night.cut else None, night.erased_entities,
+        night.input_files.interactions, night.known_fields["inputs"], night.further_input, night.event_values,
     )  # fmt: skip
-    earlier, all_read = prior.partition(night_input)
-    night.partitioned = partitioned = PartitionJob(
+    prior_partition, full_read_reason = prior.partition(night_input)
+    night.partition_result = partition_result = PartitionJob(
         night_input,
         night.build.root / "work/partition",
         feature_inputs=catalogue.feature_inputs(bundle, "user"),
@@ -366,81 +355,81 @@ def _partition_users(night: BegunNight) -> UserFields:
         needs_history=bundle.needs_history,
         holdout=night.holdout,
         progress=night.report_rows_read,
-    ).run(earlier)
-    counts = partitioned.interaction_counts
-    is_computed = _computes_featured(config, bundle, partitioned)
-    is_answered = is_computed or not bundle.needs_history
+    ).run(prior_partition)
+    interaction_counts = partition_result.interaction_counts
+    computes_feature_only = _computes_feature_only_users(config, bundle, partition_result)
+    answers_feature_only = computes_feature_only or not bundle.needs_history
     return {
-        "user_seed": partitioned.seed, "users": partitioned.users - (0 if is_answered else partitioned.featured),
-        "featured": partitioned.featured, FEATURE_ONLY_USERS_FACT: is_computed,
-        "answers_without_history": bundle.answers_without_history, "interactions": counts.interactions,
-        "unknown_items": counts.unknown_items, "late": counts.late,
-        "unusable": merge_reports([night.unusable.to_json(), partitioned.unusable]),
-        "base": {**prior.facts, "took_over": partitioned.took_over, "read_because": all_read},
-        "rows": counts.rows.to_json(),
+        "user_seed": partition_result.seed, "users": partition_result.users - (0 if answers_feature_only else partition_result.featured),
+        "featured": partition_result.featured, FEATURE_ONLY_USERS_FACT: computes_feature_only,
+        "answers_without_history": bundle.answers_without_history, "interactions": interaction_counts.interactions,
+        "unknown_items": interaction_counts.unknown_items, "late": interaction_counts.late,
+        "unusable": merge_reports([night.unusable_rows.to_json(), partition_result.unusable]),
+        "base": {**prior.facts, "took_over": partition_result.took_over, "read_because": full_read_reason},
+        "rows": interaction_counts.rows.to_json(),
     }  # fmt: skip
 
 
-def _look_at_figures(night: BegunNight) -> RemarkFields:
-    config, bundle, cut, facts = night.build.config, night.bundle, night.cut, night.facts
-    items, partitioned, input_files = night.items, night.partitioned, night.input_files
-    if not partitioned.users:
+def _gather_remarks(night: BegunNight) -> RemarkFields:
+    config, bundle, cut, facts = night.build.config, night.bundle, night.cut, night.known_fields
+    items, partition_result, input_files = night.items, night.partition_result, night.input_files
+    if not partition_result.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     if config.sources.interactions:
-        demand_enough_ids(partitioned.users, items.count)
-    lists = [table for table in config.tables.values() if table.kind != "value"]
-    odd = [*night.odd, *_uncut_in_words(night)]
-    if lists or config.sources.interactions:
-        odd += plausibility_remarks(_shape(partitioned, items.count))
-    odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
-    unknown_remarks = _unknown_in_words(config, partitioned, items)
-    odd += unknown_remarks
+        demand_enough_ids(partition_result.users, items.count)
+    list_tables = [table for table in config.tables.values() if table.kind != "value"]
+    all_remarks = [*night.early_remarks, *_remarks_on_ineffective_cut(night)]
+    if list_tables or config.sources.interactions:
+        all_remarks += plausibility_remarks(_data_shape(partition_result, items.count))
+    all_remarks += [*bundle.training.get("remarks", []), *_remarks_on_late_training(bundle, cut)]
+    unknown_remarks = _remarks_on_unknown_items(config, partition_result, items)
+    all_remarks += unknown_remarks
     if table := config.sources.item_features:
-        odd += items_without_vector_remarks(items.count, night.laid["items_without_vector"], table)
-    odd += copies_remarks(facts["inputs"][: len(input_files.interactions)])
-    fields: RemarkFields = {"remarks": odd}
+        all_remarks += items_without_vector_remarks(items.count, night.catalogue_fields["items_without_vector"], table)
+    all_remarks += copies_remarks(facts["inputs"][: len(input_files.interactions)])
+    remark_fields: RemarkFields = {"remarks": all_remarks}
     if unknown_remarks:
-        fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(partitioned.interaction_counts.unknown_examples)
-    return fields
+        remark_fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(partition_result.interaction_counts.unknown_examples)
+    return remark_fields
 
 
 def _write_defaults(night: BegunNight) -> FacetFields:
     if not night.counts_clicks:
         return {}
-    popularity = night.partitioned.interaction_counts.popularity
-    popular = partial(catalogue.most_popular_items, night.items, popularity)
-    write_defaults(night.build, night.bundle, lambda table: popular(table.k))
+    popularity = night.partition_result.interaction_counts.popularity
+    popular_items = partial(catalogue.most_popular_items, night.items, popularity)
+    write_defaults(night.build, night.bundle, lambda table: popular_items(table.k))
     scores = compute_popularity_scores(popularity)
     report: FacetFields = {}
-    for write_tables in tables_by_scores():
+    for write_tables in score_table_writers():
         report |= write_tables(night.build, night.attributes, night.items, scores)
     return report
 
 
 def _finish_files(night: BegunNight) -> FileFields:
-    build, bundle, partitioned = night.build, night.bundle, night.partitioned
-    shards, pinned = build.config.shards, night.pinning.result()
+    build, bundle, partition_result = night.build, night.bundle, night.partition_result
+    shards, bundle_files = build.config.shards, night.bundle_pinning.result()
     has_user_vectors = build.config.sources.user_vectors is not None
     kept_files = [
-        *write_count_files(build.root, partitioned.interaction_counts),
+        *write_count_files(build.root, partition_result.interaction_counts),
         *item_digests_paths(bundle),
         *partition_file_paths(has_user_vectors, shards),
     ]
-    touched = [f"work/partition/{shard:04d}.{TOUCHED_KIND}" for shard in range(shards)]
+    touched_files = [f"work/partition/{shard:04d}.{TOUCHED_KIND}" for shard in range(shards)]
     build.finish(
         catalogue.ITEM_IDS_FILE, catalogue.ITEM_OFFSETS_FILE, catalogue.MODEL_INDEX_FILE,
         *([DEFAULTS] if night.counts_clicks else []),
         *sorted({name for model in bundle.models for _, name, _ in model.files}),
         *(catalogue.directory_file_path("item", shard) for shard in range(shards)),
         *kept_files,
-        *(touched if partitioned.took_over else []),
+        *(touched_files if partition_result.took_over else []),
         *([night.item_columns] if night.item_columns else []),
         *attribute_paths(night.attributes), *night.fingerprint_files,
         night.holdout.write(build.root),
-        *(f"bundle/{name}" for name in pinned),
+        *(f"bundle/{name}" for name in bundle_files),
     )  # fmt: skip
     return {
-        "user_vectors": has_user_vectors, "bundle_files": pinned,
+        "user_vectors": has_user_vectors, "bundle_files": bundle_files,
         "kept": {
             artefact.path: {"size_bytes": artefact.size_bytes, "sha256": artefact.sha256}
             for artefact in map(build.describe, kept_files)
@@ -457,7 +446,7 @@ class SubStep(NamedTuple):
 
 
 READING: Final = (
-    SubStep("values set by events", _take_event_values, EventValueFields),
+    SubStep("values set by events", _read_event_values, EventValueFields),
     SubStep("items", _write_items, ItemFields),
     SubStep("attributes of items", _write_attributes, AttributeFields),
     SubStep("users by shard", _partition_users, UserFields),
@@ -465,7 +454,7 @@ READING: Final = (
 """Sub-steps in their order while no source file may change; the bundle is copied beside them."""
 
 AFTER_READING: Final = (
-    SubStep("remarks on the figures", _look_at_figures, RemarkFields),
+    SubStep("remarks on the figures", _gather_remarks, RemarkFields),
     SubStep("defaults by clicks", _write_defaults, FacetFields),
     SubStep("files for the other steps", _finish_files, FileFields),
 )
@@ -475,51 +464,51 @@ AFTER_READING: Final = (
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     cut = night.data_until or night.config.data_until or night.run_after
-    events_until, taken_text = before_begin()(night.config, cut)
+    events_until, taken_events_text = events_before_begin()(night.config, cut)
     begun_build = run(
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
         events_until=events_until, progress=night.progress,
     )  # fmt: skip
-    name, notes_text = begun_build["generation"], f"\n{taken_text}" if taken_text else ""
+    generation, notes_text = begun_build["generation"], f"\n{taken_events_text}" if taken_events_text else ""
     if begun_build["already_live"]:
-        live_text = begun_build.get("nothing_newer") or f"{name} is live already"
+        live_text = begun_build.get("nothing_newer") or f"{generation} is live already"
         return StepRow(begun_build, f"{live_text}{notes_text}")
     begin_report = Build.of(night.config, begun_build).need_report(BEGIN_REPORT)
     remarks_text = "".join(remark(begin_report, night.config) for remark in remarks_on_begin())
-    notes_text = remarks_text + _featured_in_words(begin_report) + notes_text
-    odd = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
+    notes_text = remarks_text + _describe_feature_only_users(begin_report) + notes_text
+    remark_lines = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
     return StepRow(
         begun_build,
-        f"{name} ({_read_in_words(begin_report)}){notes_text}{odd}",
+        f"{generation} ({_describe_rows_read(begin_report)}){notes_text}{remark_lines}",
     )
 
 
 @contextmanager
-def unchanged_sources(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
+def demand_unchanged_sources(sources_digest: str, source_files: Sequence[SourceFile]) -> Iterator[None]:
     """Raise StoreError if one of the files changed during the block, also if it could be read.
 
     Files that arrive meanwhile are not included: they are for the next night.
     """
-    with changed_or_broken(digest, files):
+    with explain_changed_sources(sources_digest, source_files):
         yield
-    if not _are_same(digest, files):
+    if not _are_sources_unchanged(sources_digest, source_files):
         raise _sources_changed_error()
 
 
 @contextmanager
-def changed_or_broken(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
+def explain_changed_sources(sources_digest: str, source_files: Sequence[SourceFile]) -> Iterator[None]:
     """Raise StoreError in place of an error in the block if files changed meanwhile: a retry may succeed."""
     try:
         yield
     except (SourceError, Refused, StoreError) as error:  # what is written over reads like damage
-        if _are_same(digest, files):
+        if _are_sources_unchanged(sources_digest, source_files):
             raise
         raise _sources_changed_error() from error
 
 
-def _are_same(digest: str, files: Sequence[SourceFile]) -> bool:
+def _are_sources_unchanged(sources_digest: str, source_files: Sequence[SourceFile]) -> bool:
     try:
-        return digest_files(files)[0] == digest
+        return digest_files(source_files)[0] == sources_digest
     except (SourceError, OSError):
         return False
 
@@ -534,18 +523,18 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
     Returns its files, sorted; raises BundleError for a model that differs from the bundle's description.
     """
     for model in bundle.models:
-        for source, name, _ in model.files:
-            link_or_copy_file(source, build.path(name))
+        for source_path, name, _ in model.files:
+            link_or_copy_file(source_path, build.path(name))
     # From where all other steps open them: what does not open there fails here, not hours later.
     bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
-    names = sorted(
+    bundle_file_names = sorted(
         path.relative_to(bundle.path).as_posix()
         for path in bundle.path.rglob("*")
         if path.is_file()
     )
-    for name in names:
+    for name in bundle_file_names:
         link_or_copy_file(bundle.path / name, build.path(f"bundle/{name}"))
-    return names
+    return bundle_file_names
 
 
 def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
@@ -559,74 +548,74 @@ def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
         )
 
 
-def _featured_in_words(begin_report: BeginReport) -> str:
+def _describe_feature_only_users(begin_report: BeginReport) -> str:
     """Describe the users of the feature table alone that get no records; empty without any."""
-    count = begin_report.get("featured", 0)
+    feature_only_count = begin_report.get("featured", 0)
     if (
-        not count
+        not feature_only_count
         or begin_report[FEATURE_ONLY_USERS_FACT]
         or not begin_report["answers_without_history"]
     ):
         return ""
     other_user_count = begin_report["users"]
     return (
-        f"\n{count:,} users of the feature table alone get no records, beside {other_user_count:,} others"
+        f"\n{feature_only_count:,} users of the feature table alone get no records, beside {other_user_count:,} others"
         " (featured_users = true computes them)"
     )
 
 
-def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: PartitionResult) -> bool:
+def _computes_feature_only_users(config: NightConfig, bundle: Bundle, partition_result: PartitionResult) -> bool:
     """True if users of the feature table alone are computed by a model that also takes histories."""
     if not bundle.answers_without_history:
         return False
     if config.featured_users == "auto":
-        other_user_count = partitioned.users - partitioned.featured
-        return not other_user_count or partitioned.featured <= other_user_count
+        other_user_count = partition_result.users - partition_result.featured
+        return not other_user_count or partition_result.featured <= other_user_count
     return config.featured_users
 
 
-def _read_in_words(begin_report: BeginReport) -> str:
+def _describe_rows_read(begin_report: BeginReport) -> str:
     """Describe the numbers of interactions read, and of rows left out."""
-    names = (INTERACTIONS_SOURCE, EVENT_INTERACTIONS_SOURCE)
+    source_names = (INTERACTIONS_SOURCE, EVENT_INTERACTIONS_SOURCE)
     source_reports = [
-        begin_report["unusable"][name] for name in names if name in begin_report["unusable"]
+        begin_report["unusable"][name] for name in source_names if name in begin_report["unusable"]
     ]
     all_remarks = [
-        text for source in begin_report["unusable"].values() for text in source.get("remarks", ())
+        remark for source_report in begin_report["unusable"].values() for remark in source_report.get("remarks", ())
     ]
     if not source_reports:
         return "; ".join(["no interactions", *all_remarks])
     reasons = ", ".join(
         f"{reason_report['rows']:,} {reason}"
-        for source in source_reports
-        for reason, reason_report in source["reasons"].items()
+        for source_report in source_reports
+        for reason, reason_report in source_report["reasons"].items()
     )
-    row_count = sum(source["rows"] for source in source_reports)
+    row_count = sum(source_report["rows"] for source_report in source_reports)
     summary = f"{begin_report['interactions']:,} interactions of {row_count:,} rows"
     summary = f"{summary}; left out: {reasons}" if reasons else summary
     return "; ".join([summary, *all_remarks])
 
 
-def _shape(partitioned: PartitionResult, items: int) -> InteractionFigures:
+def _data_shape(partition_result: PartitionResult, item_count: int) -> InteractionFigures:
     """Return the figures of all rows that were read; without ids, since reports outlive an erasure."""
-    counts, rows = partitioned.interaction_counts, partitioned.interaction_counts.rows
-    named = int((counts.popularity > 0).sum()) + len(counts.unknown)
+    interaction_counts, row_counts = partition_result.interaction_counts, partition_result.interaction_counts.rows
+    named_item_count = int((interaction_counts.popularity > 0).sum()) + len(interaction_counts.unknown)
     return InteractionFigures(
-        rows=int(rows.user_rows.sum()),
-        users=partitioned.users,
-        items=named if counts.interactions else items,
-        most_of_user=int(rows.user_rows.max(initial=0)),
-        most_of_item=int(counts.popularity.max(initial=0)),
-        untimed=rows.untimed,
-        newest_us=rows.newest_us,
-        early=rows.early,
+        rows=int(row_counts.user_rows.sum()),
+        users=partition_result.users,
+        items=named_item_count if interaction_counts.interactions else item_count,
+        most_of_user=int(row_counts.user_rows.max(initial=0)),
+        most_of_item=int(interaction_counts.popularity.max(initial=0)),
+        untimed=row_counts.untimed,
+        newest_us=row_counts.newest_us,
+        early=row_counts.early,
     )
 
 
-def _uncut_in_words(night: BegunNight) -> list[str]:
+def _remarks_on_ineffective_cut(night: BegunNight) -> list[str]:
     """Return a remark on a cut if no interaction has a time."""
-    counts = night.partitioned.interaction_counts
-    if night.cut is None or not 0 < counts.rows.untimed == counts.interactions or counts.late:
+    interaction_counts = night.partition_result.interaction_counts
+    if night.cut is None or not 0 < interaction_counts.rows.untimed == interaction_counts.interactions or interaction_counts.late:
         return []
     remark = (
         f"the cut {night.cut} leaves no interaction out, since none has a time: name the column of times in [sources] "
@@ -635,20 +624,20 @@ def _uncut_in_words(night: BegunNight) -> list[str]:
     return [remark]
 
 
-def _unknown_in_words(
-    config: NightConfig, partitioned: PartitionResult, items: ItemTable
+def _remarks_on_unknown_items(
+    config: NightConfig, partition_result: PartitionResult, items: ItemTable
 ) -> list[str]:
     """Remark on interactions with items that the catalogue lacks, if they are many."""
-    counts = partitioned.interaction_counts
-    event_report = partitioned.unusable.get(EVENT_INTERACTIONS_SOURCE)
-    event_rows = 0 if event_report is None else event_report["rows"]
-    share = unknown_item_share(counts.interactions, counts.unknown_items, event_rows)
-    known = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES_MAX, items.count), dtype=np.uint32))
-    table = catalogue_in_words(config.sources)
-    return unknown_ids_remarks(share, "item", table, counts.unknown_examples, known)
+    interaction_counts = partition_result.interaction_counts
+    event_report = partition_result.unusable.get(EVENT_INTERACTIONS_SOURCE)
+    event_row_count = 0 if event_report is None else event_report["rows"]
+    unknown_share = unknown_item_share(interaction_counts.interactions, interaction_counts.unknown_items, event_row_count)
+    known_ids = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES_MAX, items.count), dtype=np.uint32))
+    catalogue_name = catalogue_in_words(config.sources)
+    return unknown_ids_remarks(unknown_share, "item", catalogue_name, interaction_counts.unknown_examples, known_ids)
 
 
-def _learnt_too_much(bundle: Bundle, cut: str | None) -> list[str]:
+def _remarks_on_late_training(bundle: Bundle, cut: str | None) -> list[str]:
     """Remark on a model trained on interactions after the cut, by which the night is judged."""
     trained_until = bundle.training.get("trained_until")
     if cut is None or trained_until is None or parse_time(trained_until) < parse_time(cut):

@@ -12,7 +12,7 @@ from precompute.builds.reports import (
     file_entry,
 )
 from precompute.builds.tables import configured_tables, metric_of
-from precompute.bulk.headroom import writes_files
+from precompute.bulk.headroom import (convert_disk_errors)
 from precompute.bundles.index import build_index
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
@@ -21,7 +21,7 @@ from precompute.scoring.input_samples import sample_user_vectors
 from precompute.steps.night import Night, StepRow
 
 
-@writes_files
+@convert_disk_errors
 @with_host_copies
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> IndexReport:
     """Write one FAISS index per metric that a top-K table uses, over the item vectors in ordinal order."""
@@ -42,22 +42,22 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> I
         if table.kind in ("user_topk", "item_similar")
     })  # fmt: skip
     # Recall is measured with vectors of users, for these are what the index is asked with.
-    queries = sample_user_vectors(generation_build, bundle, items)
+    query_vectors = sample_user_vectors(generation_build, bundle, items)
     indexes: dict[str, IndexEntry] = {}
-    for number, metric in enumerate(metrics):
-        name = f"index/{metric}.faiss"
+    for metric_index, metric in enumerate(metrics):
+        index_path = f"index/{metric}.faiss"
         index_report = build_index(
-            items.vectors, metric, generation_build.path(name), kind=config.index,
-            queries=queries if metric == bundle.metric else None,
+            items.vectors, metric, generation_build.path(index_path), kind=config.index,
+            queries=query_vectors if metric == bundle.metric else None,
         )  # fmt: skip
-        generation_build.finish(name)
+        generation_build.finish(index_path)
         indexes[metric] = {
             "metric": metric,
             "kind": index_report.kind,
-            "file": file_entry(generation_build.describe(name)),
+            "file": file_entry(generation_build.describe(index_path)),
             "recall": index_report.recall,
         }
-        progress("build index", number + 1, len(metrics))
+        progress("build index", metric_index + 1, len(metrics))
     report: IndexReport = {"indexes": indexes, "seconds": time.perf_counter() - started}
     generation_build.report(INDEX_REPORT, report)
     return report
@@ -66,13 +66,13 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> I
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     report = run(night.config, night.build, progress=night.progress)
-    indexes = report["indexes"].values()
+    index_entries = report["indexes"].values()
     summary = ", ".join(
         f"{index_entry['metric']}: {index_entry['kind']}, recall {index_entry['recall']:.4f}"
-        for index_entry in indexes
+        for index_entry in index_entries
     )
     return StepRow(
         report,
         summary,
-        size_bytes=sum(index_entry["file"]["size_bytes"] for index_entry in indexes),
+        size_bytes=sum(index_entry["file"]["size_bytes"] for index_entry in index_entries),
     )

@@ -10,11 +10,11 @@ from precompute.builds.build import Build, record_step_time, with_host_copies
 from precompute.builds.reports import LOAD_REPORT, BuildId, LoadReport
 from precompute.builds.seal import write_manifest
 from precompute.bulk.governor import open_governor
-from precompute.bulk.headroom import demand_redis, held_bytes, time_limit_remark
-from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
+from precompute.bulk.headroom import (demand_redis_room, redis_page_bytes, time_limit_remark)
+from precompute.bulk.load import (count_loaded_pages, load_part, parts_of, total_bytes)
 from precompute.config.progress import Progress, quiet, size_text
 from precompute.config.settings import NightConfig
-from precompute.features import facts
+from precompute.features import (fact_functions)
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import note_loaded, sweep
 from precompute.steps.night import Night, StepRow
@@ -34,10 +34,10 @@ class LoadResult(TypedDict):
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> LoadResult:
     """Stream all pages into Redis; parts that are there stay. Refused before Redis would run full."""
     generation_build, started = Build.of(config, build), time.perf_counter()
-    manifest = write_manifest(generation_build, facts())
+    manifest = write_manifest(generation_build, fact_functions())
     for artefact in manifest.pages():
         generation_build.fetch(artefact.path)
-    size_bytes, loaded = total_bytes(manifest), 0
+    size_bytes, loaded_bytes = total_bytes(manifest), 0
     with record_step_time(generation_build, "load"), open_releases(config) as releases:
         control = releases.control
         state = releases.state(generation_build.generation)
@@ -48,16 +48,16 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
                 config,
                 releases,
                 attempt=generation_build.generation,
-                making=generation_build.generation,
+                generation_being_made=generation_build.generation,
             )
-            _demand_room(generation_build, manifest, control)
+            _demand_redis_room(generation_build, manifest, control)
             if state is None:
                 releases.note(generation_build.generation, GenerationState.BEGUN)
         done_bytes = 0
 
-        def advance(more: int) -> None:
+        def advance(more_bytes: int) -> None:
             nonlocal done_bytes
-            done_bytes += more
+            done_bytes += more_bytes
             progress("load pages", done_bytes, size_bytes)
 
         with open_governor(config.governor, control) as governor:
@@ -68,7 +68,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
                 ):  # fmt: skip
                     advance(part.pages.file.size_bytes)
                 else:
-                    loaded += part.pages.file.size_bytes
+                    loaded_bytes += part.pages.file.size_bytes
             if state in (None, GenerationState.BEGUN):
                 note_loaded(releases, generation_build.generation, governor=governor)
     seconds = time.perf_counter() - started
@@ -78,7 +78,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
     result: LoadResult = {
         "generation": generation_build.generation,
         "bytes": size_bytes,
-        "loaded_bytes": loaded,
+        "loaded_bytes": loaded_bytes,
         "seconds": round(seconds, 3),
     }
     if remark := time_limit_remark(config, size_bytes):
@@ -89,26 +89,26 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     result = run(night.config, night.build, progress=night.progress)
-    loaded, size_bytes = result["loaded_bytes"], result["bytes"]
+    loaded_bytes, size_bytes = result["loaded_bytes"], result["bytes"]
     summary = (
-        "all pages" if loaded == size_bytes else f"{size_text(loaded)} moved, the rest was there"
+        "all pages" if loaded_bytes == size_bytes else f"{size_text(loaded_bytes)} moved, the rest was there"
     )
-    note = f"\nnote: {remark}" if (remark := result.get("remark")) else ""
-    return StepRow(result, f"{summary}{note}", loaded, "B", size_bytes)
+    remark_line = f"\nnote: {remark}" if (remark := result.get("remark")) else ""
+    return StepRow(result, f"{summary}{remark_line}", loaded_bytes, "B", size_bytes)
 
 
-def _demand_room(build: Build, manifest: Manifest, control: Control) -> None:
+def _demand_redis_room(build: Build, manifest: Manifest, control: Control) -> None:
     mark_by_part: Any = control.client.hgetall(control.keyspace.loaded(build.generation))
-    todo_bytes = 0
+    missing_bytes = 0
     for part in parts_of(manifest):
         if mark_by_part.get(part.name.encode()) != part.loaded_digest:
-            loaded_page_count = loaded_pages(control.client, control.keyspace, manifest, part)
-            todo_bytes += sum(
+            loaded_page_count = count_loaded_pages(control.client, control.keyspace, manifest, part)
+            missing_bytes += sum(
                 part.size_of(page) for page in range(loaded_page_count, part.pages.pages)
             )
-    if todo_bytes:
-        demand_redis(
-            control, build.generation, todo_bytes,
-            pages_bytes=held_bytes(build.store, control, but=build.generation),
+    if missing_bytes:
+        demand_redis_room(
+            control, build.generation, missing_bytes,
+            pages_bytes=redis_page_bytes(build.store, control, left_out_generation=build.generation),
             record_bytes=max(table.layout.size_bytes for table in manifest.stored_tables.values()),
         )  # fmt: skip

@@ -60,10 +60,10 @@ class StepRow:
         )
 
 
-def step_in_night(name: str) -> Callable[[Night], StepRow]:
+def find_step(step_name: str) -> Callable[[Night], StepRow]:
     """The step of that name: `in_night` of its module in `precompute.steps`."""
-    run: Callable[[Night], StepRow] = import_module(f"precompute.steps.{name}").in_night
-    return run
+    run_step: Callable[[Night], StepRow] = import_module(f"precompute.steps.{step_name}").in_night
+    return run_step
 
 
 def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str, StepRow, float]]:
@@ -71,18 +71,18 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
     devices(night.config.device)  # what is not there is said before anything is read
     finished_steps: list[tuple[str, StepRow, float]] = []
     with hold_running_file(night.config) as note_step:
-        for name in NIGHT_STEPS:
-            started, generation = time.perf_counter(), night.generation or None
-            note_step(name, generation)
-            with note_failure_of_step(night.config, name, generation):
+        for step_name in NIGHT_STEPS:
+            started_s, generation = time.perf_counter(), night.generation or None
+            note_step(step_name, generation)
+            with note_failure_of_step(night.config, step_name, generation):
                 try:
-                    row = step_in_night(name)(night)
+                    row = find_step(step_name)(night)
                 except ModelFailed as error:
-                    raise ModelFailed(f"step {name}: {error.message}", **error.details) from error
-            finished_steps.append((name, row, time.perf_counter() - started))
+                    raise ModelFailed(f"step {step_name}: {error.message}", **error.details) from error
+            finished_steps.append((step_name, row, time.perf_counter() - started_s))
             if not night.generation:
                 night = replace(night, generation=row.result["generation"])
-            if name == last_step or row.result.get("already_live"):
+            if step_name == last_step or row.result.get("already_live"):
                 break
     forget_failure(night.config)
     return finished_steps

@@ -14,10 +14,10 @@ from precompute.builds.seal import write_manifest
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-from precompute.features import facts, remarks_on_publish
+from precompute.features import (fact_functions, remarks_on_publish)
 from precompute.releases import moves
 from precompute.releases.release_log import open_releases
-from precompute.releases.replication import VerifyReport, confirm, run_ids
+from precompute.releases.replication import (VerifyReport, confirm_pages, run_ids)
 from precompute.releases.staging import StagingNote, staged
 from precompute.steps.night import Night, StepRow
 
@@ -43,7 +43,7 @@ def run(
     `verify` compared with.
     """
     build = Build.of(config, verified)
-    manifest = write_manifest(build, facts())
+    manifest = write_manifest(build, fact_functions())
     with (
         audited(
             build.store, "publish", build.generation, actor=config.actor, attempt=attempt
@@ -52,55 +52,55 @@ def run(
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
     ):
-        report = build.read_report(VERIFY_REPORT) or {}
-        moved = moves.prepare_publish(
-            releases, build.generation, attempt=attempt, verified=report, governor=governor
+        verify_report = build.read_report(VERIFY_REPORT) or {}
+        move_result = moves.prepare_publish(
+            releases, build.generation, attempt=attempt, verified=verify_report, governor=governor
         )
-        if moved is None:
-            for entities in manifest.entity_sets.values():
-                for part in entities.parts:
+        if move_result is None:
+            for entity_set in manifest.entity_sets.values():
+                for part in entity_set.parts:
                     fetch_checked(build.store, build.generation, part.file)
             # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
             for table in manifest.stored_tables.values():
-                _read_back(build, manifest, table, releases.control)
+                _check_last_record(build, manifest, table, releases.control)
             # Reading everything back, where a node has started since, takes too long for replicas to stand by.
             wait_s = config.flip.wait_s
-            confirm(releases, build.generation, report, timeout_s=wait_s, governor=governor)
+            confirm_pages(releases, build.generation, verify_report, timeout_s=wait_s, governor=governor)
             node_report: VerifyReport = {"run_ids": run_ids(releases.control.client)}
             with staged(
                 releases.control, build.generation, config.flip, attempt=attempt, progress=progress
             ):
-                confirm(
+                confirm_pages(
                     releases, build.generation, node_report, timeout_s=wait_s, governor=governor
                 )
-                moved = moves.publish(
-                    releases, build.generation, attempt=attempt, verified=report, governor=governor
+                move_result = moves.publish(
+                    releases, build.generation, attempt=attempt, verified=verify_report, governor=governor
                 )
         else:
             # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.
             StagingNote(releases.control).clear(attempt, build.generation)
         live_pointer = releases.control.read_pointer()
-        if live_pointer is None or live_pointer.epoch < moved.pointer.epoch:
+        if live_pointer is None or live_pointer.epoch < move_result.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")
-        audit_details["changed"] = moved.has_moved
+        audit_details["changed"] = move_result.has_moved
     return {
-        "generation": moved.pointer.generation,
-        "epoch": moved.pointer.epoch,
-        "previous": moved.pointer.previous,
-        "changed": moved.has_moved,
+        "generation": move_result.pointer.generation,
+        "epoch": move_result.pointer.epoch,
+        "previous": move_result.pointer.previous,
+        "changed": move_result.has_moved,
     }
 
 
-def _read_back(build: Build, manifest: Manifest, table: Table, control: Control) -> None:
+def _check_last_record(build: Build, manifest: Manifest, table: Table, control: Control) -> None:
     directory = Directory.open(build.root, manifest.entity_sets[table.entity])
     if not directory.count:
         return
     page, offset = table.locate_record(*directory.locate(directory.count - 1))
-    name = control.keyspace.page(manifest.generation, table.name, page)
-    raw: Any = control.client.getrange(name, offset, offset + table.layout.size_bytes - 1)
-    if len(raw) != table.layout.size_bytes:
+    page_key = control.keyspace.page(manifest.generation, table.name, page)
+    raw_record: Any = control.client.getrange(page_key, offset, offset + table.layout.size_bytes - 1)
+    if len(raw_record) != table.layout.size_bytes:
         raise CorruptArtefact(
-            f"the last record of {table.name} cannot be read back from Redis", page=name
+            f"the last record of {table.name} cannot be read back from Redis", page=page_key
         )
 
 
@@ -108,8 +108,8 @@ def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     remarks = [remark(night.config, night.build["generation"]) for remark in remarks_on_publish()]
     result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
-    notes = [remark for remark in remarks if remark and result["changed"]]
-    if notes:
-        result = {**result, "notes": notes}
+    publish_remarks = [remark for remark in remarks if remark and result["changed"]]
+    if publish_remarks:
+        result = {**result, "notes": publish_remarks}
     summary = f"epoch {result['epoch']}, previous {result['previous'] or 'none'}"
-    return StepRow(result, "\n".join([summary, *notes]))
+    return StepRow(result, "\n".join([summary, *publish_remarks]))

@@ -19,7 +19,7 @@ from precompute.builds.reports import (
     QuantizeReport,
     SampleFields,
 )
-from precompute.bulk.headroom import writes_files
+from precompute.bulk.headroom import (convert_disk_errors)
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import sample_takers
@@ -33,7 +33,7 @@ from precompute.scoring.items import open_item_features
 from precompute.steps.night import Night, StepRow
 
 
-@writes_files
+@convert_disk_errors
 @with_host_copies
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> QuantizeReport:
     """int8 versions of the live models, calibrated and compared with fp32 on a sample of real inputs."""
@@ -50,19 +50,19 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> Q
     for model in bundle.models:
         fetch_model(generation_build, model)
     items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
-    takers = sample_takers()
-    users = sample_inputs(
-        generation_build, items, bundle.user_tower, metric=bundle.metric, sample_takers=takers
+    probe_takers = sample_takers()
+    user_inputs = sample_inputs(
+        generation_build, items, bundle.user_tower, metric=bundle.metric, sample_takers=probe_takers
     )
-    samples: SampleFields = {}
-    for taker in takers:
-        samples |= taker.finish(generation_build)
-    models = quantize_models(
+    sample_fields: SampleFields = {}
+    for taker in probe_takers:
+        sample_fields |= taker.finish(generation_build)
+    live_model_by_name = quantize_models(
         bundle,
         generation_build.root / "models",
         items,
         lambda model: (
-            users
+            user_inputs
             if model is bundle.user_tower
             else sample_inputs(generation_build, items, model, metric=bundle.metric)
         ),
@@ -72,26 +72,26 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> Q
             if model.entity == "item"
         },
     )
-    for name, live_model in models.items():
+    for model_name, live_model in live_model_by_name.items():
         if live_model.int8:
-            generation_build.finish(f"models/{name}.int8.onnx")
-    progress("quantize", len(models), len(models))
-    how: dict[str, dict[str, Any]] = {
+            generation_build.finish(f"models/{model_name}.int8.onnx")
+    progress("quantize", len(live_model_by_name), len(live_model_by_name))
+    sample_origin_by_model: dict[str, dict[str, Any]] = {
         model.name: {"histories": "drawn"} if lacks_histories(generation_build, model) else {}
         for model in bundle.models
     }
     report: QuantizeReport = {
         "models": {
-            name: model_entry(
+            model_name: model_entry(
                 generation_build,
                 bundle,
-                name,
+                model_name,
                 live_model.int8,
-                {**live_model.agreement, **how[name]},
+                {**live_model.agreement, **sample_origin_by_model[model_name]},
             )
-            for name, live_model in models.items()
+            for model_name, live_model in live_model_by_name.items()
         },
-        **samples,
+        **sample_fields,
         "seconds": time.perf_counter() - started,
     }
     generation_build.report(QUANTIZE_REPORT, report)
@@ -103,19 +103,19 @@ def in_night(night: Night) -> StepRow:
     report = run(night.config, night.build, progress=night.progress)
     models = report["models"]
     summary = ", ".join(
-        f"{name}: {_agreement(model_report['agreement'])}" for name, model_report in models.items()
+        f"{model_name}: {_agreement_text(model_report['agreement'])}" for model_name, model_report in models.items()
     )
-    files = [
-        file
+    model_files = [
+        model_file
         for model_report in models.values()
-        for file in (model_report["fp32"], model_report["int8"])
-        if file
+        for model_file in (model_report["fp32"], model_report["int8"])
+        if model_file
     ]
-    return StepRow(report, summary, size_bytes=sum(file["size_bytes"] for file in files))
+    return StepRow(report, summary, size_bytes=sum(model_file["size_bytes"] for model_file in model_files))
 
 
-def _agreement(agreement: Mapping[str, Any]) -> str:
-    if why := agreement.get("why"):
-        return f"fp32 ({why})"  # models of trees
+def _agreement_text(agreement: Mapping[str, Any]) -> str:
+    if fp32_reason := agreement.get("why"):
+        return f"fp32 ({fp32_reason})"  # models of trees
     overlap = f" overlap {agreement['overlap_at_20']:.4f}" if "overlap_at_20" in agreement else ""
     return f"{agreement.get('precision')}{overlap}"

@@ -9,12 +9,12 @@ from precompute.bulk.governor import open_governor
 from precompute.bundles.bundle_store import heal_swap, sweep_bundles, sweep_training
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-from precompute.features import after_publish
+from precompute.features import sweeps_after_publish
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import drop_old_rows, sweep
 from precompute.steps.night import Night, StepRow
 
-UNFINISHED_S = 86_400.0
+UNFINISHED_AGE_S_MAX = 86_400.0
 """Seconds without a change after which an unfinished file counts as left over."""
 
 
@@ -40,17 +40,22 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
     Then sweep the stored data of each feature.
     """
     with open_releases(config) as releases:
-        swept = sweep(config, releases, attempt=attempt, progress=progress)
+        sweep_result = sweep(config, releases, attempt=attempt, progress=progress)
         releases.control.forget_dead_replicas()
         with open_governor(config.governor, releases.control) as governor:
-            rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor)
+            dropped_row_count = drop_old_rows(
+                releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor
+            )
         needed_generations = find_needed_generations(releases)
         result: RetireResult = {
-            "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys, "rows": rows,
+            "retired": list(sweep_result.retired), "spared": list(sweep_result.spared),
+            "keys": sweep_result.keys, "rows": dropped_row_count,
             "leftovers": sweep_leftovers(config, releases, needed_generations),
         }  # fmt: skip
-        for settle in after_publish():
-            result = cast(RetireResult, {**result, **settle(config, releases, needed_generations)})
+        for sweep_feature in sweeps_after_publish():
+            result = cast(
+                RetireResult, {**result, **sweep_feature(config, releases, needed_generations)}
+            )
     return result
 
 
@@ -84,10 +89,12 @@ def sweep_leftovers(
     """Remove leftovers, by this host's own clock; return their number. Files of needed generations stay."""
     store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     heal_swap(bundle)
-    swept = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))
+    swept_copy_count = len(
+        store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S)
+    )
     return (
-        swept
-        + store.sweep_unfinished(cutoff_at=now_s - UNFINISHED_S)
+        swept_copy_count
+        + store.sweep_unfinished(cutoff_at=now_s - UNFINISHED_AGE_S_MAX)
         + sweep_bundles(store)
-        + sweep_training(bundle, changed_before_s=now_s - UNFINISHED_S)
+        + sweep_training(bundle, changed_before_s=now_s - UNFINISHED_AGE_S_MAX)
     )

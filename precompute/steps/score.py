@@ -9,8 +9,8 @@ from typing import TypedDict
 
 from precompute.builds.build import Build, fetch_catalogue, with_host_copies
 from precompute.builds.reports import BuildId, shard_report_name
-from precompute.bulk.headroom import writes_files
-from precompute.config.devices import devices, least_busy
+from precompute.bulk.headroom import (convert_disk_errors)
+from precompute.config.devices import (claim_least_busy_device, devices)
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import remarks_on_scores, scoring_hooks
@@ -21,7 +21,7 @@ from precompute.scoring.scorers import Scorers
 from precompute.scoring.users import score_users
 from precompute.steps.night import Night, StepRow
 
-SHARDS_AT_ONCE = 2
+SHARDS_PER_DEVICE = 2
 """Shards under way for each GPU: one compared with the items, one read, encoded or written meanwhile."""
 
 
@@ -34,7 +34,7 @@ class ShardResult(TypedDict):
     seconds: float
 
 
-@writes_files
+@convert_disk_errors
 @with_host_copies
 def run_shard(
     config: NightConfig,
@@ -49,45 +49,45 @@ def run_shard(
     A process that scores several shards of one build passes the same `scorers` to all.
     """
     generation_build = Build.of(config, build)
-    report = generation_build.read_report(shard_report_name(shard))
-    if report is None:
+    finished_report = generation_build.read_report(shard_report_name(shard))
+    if finished_report is None:
         began_at = time.time()
         fetch_catalogue(generation_build)
         with ExitStack() as stack:
             if scorers is None:
-                device = stack.enter_context(least_busy(config.device, shard, config.device_tasks))
+                device = stack.enter_context(claim_least_busy_device(config.device, shard, config.device_tasks))
                 scorers = Scorers(device or config.device, config.device_tasks, scoring_hooks())
             bundle = scorers.bundle(generation_build)
-            users = score_users(generation_build, bundle, shard, scorers, progress)
-            items = score_items(generation_build, bundle, shard, scorers, progress)
-        described = [*users["tables"].values(), *items["tables"].values()]
+            user_report = score_users(generation_build, bundle, shard, scorers, progress)
+            item_report = score_items(generation_build, bundle, shard, scorers, progress)
+        table_reports = [*user_report["tables"].values(), *item_report["tables"].values()]
         generation_build.finish(
-            users["directory"]["path"],
-            users["inputs"]["path"],
-            *([] if users["reasons"] is None else [reasons_path(shard)]),
-            *(seen_file["path"] for seen_file in users["seen"]),
-            *(file["path"] for pages in described for file in (pages["file"], pages["sums"])),
+            user_report["directory"]["path"],
+            user_report["inputs"]["path"],
+            *([] if user_report["reasons"] is None else [reasons_path(shard)]),
+            *(seen_file["path"] for seen_file in user_report["seen"]),
+            *(artefact["path"] for table_report in table_reports for artefact in (table_report["file"], table_report["sums"])),
         )
-        report = {
-            "shard": shard, "users": users, "items": items,
+        finished_report = {
+            "shard": shard, "users": user_report, "items": item_report,
             "computed_by": computed_by(scorers.at(shard).device),
             "began_at": began_at, "ended_at": time.time(),
         }  # fmt: skip
-        generation_build.report(shard_report_name(shard), report)
+        generation_build.report(shard_report_name(shard), finished_report)
         scorers.mark_finished(shard)
     return {
         "shard": shard,
-        "users": report["users"]["scored"],
-        "items": report["items"]["scored"],
-        "seconds": round(report["users"]["seconds"]["all"] + report["items"]["seconds"]["all"], 3),
+        "users": finished_report["users"]["scored"],
+        "items": finished_report["items"]["scored"],
+        "seconds": round(finished_report["users"]["seconds"]["all"] + finished_report["items"]["seconds"]["all"], 3),
     }
 
 
-class _GivenUp(Exception):
+class _ShardStopped(Exception):
     """Another shard failed, or the waiting thread was interrupted."""
 
 
-@writes_files
+@convert_disk_errors
 def run(
     config: NightConfig,
     build: BuildId,
@@ -100,52 +100,52 @@ def run(
     An exception in one ends the others at their next progress call; finished shards are found again.
     """
     scorers = Scorers(config.device, config.device_tasks, scoring_hooks())
-    given_up, telling = threading.Event(), threading.Lock()
-    failed: list[BaseException] = []
+    stop_event, progress_lock = threading.Event(), threading.Lock()
+    failures: list[BaseException] = []
 
     def report_progress(activity: str, done_count: int, total: int) -> None:
-        with telling:
-            if given_up.is_set():
-                raise _GivenUp
+        with progress_lock:
+            if stop_event.is_set():
+                raise _ShardStopped
             try:
                 progress(activity, done_count, total)
             except BaseException:
-                given_up.set()
+                stop_event.set()
                 raise
 
     def score(shard: int) -> ShardResult:
         try:
             return run_shard(config, build, shard, scorers=scorers, progress=report_progress)
-        except _GivenUp:
+        except _ShardStopped:
             raise
         except BaseException as error:
-            given_up.set()
-            failed.append(error)
+            stop_event.set()
+            failures.append(error)
             raise
 
-    at_once = SHARDS_AT_ONCE * max(1, len(devices(config.device)))
-    with ThreadPoolExecutor(at_once, "shard") as pool:
-        scored = [pool.submit(score, shard) for shard in shards]
+    shards_at_once = SHARDS_PER_DEVICE * max(1, len(devices(config.device)))
+    with ThreadPoolExecutor(shards_at_once, "shard") as pool:
+        shard_futures = [pool.submit(score, shard) for shard in shards]
         try:
-            for future in as_completed(scored):
+            for future in as_completed(shard_futures):
                 future.result()
         except BaseException as error:
-            given_up.set()
+            stop_event.set()
             pool.shutdown(cancel_futures=True)
-            if isinstance(error, _GivenUp):  # it ended before the one that failed did
-                raise failed[0] from None
+            if isinstance(error, _ShardStopped):  # it ended before the one that failed did
+                raise failures[0] from None
             raise
-    return [future.result() for future in scored]
+    return [future.result() for future in shard_futures]
 
 
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     shards = range(night.config.shards)
-    scored = run(night.config, night.build, shards, progress=night.progress)
-    users = sum(shard_result["users"] for shard_result in scored)
-    items = sum(shard_result["items"] for shard_result in scored)
-    summary = f"{users:,} users, {items:,} items in {len(scored)} shards"
+    shard_results = run(night.config, night.build, shards, progress=night.progress)
+    user_count = sum(shard_result["users"] for shard_result in shard_results)
+    item_count = sum(shard_result["items"] for shard_result in shard_results)
+    summary = f"{user_count:,} users, {item_count:,} items in {len(shard_results)} shards"
     build = Build.of(night.config, night.build)
-    reports = [build.need_report(shard_report_name(shard)) for shard in shards]
-    summary += "".join(remark(reports) for remark in remarks_on_scores())
-    return StepRow({"users": users, "items": items}, summary, users + items, "entities")
+    shard_reports = [build.need_report(shard_report_name(shard)) for shard in shards]
+    summary += "".join(remark(shard_reports) for remark in remarks_on_scores())
+    return StepRow({"users": user_count, "items": item_count}, summary, user_count + item_count, "entities")

@@ -5,10 +5,10 @@ of that one reads the same events.
 """
 
 from precompute.config.settings import NightConfig
-from precompute.features import taking
+from precompute.features import take_events_step
 from precompute.partitions.night_input import TakenEvents
 
 
 def run(config: NightConfig) -> TakenEvents:
     """Write the stream's new events into the store; return their number, and the position that the files reach."""
-    return taking()(config)
+    return take_events_step()(config)

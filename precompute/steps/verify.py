@@ -17,10 +17,10 @@ from precompute.builds.seal import (write_manifest)
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import ArmRoom
 from precompute.bulk.load import total_bytes
-from precompute.bulk.reload import damaged
+from precompute.bulk.reload import (find_damaged_pages)
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-from precompute.features import allowed_by_manifest, facts, rooms, scoring_hooks
+from precompute.features import (allowed_item_masks, arm_room_functions, fact_functions, scoring_hooks)
 from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.judge import (
@@ -44,7 +44,7 @@ from precompute.partitions.marks import (marks_file_path)
 from precompute.releases import moves
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.replication import VerifyReport, run_ids
-from precompute.releases.sweep import take_back
+from precompute.releases.sweep import (unlink_if_retired)
 from precompute.sources.plausibility import few_in_words
 from precompute.steps import load
 from precompute.steps.night import Night, StepRow
@@ -75,74 +75,74 @@ def run(
     Raises NotJudged, and leaves the generation unchanged, if a dependency of a gate did not answer.
     """
     generation_build, started = Build.of(config, build), time.perf_counter()
-    manifest = write_manifest(generation_build, facts())
+    manifest = write_manifest(generation_build, fact_functions())
     with open_releases(config) as releases:
         ledger = releases.ledger()
         state = releases.state(generation_build.generation, ledger)
         if state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
-            return _published(generation_build, releases, state)
+            return _verify_published(generation_build, releases, state)
         releases.demand_agreement()
         if state in (None, GenerationState.BEGUN):  # Redis lost what `load` did, and perhaps was restored
             load.run(config, build)
             state = releases.state(generation_build.generation)
         demand_allowed("verify", generation_build.generation, state)
         # Before any page is read back: a node that starts while the gates run counts as changed.
-        nodes = run_ids(releases.control.client)
-        judged_verdicts = _judged(generation_build, manifest, releases, ledger.live_generation, progress)
+        run_id_by_node = run_ids(releases.control.client)
+        judged_verdicts = _judge(generation_build, manifest, releases, ledger.live_generation, progress)
         verdicts = apply_overrides(
             judged_verdicts, ledger.overrides_by_generation.get(generation_build.generation, {})
         )
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
-        _demand_still(generation_build, releases)
-        left_out = [gate.rule for gate in GATES if gate not in applicable_gates(manifest)]
-        unasked = {"gates_left_out": left_out} if left_out else {}
+        _demand_verifiable(generation_build, releases)
+        left_out_rules = [gate.rule for gate in GATES if gate not in applicable_gates(manifest)]
+        left_out_fact = {"gates_left_out": left_out_rules} if left_out_rules else {}
         manifest = replace(
             manifest,
-            facts={**manifest.facts, **unasked},
+            facts={**manifest.facts, **left_out_fact},
             gates=tuple(verdict.to_json() for verdict in verdicts),
             timings={
                 **manifest.timings,
                 **(
-                    {"load": loaded["seconds"]}
-                    if (loaded := generation_build.read_report(LOAD_REPORT))
+                    {"load": load_report["seconds"]}
+                    if (load_report := generation_build.read_report(LOAD_REPORT))
                     else {}
                 ),
                 "verify": time.perf_counter() - started,
             },
         )
-        path = generation_path(generation_build.generation, "manifest.json")
-        if failed := [verdict for verdict in verdicts if not verdict.passed]:
-            reasons = "; ".join(reason(generation_build.generation, verdict) for verdict in failed)
-            if few_ids_remark := few_in_words(manifest.facts["users_in_source"], _listed(manifest)):
-                reasons = f"{few_ids_remark}: {reasons}"
+        manifest_path = generation_path(generation_build.generation, "manifest.json")
+        if failed_verdicts := [verdict for verdict in verdicts if not verdict.passed]:
+            failure_text = "; ".join(failure_reason(generation_build.generation, verdict) for verdict in failed_verdicts)
+            if few_ids_remark := few_in_words(manifest.facts["users_in_source"], _listed_item_count(manifest)):
+                failure_text = f"{few_ids_remark}: {failure_text}"
             # Refused before its verdicts are to be read: whatever dies in between, nobody publishes it.
-            moves.refuse(releases, generation_build.generation, reason=reasons, attempt=attempt)
-            generation_build.store.write(path, manifest.to_bytes())
+            moves.refuse(releases, generation_build.generation, reason=failure_text, attempt=attempt)
+            generation_build.store.write(manifest_path, manifest.to_bytes())
             raise Refused(
-                f"{generation_build.generation} is refused, the live generation stays: {reasons}",
-                rule=failed[0].rule, value=failed[0].value, threshold=failed[0].threshold,
+                f"{generation_build.generation} is refused, the live generation stays: {failure_text}",
+                rule=failed_verdicts[0].rule, value=failed_verdicts[0].value, threshold=failed_verdicts[0].threshold,
             )  # fmt: skip
         # The verdicts first: their baseline says nothing of older ones.
-        generation_build.store.write(path, manifest.to_bytes())
-        report = VerifyReport(run_ids=nodes, baseline=ledger.live_generation)
+        generation_build.store.write(manifest_path, manifest.to_bytes())
+        report = VerifyReport(run_ids=run_id_by_node, baseline=ledger.live_generation)
         generation_build.report(VERIFY_REPORT, report)
         releases.mark_verified(generation_build.generation, attempt=attempt)
-    odd = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE_NOTE in verdict.note]
-    live = None if ledger.live_generation is None else _read_manifest(generation_build, ledger.live_generation)
-    if live is not None:
-        odd += changed_labels_in_words(manifest, live)
+    remarks = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE_NOTE in verdict.note]
+    live_manifest = None if ledger.live_generation is None else _manifest_if_readable(generation_build, ledger.live_generation)
+    if live_manifest is not None:
+        remarks += changed_labels_in_words(manifest, live_manifest)
     result: VerifyResult = {
         "generation": generation_build.generation, "gates": len(manifest.gates), "verified": True,
         "not_judged": [verdict.rule for verdict in verdicts if not verdict.is_judged],
     }  # fmt: skip
-    if left_out:
-        result["gates_left_out"] = left_out
-    if odd:
-        result["remarks"] = odd
+    if left_out_rules:
+        result["gates_left_out"] = left_out_rules
+    if remarks:
+        result["remarks"] = remarks
     return result
 
 
-def _listed(manifest: Manifest) -> int | None:
+def _listed_item_count(manifest: Manifest) -> int | None:
     """Number of items that lists are made of; None if there are no lists, whose items may be a classifier's labels."""
     has_lists = any(table.kind == "topk" for table in manifest.tables.values())
     return manifest.entity_sets["item"].count if has_lists else None
@@ -151,27 +151,27 @@ def _listed(manifest: Manifest) -> int | None:
 def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
-    left_out = ", ".join(result.get("gates_left_out", ()))
-    left_out_note = f"; left out, for there are no interactions: {left_out}" if left_out else ""
-    odd = "".join(f"\nnote: {remark}" for remark in result.get("remarks", ()))
-    not_judged = result.get("not_judged", ())
-    passed = f"{result['gates'] - len(not_judged)} gates passed"
-    if not_judged:
-        passed += f", {len(not_judged)} not judged"
-    return StepRow(result, f"{passed}{left_out_note}{odd}")
+    left_out_text = ", ".join(result.get("gates_left_out", ()))
+    left_out_note = f"; left out, for there are no interactions: {left_out_text}" if left_out_text else ""
+    remark_lines = "".join(f"\nnote: {remark}" for remark in result.get("remarks", ()))
+    unjudged_rules = result.get("not_judged", ())
+    summary = f"{result['gates'] - len(unjudged_rules)} gates passed"
+    if unjudged_rules:
+        summary += f", {len(unjudged_rules)} not judged"
+    return StepRow(result, f"{summary}{left_out_note}{remark_lines}")
 
 
-def _demand_still(build: Build, releases: Releases) -> None:
+def _demand_verifiable(build: Build, releases: Releases) -> None:
     """Raise Conflict if it can no longer be verified; remove pages that a gate may have loaded of a retired one."""
     try:
         demand_allowed("verify", build.generation, releases.state(build.generation))
     except Conflict:
         with open_governor(build.config.governor, releases.control) as governor:
-            take_back(releases, build.generation, governor=governor)
+            unlink_if_retired(releases, build.generation, governor=governor)
         raise
 
 
-def _published(build: Build, releases: Releases, state: GenerationState) -> VerifyResult:
+def _verify_published(build: Build, releases: Releases, state: GenerationState) -> VerifyResult:
     """Judge a generation to be published by its gates; of a live one read the pages back. Raise CorruptArtefact."""
     result: VerifyResult = {
         "generation": build.generation,
@@ -181,7 +181,7 @@ def _published(build: Build, releases: Releases, state: GenerationState) -> Veri
     if state is not GenerationState.LIVE:
         return {**result, "not_run": f"it is {state}: a roll back to it reads its pages back"}
     with open_governor(build.config.governor, releases.control) as governor:
-        damaged_pages = damaged(
+        damaged_pages = find_damaged_pages(
             releases.control, releases.store, build.generation, governor=governor
         )
     if damaged_pages:
@@ -194,27 +194,27 @@ def _published(build: Build, releases: Releases, state: GenerationState) -> Veri
     return {**result, "not_run": "it is live: gates were not run, every page was read back"}
 
 
-def reason(generation: str, verdict: Verdict) -> str:
+def failure_reason(generation: str, verdict: Verdict) -> str:
     """A failed verdict in words, with what would let it pass."""
-    compared = f" (compared with {verdict.baseline})" if verdict.baseline else ""
-    finding = f"{verdict.rule} is {verdict.value}, the threshold {verdict.threshold}{compared} {verdict.note}"
+    baseline_text = f" (compared with {verdict.baseline})" if verdict.baseline else ""
+    finding_text = f"{verdict.rule} is {verdict.value}, the threshold {verdict.threshold}{baseline_text} {verdict.note}"
     if verdict.rule in INTEGRITY_RULES:
-        return f"{finding.strip()}: this rule protects integrity and cannot be overridden"
+        return f"{finding_text.strip()}: this rule protects integrity and cannot be overridden"
     return (
-        f"{finding.strip()}: if it is right all the same, run `larder override {generation} "
+        f"{finding_text.strip()}: if it is right all the same, run `larder override {generation} "
         f'--rule {verdict.rule} --reason "..."`, then `larder verify {generation}`'
     )
 
 
-def _judged(
-    build: Build, manifest: Manifest, releases: Releases, live: str | None, progress: Progress
+def _judge(
+    build: Build, manifest: Manifest, releases: Releases, live_generation: str | None, progress: Progress
 ) -> Sequence[Verdict]:
     """Return verdicts, files first: no other gate can open a file that differs from the manifest."""
     started = time.monotonic()
     artefacts = [*manifest.artefacts(), *manifest.pages()]
     size_bytes = sum(artefact.size_bytes for artefact in artefacts)
-    limits = TimeLimits.of(build.config.gates, build.config.governor, size_bytes)
-    limit_s = min(limits.gate_s, limits.total_s)
+    time_limits = TimeLimits.of(build.config.gates, build.config.governor, size_bytes)
+    limit_s = min(time_limits.gate_s, time_limits.total_s)
     verdicts = [
         run_within(
             FILES_RULE, lambda: check_files(build.store, build.generation, artefacts), limit_s
@@ -222,12 +222,12 @@ def _judged(
     ]
     if not verdicts[0].passed:
         return verdicts
-    opened: list[Candidate] = []
-    pages_bytes = _pages_bytes(build, releases)
+    opened_candidates: list[Candidate] = []
+    redis_pages_bytes = _redis_pages_bytes(build, releases)
 
-    def opens() -> Measurement:
+    def measure_opening() -> Measurement:
         try:
-            candidate, missing = _candidate(build, manifest, releases, live, pages_bytes)
+            candidate, is_live_unreadable = _open_candidate(build, manifest, releases, live_generation, redis_pages_bytes)
         except LarderError:
             raise
         except Exception as error:
@@ -235,20 +235,20 @@ def _judged(
                 raise
             # Whether it can be opened is what this rule asks.
             return Measurement(False, f"{type(error).__name__}: {error}", "readable")
-        opened.append(candidate)
-        note = "the manifest of the live generation cannot be read" if missing else ""
-        return Measurement(not missing, live, "readable", note)
+        opened_candidates.append(candidate)
+        note = "the manifest of the live generation cannot be read" if is_live_unreadable else ""
+        return Measurement(not is_live_unreadable, live_generation, "readable", note)
 
-    open_verdict = run_within(OPENS_RULE, opens, limit_s)
-    if not opened:
+    open_verdict = run_within(OPENS_RULE, measure_opening, limit_s)
+    if not opened_candidates:
         return [*verdicts, open_verdict]
     verdicts.append(replace(open_verdict, rule=LIVE_FILES_RULE))
-    limits = replace(limits, total_s=limits.total_s - (time.monotonic() - started))
+    time_limits = replace(time_limits, total_s=time_limits.total_s - (time.monotonic() - started))
     try:
         gates = applicable_gates(manifest)
-        for number, verdict in enumerate(run_gates(opened[0], gates, limits=limits), 1):
+        for gate_number, verdict in enumerate(run_gates(opened_candidates[0], gates, limits=time_limits), 1):
             verdicts.append(verdict)
-            progress("verify", number, len(gates))
+            progress("verify", gate_number, len(gates))
     except GateRaised:
         if all(verdict.passed for verdict in verdicts):
             raise
@@ -259,59 +259,59 @@ def _judged(
     return verdicts
 
 
-def _candidate(
-    build: Build, manifest: Manifest, releases: Releases, live: str | None, pages_bytes: int
+def _open_candidate(
+    build: Build, manifest: Manifest, releases: Releases, live_generation: str | None, pages_bytes: int
 ) -> tuple[Candidate, bool]:
     """The candidate, and whether a live generation there should be cannot be compared with."""
     # What is missing of the night's own notes is missed by the gates that look at it.
     for shard in sampled_shards(manifest.entity_sets["user"]):
-        with _if_there():
+        with _skip_missing():
             fetch_partition(build, shard)
-    for name in (holdout.HOLDOUT_FILE, catalogue.ITEM_FEATURES_FILE, marks_file_path("user")):
-        with _if_there():
-            build.fetch(name)
-    with _if_there():
-        for name in build.need_report(BEGIN_REPORT)["bundle_files"]:
-            build.fetch(f"bundle/{name}")
-    live_manifest = None if live is None else _read_manifest(build, live)
+    for night_file in (holdout.HOLDOUT_FILE, catalogue.ITEM_FEATURES_FILE, marks_file_path("user")):
+        with _skip_missing():
+            build.fetch(night_file)
+    with _skip_missing():
+        for night_file in build.need_report(BEGIN_REPORT)["bundle_files"]:
+            build.fetch(f"bundle/{night_file}")
+    live_manifest = None if live_generation is None else _manifest_if_readable(build, live_generation)
     live_root = None
     if live_manifest is not None:
-        with _if_there():
+        with _skip_missing():
             items = live_manifest.items
-            parts = [
+            directory_files = [
                 part.file
                 for entity_set in live_manifest.entity_sets.values()
                 for part in entity_set.parts
             ]
-            for artefact in (items.ids, items.offsets, items.model_index, items.vectors, *parts):
+            for artefact in (items.ids, items.offsets, items.model_index, items.vectors, *directory_files):
                 fetch_checked(build.store, live_manifest.generation, artefact)
             live_root = build.store.local(generation_path(live_manifest.generation))
-    arms: tuple[ArmRoom, ...] = ()
-    with _if_there():
-        arms = tuple(
+    arm_rooms: tuple[ArmRoom, ...] = ()
+    with _skip_missing():
+        arm_rooms = tuple(
             room
-            for rooms_beside in rooms()
-            for room in rooms_beside(build.config, releases.control.client)
+            for rooms_of_feature in arm_room_functions()
+            for room in rooms_of_feature(build.config, releases.control.client)
         )
     candidate = Candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), releases.control, live_manifest,
         build.config.gates, build.config.history_limit, live_root, pages_bytes,
         read_erased_entities(build), build.config.governor,
-        unreadable_live=live if live_manifest is None else None, superseded_count=build.config.keep,
-        arms=arms, allowed_items=allowed_by_manifest(), scoring_hooks=scoring_hooks(), build=build,
+        unreadable_live=live_generation if live_manifest is None else None, superseded_count=build.config.keep,
+        arms=arm_rooms, allowed_items=allowed_item_masks(), scoring_hooks=scoring_hooks(), build=build,
     )  # fmt: skip
-    return candidate, live is not None and live_manifest is None
+    return candidate, live_generation is not None and live_manifest is None
 
 
-def _read_manifest(build: Build, generation: str) -> Manifest | None:
-    with _if_there():
-        raw = build.store.read(generation_path(generation, "manifest.json"))
-        return None if raw is None else Manifest.from_bytes(raw)
+def _manifest_if_readable(build: Build, generation: str) -> Manifest | None:
+    with _skip_missing():
+        raw_manifest = build.store.read(generation_path(generation, "manifest.json"))
+        return None if raw_manifest is None else Manifest.from_bytes(raw_manifest)
     return None
 
 
 @contextmanager
-def _if_there() -> Iterator[None]:
+def _skip_missing() -> Iterator[None]:
     """Go on without missing or damaged files; raise if the store does not answer, which proves nothing."""
     try:
         yield
@@ -320,10 +320,10 @@ def _if_there() -> Iterator[None]:
             raise
 
 
-def _pages_bytes(build: Build, releases: Releases) -> int:
+def _redis_pages_bytes(build: Build, releases: Releases) -> int:
     """Payload of all generations of which Redis may hold pages."""
     manifests = [
-        _read_manifest(build, generation)
+        _manifest_if_readable(build, generation)
         for generation, row in releases.control.rows().items()
         if row.state is not GenerationState.RETIRED
     ]

@@ -12,7 +12,7 @@ from precompute.builds.reports import BuildId
 from precompute.config.settings import NightConfig
 from precompute.steps.night import Night, StepRow
 
-WARM_POLL_S = 0.1
+WARM_POLL_INTERVAL_S = 0.1
 
 
 class FlipFields(TypedDict):
@@ -44,34 +44,34 @@ def run(config: NightConfig, build: BuildId) -> WarmResult:
         control = Control(client, config.keyspace())
         while True:
             replicas = control.replicas()
-            waiting = [
+            waiting_replicas = [
                 replica.name for replica in replicas if replica.served_generation != generation
             ]
             seconds = time.perf_counter() - started
-            if not waiting or seconds > config.warm_timeout_s:
+            if not waiting_replicas or seconds > config.warm_timeout_s:
                 return {
                     "generation": generation,
                     "replicas": len(replicas),
-                    "waiting": waiting,
+                    "waiting": waiting_replicas,
                     "seconds": round(seconds, 3),
-                    **_flip_of(control.read_pointer(), replicas),
+                    **_flip_fields(control.read_pointer(), replicas),
                 }
-            time.sleep(WARM_POLL_S)
+            time.sleep(WARM_POLL_INTERVAL_S)
 
 
-def _flip_of(pointer: Pointer | None, replicas: Sequence[Replica]) -> FlipFields:
+def _flip_fields(pointer: Pointer | None, replicas: Sequence[Replica]) -> FlipFields:
     """Skew and lags (ms) of the replicas there when the pointer moved; one that started later has not flipped."""
-    swapped = {
+    swapped_at_by_replica = {
         replica.name: replica.swapped_at
         for replica in replicas
         if pointer is not None and replica.epoch == pointer.epoch and replica.swapped_at is not None
     }
-    times = sorted(swapped.values())
-    at = 0.0 if pointer is None else pointer.published_at
+    swap_times = sorted(swapped_at_by_replica.values())
+    published_at = 0.0 if pointer is None else pointer.published_at
     return {
-        "skew_ms": round(1000 * (times[-1] - times[0]), 1) if len(times) > 1 else None,
+        "skew_ms": round(1000 * (swap_times[-1] - swap_times[0]), 1) if len(swap_times) > 1 else None,
         "lag_ms": {
-            name: round(1000 * (swapped_at - at), 1) for name, swapped_at in swapped.items()
+            name: round(1000 * (swapped_at - published_at), 1) for name, swapped_at in swapped_at_by_replica.items()
         },
     }
 
@@ -81,6 +81,6 @@ def in_night(night: Night) -> StepRow:
     result = run(night.config, night.build)
     if not result["replicas"]:
         return StepRow(result, "no replica is listening")
-    follow = result["replicas"] - len(result["waiting"])
-    apart = "" if result["skew_ms"] is None else f", {result['skew_ms']:.0f} ms apart"
-    return StepRow(result, f"{follow} of {result['replicas']} replicas follow{apart}")
+    follower_count = result["replicas"] - len(result["waiting"])
+    skew_text = "" if result["skew_ms"] is None else f", {result['skew_ms']:.0f} ms apart"
+    return StepRow(result, f"{follower_count} of {result['replicas']} replicas follow{skew_text}")

@@ -16,13 +16,13 @@ from precompute.releases.release_log import open_releases
 
 Verdict = Literal["publish", "abandon", "undecided"]
 
-ALPHA = 1e-4
+CHANCE_PROBABILITY_MAX = 1e-4
 """Highest probability that a difference between two arms of one generation counts as more than chance."""
 
-KEYS_FOR_EVIDENCE = 100
+EVIDENCE_KEYS_MIN = 100
 """Least number of keys for evidence: the approximations of `ArmComparison` need some."""
 
-_Z = NormalDist().inv_cdf(1 - ALPHA)
+_NORMAL_QUANTILE = NormalDist().inv_cdf(1 - CHANCE_PROBABILITY_MAX)
 
 _PSI_BINS = 10
 
@@ -34,7 +34,7 @@ class CanaryArmTotals:
     """Totals of one arm over all replicas: requests and feedback; per key, once, its source and top score's bucket.
 
     `keys`, `keys_by_answer_source`, `scores` and `score_sum` are estimates for the keys of each replica, added up;
-    `different`: how many different keys these are; `certain`: how many independent keys they are worth.
+    `different_keys`: how many different keys these are; `effective_keys`: how many independent keys they are worth.
     """
 
     requests: int = 0
@@ -43,42 +43,42 @@ class CanaryArmTotals:
     scores: Counter[int] = field(default_factory=Counter)
     score_sum: float = 0.0
     feedback: Counter[str] = field(default_factory=Counter)
-    different: float = 0.0
-    _squares: float = 0.0
-    _replicas: int = 0
+    different_keys: float = 0.0
+    _weight_square_sum: float = 0.0
+    _replica_count: int = 0
 
     @classmethod
     def of(cls, heartbeat_counts: Iterable[Mapping[str, Any]]) -> Self:
         """Sum the heartbeats' counts of this arm."""
-        total, sketches, most_of_one = cls(), list[KeySketch](), 0.0
+        arm_totals, sketches, replica_keys_max = cls(), list[KeySketch](), 0.0
         for replica_counts in heartbeat_counts:
-            total.requests += int(replica_counts["requests"])
-            total.feedback.update(replica_counts["feedback"])
-            keys, weight = int(replica_counts["keys"]), int(replica_counts["weight"])
-            if not keys:
+            arm_totals.requests += int(replica_counts["requests"])
+            arm_totals.feedback.update(replica_counts["feedback"])
+            key_count, key_weight = int(replica_counts["keys"]), int(replica_counts["weight"])
+            if not key_count:
                 continue
-            total._replicas += 1
-            total._squares += weight * weight * keys
-            total.keys += weight * keys
-            most_of_one = max(most_of_one, weight * keys)
+            arm_totals._replica_count += 1
+            arm_totals._weight_square_sum += key_weight * key_weight * key_count
+            arm_totals.keys += key_weight * key_count
+            replica_keys_max = max(replica_keys_max, key_weight * key_count)
             if sketch_text := replica_counts.get("sketch"):
                 sketches.append(KeySketch.from_text(sketch_text))
-            total.keys_by_answer_source.update(
-                {kind: weight * count for kind, count in replica_counts["kinds"].items()}
+            arm_totals.keys_by_answer_source.update(
+                {answer_source: key_weight * count for answer_source, count in replica_counts["kinds"].items()}
             )
-            total.scores.update(
-                {int(at): weight * count for at, count in replica_counts["scores"].items()}
+            arm_totals.scores.update(
+                {int(bucket): key_weight * count for bucket, count in replica_counts["scores"].items()}
             )
-            total.score_sum += weight * float(replica_counts["score_sum"])
-        if len(sketches) == total._replicas:
-            united = KeySketch.unite(sketches).count()
-            total.different = min(max(united, most_of_one), total.keys)
+            arm_totals.score_sum += key_weight * float(replica_counts["score_sum"])
+        if len(sketches) == arm_totals._replica_count:
+            united_key_count = KeySketch.unite(sketches).count()
+            arm_totals.different_keys = min(max(united_key_count, replica_keys_max), arm_totals.keys)
         else:  # a replica of an older release: its keys may be those of the others
-            total.different = most_of_one
-        return total
+            arm_totals.different_keys = replica_keys_max
+        return arm_totals
 
     @property
-    def certain(self) -> float:
+    def effective_keys(self) -> float:
         """Effective number of keys, as if each had been counted once and with equal weight; at least so many.
 
         With N counts of U different keys, each counted by at most R replicas, the squares of their counts add up to
@@ -86,14 +86,14 @@ class CanaryArmTotals:
         """
         if not self.keys:
             return 0.0
-        squares_of_counts = self.different + (self.keys - self.different) * (self._replicas + 1)
-        return self.keys**2 / self._squares * self.keys / squares_of_counts
+        squares_of_counts = self.different_keys + (self.keys - self.different_keys) * (self._replica_count + 1)
+        return self.keys**2 / self._weight_square_sum * self.keys / squares_of_counts
 
     @property
     def mean_score(self) -> float | None:
         """Mean over the best score of each key's first list; None without lists."""
-        lists = self.scores.total()
-        return self.score_sum / lists if lists else None
+        list_count = self.scores.total()
+        return self.score_sum / list_count if list_count else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class ArmComparison:
     The split is over keys, so keys are counted: each once, by its first answer. Counted by request, a handful of busy
     keys would be most of either arm, and two arms of one generation would differ by their busy keys. A measure counts
     against the canary if it is above its limit and above the largest value of two arms of one generation by chance
-    (`ALPHA` of all such canaries at most); above its limit only, it leaves the question open. With n and m keys,
+    (`CHANCE_PROBABILITY_MAX` of all such canaries at most); above its limit only, it leaves the question open.
+    With n and m keys,
 
     - score_psi by chance is (1/n + 1/m) times a chi-square with bins - 1 degrees of freedom (Yurdakul and Naranjo,
     "Statistical properties of the population stability index", 2020; its quantile after Wilson and Hilferty, 1931),
@@ -133,10 +134,10 @@ class ArmComparison:
     def of(cls, live: CanaryArmTotals, canary: CanaryArmTotals) -> Self:
         """Compare the two arms, each measure with its bound by chance."""
         events = sorted({*live.feedback, *canary.feedback})
-        ratios = {event: _feedback_ratio(event, live, canary) for event in events}
+        feedback_ratio_by_event = {event: _feedback_ratio(event, live, canary) for event in events}
         return cls(
             {"live": live.requests, "canary": canary.requests},
-            {"live": round(live.different), "canary": round(canary.different)},
+            {"live": round(live.different_keys), "canary": round(canary.different_keys)},
             mix_shift(live.keys_by_answer_source, canary.keys_by_answer_source),
             population_stability_index(live.scores, canary.scores),
             {
@@ -144,8 +145,8 @@ class ArmComparison:
                 "score_psi": psi_by_chance(live, canary),
             },
             {"live": live.mean_score, "canary": canary.mean_score},
-            {event: ratio for event, (ratio, _) in ratios.items()},
-            {event: chance for event, (_, chance) in ratios.items()},
+            {event: feedback_ratio for event, (feedback_ratio, _) in feedback_ratio_by_event.items()},
+            {event: chance for event, (_, chance) in feedback_ratio_by_event.items()},
         )
 
 
@@ -157,7 +158,7 @@ def compare(replicas: Sequence[Replica], canary: Canary) -> ArmComparison:
         if replica.canary is not None and replica.canary["since"] == canary.since
     ]
     return ArmComparison.of(
-        *(CanaryArmTotals.of(arms[arm] for arms in arm_counts) for arm in ("live", "canary"))
+        *(CanaryArmTotals.of(counts_by_arm[arm] for counts_by_arm in arm_counts) for arm in ("live", "canary"))
     )
 
 
@@ -166,119 +167,119 @@ def decide(comparison: ArmComparison, limits: CanaryConfig) -> tuple[Verdict, li
 
     Too small counts leave it undecided, with the missing ones.
     """
-    against: list[str] = []
-    missing: list[str] = []
-    for unit_name, count_by_arm, min_count in (
+    counterevidence: list[str] = []
+    open_questions: list[str] = []
+    for counted_name, count_by_arm, min_count in (
         ("requests", comparison.requests, limits.requests_min),
         ("keys", comparison.keys, limits.keys_min),
     ):
-        missing += [
-            f"{arm} answered {count} {unit_name}, at least {min_count} are needed"
+        open_questions += [
+            f"{arm} answered {count} {counted_name}, at least {min_count} are needed"
             for arm, count in count_by_arm.items()
             if count < min_count
         ]
-    for name, value, limit in (
+    for measure_name, measure, limit in (
         ("source_shift", comparison.source_shift, limits.source_shift_max),
         ("score_psi", comparison.score_psi, limits.score_psi_max),
     ):
-        chance = comparison.chance[name]
-        if value > limit:
-            finding = f"{name} {value:.4f} is above {limit:g}"
-            if value > chance:
-                against.append(finding)
+        chance_bound = comparison.chance[measure_name]
+        if measure > limit:
+            finding = f"{measure_name} {measure:.4f} is above {limit:g}"
+            if measure > chance_bound:
+                counterevidence.append(finding)
             else:
-                missing.append(f"{finding}, but up to {chance:.4f} may be chance with so few keys")
-        elif not value <= limit:
-            missing.append(f"{name} is not known")
+                open_questions.append(f"{finding}, but up to {chance_bound:.4f} may be chance with so few keys")
+        elif not measure <= limit:
+            open_questions.append(f"{measure_name} is not known")
     if limits.feedback_event:
-        _weigh_feedback(comparison, limits, against, missing)
+        _judge_feedback(comparison, limits, counterevidence, open_questions)
     # Two keys can differ by anything.
-    if against and min(comparison.keys.values()) >= min(limits.keys_min, KEYS_FOR_EVIDENCE):
-        return "abandon", against
-    return ("undecided", against + missing) if against or missing else ("publish", [])
+    if counterevidence and min(comparison.keys.values()) >= min(limits.keys_min, EVIDENCE_KEYS_MIN):
+        return "abandon", counterevidence
+    return ("undecided", counterevidence + open_questions) if counterevidence or open_questions else ("publish", [])
 
 
-def _weigh_feedback(
-    comparison: ArmComparison, limits: CanaryConfig, against: list[str], missing: list[str]
+def _judge_feedback(
+    comparison: ArmComparison, limits: CanaryConfig, counterevidence: list[str], open_questions: list[str]
 ) -> None:
     event, min_ratio = limits.feedback_event, limits.feedback_ratio_min
     ratio = comparison.feedback.get(event)
     if ratio is None:
-        missing.append(f"nothing was reported as {event}")
+        open_questions.append(f"nothing was reported as {event}")
     elif not ratio >= min_ratio:
         finding = f"{event} per request is {ratio:.4f} of live's, at least {min_ratio:g} is needed"
-        chance = comparison.feedback_chance[event]
-        if ratio < 1 - chance:
-            against.append(finding)
+        chance_bound = comparison.feedback_chance[event]
+        if ratio < 1 - chance_bound:
+            counterevidence.append(finding)
         else:
-            missing.append(f"{finding}, but it may be chance down to {max(0.0, 1 - chance):.4f}")
+            open_questions.append(f"{finding}, but it may be chance down to {max(0.0, 1 - chance_bound):.4f}")
 
 
 def mix_shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int]) -> float:
     """Return the total variation distance of two mixes."""
-    all_one, all_other = sum(first_counts.values()), sum(second_counts.values())
-    if not all_one or not all_other:
-        return 0.0 if all_one == all_other else 1.0
-    names = {*first_counts, *second_counts}
+    first_total, second_total = sum(first_counts.values()), sum(second_counts.values())
+    if not first_total or not second_total:
+        return 0.0 if first_total == second_total else 1.0
+    answer_sources = {*first_counts, *second_counts}
     return 0.5 * sum(
-        abs(first_counts.get(name, 0) / all_one - second_counts.get(name, 0) / all_other)
-        for name in names
+        abs(first_counts.get(answer_source, 0) / first_total - second_counts.get(answer_source, 0) / second_total)
+        for answer_source in answer_sources
     )
 
 
 def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
-    """Return the source_shift that two arms of one generation exceed at most `ALPHA` of the time."""
-    if not live.certain or not canary.certain:
+    """Return the source_shift that two arms of one generation exceed at most `CHANCE_PROBABILITY_MAX` of the time."""
+    if not live.effective_keys or not canary.effective_keys:
         return math.inf
-    kinds = {*live.keys_by_answer_source, *canary.keys_by_answer_source}
-    deviation = math.log(2 * len(kinds) / ALPHA)
-    apart = 1 / live.certain + 1 / canary.certain
-    allowed = deviation / (3 * min(live.certain, canary.certain)) * len(kinds)
-    for kind in kinds:
-        pooled_share = (live.keys_by_answer_source[kind] + canary.keys_by_answer_source[kind]) / (
+    answer_sources = {*live.keys_by_answer_source, *canary.keys_by_answer_source}
+    log_odds = math.log(2 * len(answer_sources) / CHANCE_PROBABILITY_MAX)
+    inverse_size_sum = 1 / live.effective_keys + 1 / canary.effective_keys
+    shift_bound = log_odds / (3 * min(live.effective_keys, canary.effective_keys)) * len(answer_sources)
+    for answer_source in answer_sources:
+        pooled_share = (live.keys_by_answer_source[answer_source] + canary.keys_by_answer_source[answer_source]) / (
             live.keys + canary.keys
         )
-        allowed += math.sqrt(2 * pooled_share * (1 - pooled_share) * deviation * apart)
-    return min(1.0, 0.5 * allowed)
+        shift_bound += math.sqrt(2 * pooled_share * (1 - pooled_share) * log_odds * inverse_size_sum)
+    return min(1.0, 0.5 * shift_bound)
 
 
 def population_stability_index(
-    expected: Mapping[int, int], actual_counts: Mapping[int, int]
+    expected_counts: Mapping[int, int], actual_counts: Mapping[int, int]
 ) -> float:
-    """Return the population stability index over at most ten equal bins of `expected`; inf if one side is empty."""
-    all_expected, all_found = sum(expected.values()), sum(actual_counts.values())
-    if not all_expected or not all_found:
-        return 0.0 if all_expected == all_found else math.inf
+    """Return the population stability index over at most ten equal bins of `expected_counts`; inf if one is empty."""
+    expected_total, actual_total = sum(expected_counts.values()), sum(actual_counts.values())
+    if not expected_total or not actual_total:
+        return 0.0 if expected_total == actual_total else math.inf
     bins: list[list[float]] = [[0.0, 0.0]]
-    for at in sorted({*expected, *actual_counts}):
-        if bins[-1][0] >= all_expected / _PSI_BINS:
+    for bucket in sorted({*expected_counts, *actual_counts}):
+        if bins[-1][0] >= expected_total / _PSI_BINS:
             bins.append([0.0, 0.0])
-        bins[-1][0] += expected.get(at, 0)
-        bins[-1][1] += actual_counts.get(at, 0)
-    total = 0.0
+        bins[-1][0] += expected_counts.get(bucket, 0)
+        bins[-1][1] += actual_counts.get(bucket, 0)
+    index = 0.0
     for expected_count, actual_count in bins:
         expected_share = (expected_count + _PSI_SMOOTHING) / (
-            all_expected + _PSI_SMOOTHING * len(bins)
+            expected_total + _PSI_SMOOTHING * len(bins)
         )
-        share_found = (actual_count + _PSI_SMOOTHING) / (all_found + _PSI_SMOOTHING * len(bins))
-        total += (share_found - expected_share) * math.log(share_found / expected_share)
-    return total
+        actual_share = (actual_count + _PSI_SMOOTHING) / (actual_total + _PSI_SMOOTHING * len(bins))
+        index += (actual_share - expected_share) * math.log(actual_share / expected_share)
+    return index
 
 
 def psi_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
-    """Return the score_psi that two arms of one generation exceed at most `ALPHA` of the time."""
-    if not live.certain or not canary.certain:
+    """Return the score_psi that two arms of one generation exceed at most `CHANCE_PROBABILITY_MAX` of the time."""
+    if not live.effective_keys or not canary.effective_keys:
         return math.inf
-    apart = 0.0
+    inverse_size_sum = 0.0
     for arm in (live, canary):
-        lists = (
+        list_count = (
             arm.scores.total() or arm.keys
         )  # an arm without a single list is as sure as its keys are many
-        apart += arm.keys / (lists * arm.certain)
-    free = _PSI_BINS - 1
-    spread = 2 / (9 * free)
-    quantile: float = free * (1 - spread + _Z * math.sqrt(spread)) ** 3
-    return apart * quantile
+        inverse_size_sum += arm.keys / (list_count * arm.effective_keys)
+    freedom_degrees = _PSI_BINS - 1
+    spread = 2 / (9 * freedom_degrees)
+    chi_square_quantile: float = freedom_degrees * (1 - spread + _NORMAL_QUANTILE * math.sqrt(spread)) ** 3
+    return inverse_size_sum * chi_square_quantile
 
 
 def _feedback_ratio(
@@ -287,10 +288,10 @@ def _feedback_ratio(
     """Return (rate under the canary over that under live, how far below 1 that may be by chance)."""
     if not live.feedback[event] or not live.requests or not canary.requests:
         return None, math.inf
-    expected = live.feedback[event] * canary.requests / live.requests
-    chance = _Z * math.sqrt(1 / expected + 1 / live.feedback[event])
-    under_live = live.feedback[event] / live.requests
-    return canary.feedback[event] / canary.requests / under_live, chance
+    expected_events = live.feedback[event] * canary.requests / live.requests
+    chance_bound = _NORMAL_QUANTILE * math.sqrt(1 / expected_events + 1 / live.feedback[event])
+    live_rate = live.feedback[event] / live.requests
+    return canary.feedback[event] / canary.requests / live_rate, chance_bound
 
 
 def ending_remark(config: NightConfig, generation: str) -> str:

@@ -23,82 +23,82 @@ from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import unlink_recorded
 from precompute.traffic import experiments
-from precompute.traffic.experiments import ArmOption, ExperimentOption, settings_of
-from precompute.traffic.exposures import ArmTotals, erased_users, gather, totals
+from precompute.traffic.experiments import (ArmOption, ExperimentOption, settings_for_namespace)
+from precompute.traffic.exposures import (ArmTotals, erased_users, gather_exposures, read_totals_by_arm)
 
 
 def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any] | list[Table | str]:
     """Run `experiment start|status|share|stop|exposures|retire`."""
-    name: str | None = arguments.name
+    experiment_name: str | None = arguments.name
     match arguments.action:
         case "status":
-            experiments_status = read_status(config, name)
+            experiments_status = read_status(config, experiment_name)
             return experiments_status if arguments.json else render_status(experiments_status)
         case "share":
-            arms = dict(_share_of(arm_text) for arm_text in arguments.arm)
-            if name is None and (arguments.holdout is None or arms or arguments.share is not None):
+            share_by_arm = dict(_parse_arm_share(arm_text) for arm_text in arguments.arm)
+            if experiment_name is None and (arguments.holdout is None or share_by_arm or arguments.share is not None):
                 raise ConfigError(
                     "name the experiment, or give --holdout alone for that of all", field="name"
                 )
-            written = experiments.change_shares(
-                config, name, key_share=arguments.share, arms=arms, holdout=arguments.holdout
+            changed_experiments = experiments.change_shares(
+                config, experiment_name, key_share=arguments.share, share_by_arm=share_by_arm, holdout=arguments.holdout
             )
-            return change_to_json(written, name)
+            return change_to_json(changed_experiments, experiment_name)
         case "exposures":
             store = config.store()
-            return gather(store, at=time.time(), erased=erased_users(store))
+            return gather_exposures(store, gathered_at=time.time(), erased_keys=erased_users(store))
         case "retire":
-            return free_namespaces(config, _demand_name(name))
+            return free_namespaces(config, _demand_name(experiment_name))
         case "stop":
             return change_to_json(
-                experiments.stop(config, _demand_name(name), reason=arguments.reason), name
+                experiments.stop(config, _demand_name(experiment_name), reason=arguments.reason), experiment_name
             )
     key_share = 1.0 if arguments.share is None else arguments.share
-    arms_ = tuple(arm_of(arm_text) for arm_text in arguments.arm)
-    option = ExperimentOption(
-        config.namespace, _demand_name(name), arms_, key_share, arguments.sample
+    arm_options = tuple(parse_arm(arm_text) for arm_text in arguments.arm)
+    experiment_option = ExperimentOption(
+        config.namespace, _demand_name(experiment_name), arm_options, key_share, arguments.sample
     )
     return change_to_json(
-        experiments.start(config, option, holdout=arguments.holdout, progress=progress), name
+        experiments.start(config, experiment_option, holdout=arguments.holdout, progress=progress), experiment_name
     )
 
 
-def arm_of(text: str) -> ArmOption:
+def parse_arm(arm_text: str) -> ArmOption:
     """Parse an arm NAME=NAMESPACE:SHARE; raise ConfigError for anything else."""
-    name, equals, namespace_and_share = text.partition("=")
+    arm_name, equals, namespace_and_share = arm_text.partition("=")
     namespace, colon, share_text = namespace_and_share.rpartition(":")
-    if not (name and equals and namespace and colon):
-        raise ConfigError(f"--arm is NAME=NAMESPACE:SHARE, not {text!r}", field="arm")
-    return ArmOption(name, namespace, _share_number(share_text, text))
+    if not (arm_name and equals and namespace and colon):
+        raise ConfigError(f"--arm is NAME=NAMESPACE:SHARE, not {arm_text!r}", field="arm")
+    return ArmOption(arm_name, namespace, _parse_share(share_text, arm_text))
 
 
-def _share_of(text: str) -> tuple[str, float]:
-    name, equals, share_text = text.partition("=")
-    if not (name and equals):
-        raise ConfigError(f"--arm of `share` is NAME=SHARE, not {text!r}", field="arm")
-    return name, _share_number(share_text, text)
+def _parse_arm_share(arm_text: str) -> tuple[str, float]:
+    arm_name, equals, share_text = arm_text.partition("=")
+    if not (arm_name and equals):
+        raise ConfigError(f"--arm of `share` is NAME=SHARE, not {arm_text!r}", field="arm")
+    return arm_name, _parse_share(share_text, arm_text)
 
 
-def _share_number(text: str, arm_text: str) -> float:
+def _parse_share(share_text: str, arm_text: str) -> float:
     try:
-        return float(text)
+        return float(share_text)
     except ValueError:
         raise ConfigError(
             f"--arm ends with a share of 1, such as 0.5, not {arm_text!r}", field="arm"
         ) from None
 
 
-def _demand_name(name: str | None) -> str:
-    if name is None:
+def _demand_name(experiment_name: str | None) -> str:
+    if experiment_name is None:
         raise ConfigError("name the experiment", field="name")
-    return name
+    return experiment_name
 
 
-def change_to_json(experiments: Experiments, name: str | None) -> dict[str, Any]:
+def change_to_json(experiments: Experiments, experiment_name: str | None) -> dict[str, Any]:
     """Return the JSON-able outcome of a change: the version written, and the experiment's new state."""
-    experiment = None if name is None else experiments.find(name)
+    experiment = None if experiment_name is None else experiments.find(experiment_name)
     return {
         "version": experiments.version,
         "holdout": experiments.holdout_share,
@@ -143,51 +143,51 @@ def _event_text(event: str, count: int, arm: dict[str, Any]) -> str:
     ratio_interval = arm["ratios"].get(event)
     if ratio_interval is None:
         return f"{event} {count:,}"
-    low, high = ratio_interval["low"], ratio_interval["high"]
-    return f"{event} {count:,}: {ratio_interval['ratio']:.3f} ({low:.3f} to {high:.3f})"
+    lower_bound, upper_bound = ratio_interval["low"], ratio_interval["high"]
+    return f"{event} {count:,}: {ratio_interval['ratio']:.3f} ({lower_bound:.3f} to {upper_bound:.3f})"
 
 
-def read_status(config: NightConfig, name: str | None = None) -> dict[str, Any]:
+def read_status(config: NightConfig, experiment_name: str | None = None) -> dict[str, Any]:
     """Return the status of one experiment, or of all listed ones; raise Conflict for an unknown name."""
     all_experiments = latest_experiments(config.store())
-    if name is not None and all_experiments.find(name) is None:
-        raise Conflict(f"there is no experiment {name!r}")
+    if experiment_name is not None and all_experiments.find(experiment_name) is None:
+        raise Conflict(f"there is no experiment {experiment_name!r}")
     selected_experiments = [
-        experiment for experiment in all_experiments.experiments if name in (None, experiment.name)
+        experiment for experiment in all_experiments.experiments if experiment_name in (None, experiment.name)
     ]
     with connect(config.redis_url, config.redis_timeout_s) as client:
         experiments = [
-            _experiment_status(experiment, config.namespace, totals(config.store(), experiment.name), {
+            _experiment_status(experiment, config.namespace, read_totals_by_arm(config.store(), experiment.name), {
                 arm.namespace: Control(client, Keyspace(arm.namespace)) for arm in experiment.arms
             })
             for experiment in selected_experiments
         ]  # fmt: skip
-    return {**_layer(all_experiments), "experiments": experiments}
+    return {**_key_space_summary(all_experiments), "experiments": experiments}
 
 
 def _experiment_status(
     experiment: Experiment,
     own_namespace: str,
     totals_by_arm: Mapping[str, ArmTotals],
-    controls: Mapping[str, Control],
+    control_by_namespace: Mapping[str, Control],
 ) -> dict[str, Any]:
-    base = next(
+    control_totals = next(
         (totals_by_arm.get(arm.name) for arm in experiment.arms if arm.namespace == own_namespace),
         None,
     )
-    arms = []
+    arm_statuses = []
     for arm in experiment.arms:
-        total = totals_by_arm.get(arm.name, ArmTotals())
-        control = controls[arm.namespace]
+        arm_totals = totals_by_arm.get(arm.name, ArmTotals())
+        control = control_by_namespace[arm.namespace]
         pointer = control.read_pointer()
-        arms.append({
+        arm_statuses.append({
             "arm": arm.name,
             "namespace": arm.namespace,
             "share": bucket_count(arm.buckets) / BUCKET_COUNT,
             "generation": None if pointer is None else pointer.generation,
             "replicas": sum(replica.served_generation is not None for replica in control.replicas()),
-            **total.to_json(),
-            "ratios": {} if arm.namespace == own_namespace else event_ratios(base or ArmTotals(), total),
+            **arm_totals.to_json(),
+            "ratios": {} if arm.namespace == own_namespace else event_ratios(control_totals or ArmTotals(), arm_totals),
         })  # fmt: skip
     return {
         "experiment": experiment.name,
@@ -196,28 +196,28 @@ def _experiment_status(
         "created_at": experiment.created_at,
         "started_at": experiment.started_at,
         "stopped_at": experiment.stopped_at,
-        "arms": arms,
+        "arms": arm_statuses,
     }
 
 
-def event_ratios(base: ArmTotals, arm: ArmTotals) -> dict[str, Any]:
+def event_ratios(control_totals: ArmTotals, arm_totals: ArmTotals) -> dict[str, Any]:
     """Return the ratio of each event's rate to the control's, with bounds valid at all looks; null: unbounded."""
     ratio_by_event = {}
-    for event in sorted({*base.feedback, *arm.feedback}):
-        ratio = rate_ratio(arm.feedback[event], arm.requests, base.feedback[event], base.requests)
-        ratio_by_event[event] = None if ratio is None else ratio._asdict()
+    for event in sorted({*control_totals.feedback, *arm_totals.feedback}):
+        ratio_interval = rate_ratio(arm_totals.feedback[event], arm_totals.requests, control_totals.feedback[event], control_totals.requests)
+        ratio_by_event[event] = None if ratio_interval is None else ratio_interval._asdict()
     return ratio_by_event
 
 
-def _layer(all_experiments: Experiments) -> dict[str, Any]:
+def _key_space_summary(all_experiments: Experiments) -> dict[str, Any]:
     used_bucket_count = sum(
         bucket_count(experiment.buckets) for experiment in all_experiments.current
     )
-    holdout = bucket_count(all_experiments.holdout)
+    holdout_bucket_count = bucket_count(all_experiments.holdout)
     return {
         "version": all_experiments.version,
-        "holdout": holdout / BUCKET_COUNT,
-        "free": (BUCKET_COUNT - used_bucket_count - holdout) / BUCKET_COUNT,
+        "holdout": holdout_bucket_count / BUCKET_COUNT,
+        "free": (BUCKET_COUNT - used_bucket_count - holdout_bucket_count) / BUCKET_COUNT,
     }
 
 
@@ -228,16 +228,16 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
     Redis it is like a loss: files and release records stay, and `larder restore` in such a namespace brings them
     back. Raises Conflict for an experiment that is not over.
     """
-    record = latest_experiments(config.store())
-    experiment = record.find(name)
+    all_experiments = latest_experiments(config.store())
+    experiment = all_experiments.find(name)
     if experiment is None or not experiment.is_over:
         raise Conflict(f"experiment {name} is not over: `experiment stop` ends it")
-    needed = {config.namespace, *record.namespaces(config.namespace)}
-    freed, kept_namespaces, keys = [], [], 0
+    needed_namespaces = {config.namespace, *all_experiments.namespaces(config.namespace)}
+    freed_namespaces, kept_namespaces, removed_key_count = [], [], 0
     for arm in experiment.arms:
-        if arm.namespace in needed:
+        if arm.namespace in needed_namespaces:
             continue
-        with open_releases(settings_of(config, arm.namespace)) as releases:
+        with open_releases(settings_for_namespace(config, arm.namespace)) as releases:
             if releases.control.replicas():
                 kept_namespaces.append(arm.namespace)
                 continue
@@ -246,22 +246,22 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
             ) as audit_details:
                 audit_details["namespace"] = arm.namespace
                 with open_governor(config.governor, releases.control) as governor:
-                    keys += _free_namespace(releases, governor)
-        freed.append(arm.namespace)
-    return {"experiment": name, "freed": freed, "kept": kept_namespaces, "keys": keys}
+                    removed_key_count += _free_namespace(releases, governor)
+        freed_namespaces.append(arm.namespace)
+    return {"experiment": name, "freed": freed_namespaces, "kept": kept_namespaces, "keys": removed_key_count}
 
 
 def _free_namespace(releases: Releases, governor: Governor) -> int:
     """Remove a namespace's keys: the pointer first, so that no replica starts, rows last: a retry needs them."""
     control, history = releases.control, releases.history()
     control.client.delete(control.keyspace.live, control.keyspace.next)
-    removed = 0
+    removed_key_count = 0
     for generation in sorted(control.rows()):
         try:
             manifest = read_manifest(releases.store, generation)
         except UnknownGeneration:
-            removed += unlink_recorded(releases, generation, history, governor=governor)
+            removed_key_count += unlink_recorded(releases, generation, history, governor=governor)
         else:
-            removed += unlink_pages(control.client, control.keyspace, manifest, governor=governor)
+            removed_key_count += unlink_pages(control.client, control.keyspace, manifest, governor=governor)
         control.drop_row(generation)
-    return removed
+    return removed_key_count

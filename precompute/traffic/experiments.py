@@ -32,9 +32,9 @@ from precompute.bulk.load import total_bytes, total_pages
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 
-POLL_S = 0.05
+POLL_INTERVAL_S = 0.05
 
-_HOLDOUT = ""
+_HOLDOUT_KEY = ""
 
 _SUM_TOLERANCE = 1e-6
 
@@ -59,17 +59,17 @@ class ExperimentOption:
     sample: float = 1.0
 
     def __post_init__(self) -> None:
-        names = [arm.name for arm in self.arms]
-        for name in (self.name, *names):
+        arm_names = [arm.name for arm in self.arms]
+        for name in (self.name, *arm_names):
             if not EXPERIMENT_NAME_PATTERN.fullmatch(name):
                 raise ConfigError(
                     f"{name!r} is no name: a letter, then up to 31 of a-z, 0-9, - and _",
                     field="name",
                 )
-        if not 2 <= len(names) <= ARMS_MAX or len(set(names)) < len(names):
+        if not 2 <= len(arm_names) <= ARMS_MAX or len(set(arm_names)) < len(arm_names):
             raise ConfigError(
                 f"an experiment has 2 to {ARMS_MAX} arms of different names, not "
-                f"{', '.join(names) or 'none'}",
+                f"{', '.join(arm_names) or 'none'}",
                 field="arm",
             )
         if [arm.namespace for arm in self.arms].count(self.own_namespace) != 1:
@@ -78,7 +78,7 @@ class ExperimentOption:
                 "with",
                 field="arm",
             )
-        _demand_whole({arm.name: arm.share for arm in self.arms})
+        _demand_shares_sum_to_1({arm.name: arm.share for arm in self.arms})
         _demand_share("--share", self.share)
         _demand_share("--sample", self.sample)
 
@@ -95,7 +95,7 @@ class ExperimentOption:
 
 def start(
     config: NightConfig,
-    option: ExperimentOption,
+    experiment_option: ExperimentOption,
     *,
     holdout: float | None = None,
     progress: Progress = quiet,
@@ -107,123 +107,122 @@ def start(
     """
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
-        own_control = Control(client, config.keyspace())
-        controls = {arm.namespace: Control(client, Keyspace(arm.namespace)) for arm in option.arms}
-        live = published_manifest(store, own_control)
-        for namespace, control in controls.items():
+        home_control = Control(client, config.keyspace())
+        control_by_namespace = {arm.namespace: Control(client, Keyspace(arm.namespace)) for arm in experiment_option.arms}
+        live_manifest = published_manifest(store, home_control)
+        for namespace, control in control_by_namespace.items():
             if namespace != config.namespace:
                 demand_match(
-                    live, published_manifest(settings_of(config, namespace).store(), control)
+                    live_manifest, published_manifest(settings_for_namespace(config, namespace).store(), control)
                 )
         with audited(
-            store, "experiment", f"start {option.name}", actor=config.actor
+            store, "experiment", f"start {experiment_option.name}", actor=config.actor
         ) as audit_details:
-            added = change_experiments(
+            added_experiments = change_experiments(
                 store,
                 lambda experiments: add_experiment(
-                    experiments, option, holdout=holdout, at=own_control.time()
+                    experiments, experiment_option, holdout=holdout, at=home_control.time()
                 ),
             )
-            audit_details["version"] = added.version
-            own_control.announce("experiments")
-            _wait_for_replicas(own_control, controls, option.name, config.flip.wait_s, progress)
-            started = change_experiments(
+            audit_details["version"] = added_experiments.version
+            home_control.announce("experiments")
+            _wait_for_replicas(home_control, control_by_namespace, experiment_option.name, config.flip.wait_s, progress)
+            started_experiments = change_experiments(
                 store,
                 lambda experiments: begin_experiment(
-                    experiments, option.name, at=own_control.time()
+                    experiments, experiment_option.name, at=home_control.time()
                 ),
             )
-            audit_details["version"] = started.version
-        own_control.announce("experiments")
-    return started
+            audit_details["version"] = started_experiments.version
+        home_control.announce("experiments")
+    return started_experiments
 
 
 def change_shares(
     config: NightConfig,
-    name: str | None,
+    experiment_name: str | None,
     *,
     key_share: float | None = None,
-    arms: Mapping[str, float] | None = None,
+    share_by_arm: Mapping[str, float] | None = None,
     holdout: float | None = None,
 ) -> Experiments:
     """Change shares: of an experiment, of its arms, of the holdout; no more keys move than shares change by."""
 
     def apply_shares(experiments: Experiments) -> Experiments:
-        if name is not None and arms:
-            experiments = share_arms(experiments, name, arms)
-        key_shares = {} if name is None or key_share is None else {name: key_share}
+        if experiment_name is not None and share_by_arm:
+            experiments = share_arms(experiments, experiment_name, share_by_arm)
+        key_shares = {} if experiment_name is None or key_share is None else {experiment_name: key_share}
         return share_keys(experiments, key_shares, holdout)
 
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
-        subject = f"share {name or 'holdout'}"
+        subject = f"share {experiment_name or 'holdout'}"
         with audited(store, "experiment", subject, actor=config.actor) as audit_details:
-            written = change_experiments(store, apply_shares)
-            audit_details["version"] = written.version
+            changed_experiments = change_experiments(store, apply_shares)
+            audit_details["version"] = changed_experiments.version
         Control(client, config.keyspace()).announce("experiments")
-    return written
+    return changed_experiments
 
 
-def stop(config: NightConfig, name: str, *, reason: str = "") -> Experiments:
+def stop(config: NightConfig, experiment_name: str, *, reason: str = "") -> Experiments:
     """End an experiment: its keys are answered by the service's own namespace again; a repeat changes nothing."""
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
-        own_control = Control(client, config.keyspace())
-        subject = f"stop {name}"
+        home_control = Control(client, config.keyspace())
+        subject = f"stop {experiment_name}"
         with audited(
             store, "experiment", subject, actor=config.actor, reason=reason
         ) as audit_details:
             ended_experiments = change_experiments(
-                store, lambda experiments: end_experiment(experiments, name, at=own_control.time())
+                store, lambda experiments: end_experiment(experiments, experiment_name, at=home_control.time())
             )
             audit_details["version"] = ended_experiments.version
-        own_control.announce("experiments")
+        home_control.announce("experiments")
     return ended_experiments
 
 
-def settings_of(config: NightConfig, namespace: str) -> NightConfig:
+def settings_for_namespace(config: NightConfig, namespace: str) -> NightConfig:
     """Return these settings for an arm's namespace: the same store, the same Redis."""
     return config if namespace == config.namespace else replace(config, namespace=namespace)
 
 
 def _wait_for_replicas(
-    own_control: Control,
-    controls: Mapping[str, Control],
-    name: str,
+    home_control: Control,
+    control_by_namespace: Mapping[str, Control],
+    experiment_name: str,
     wait_s: float,
     progress: Progress,
 ) -> None:
     """Wait until every live replica answers from all namespaces; raise Conflict, naming those that do not."""
     started_at = time.monotonic()
-    while lacking := _lacking_replicas(own_control, controls):
+    while lacking_pairs := _lacking_replicas(home_control, control_by_namespace):
         if time.monotonic() - started_at >= wait_s:
-            lacking_text = "; ".join(f"{replica}: {namespace}" for replica, namespace in lacking)
+            lacking_text = "; ".join(f"{replica_name}: {namespace}" for replica_name, namespace in lacking_pairs)
             raise Conflict(
-                f"experiment {name} answers nobody yet: after {wait_s:g} s not all replicas hold the namespaces of its "
-                f"arms ({lacking_text}); start it again with the same arms once they do, or stop it",
-                experiment=name,
+                f"experiment {experiment_name} answers nobody yet: after {wait_s:g} s not all replicas hold the " "namespaces of its " f"arms ({lacking_text}); start it again with the same arms once they do, or stop it",
+                experiment=experiment_name,
             )
-        progress("namespaces to hold", 0, len(lacking))
-        time.sleep(POLL_S)
+        progress("namespaces to hold", 0, len(lacking_pairs))
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _lacking_replicas(
-    own_control: Control, controls: Mapping[str, Control]
+    home_control: Control, control_by_namespace: Mapping[str, Control]
 ) -> list[tuple[str, str]]:
     """Return the replicas that lack a namespace, with that namespace."""
-    names = sorted(replica.name for replica in own_control.replicas())
+    replica_names = sorted(replica.name for replica in home_control.replicas())
     lacking_pairs = []
-    for namespace, control in controls.items():
-        serving = {
+    for namespace, control in control_by_namespace.items():
+        serving_names = {
             replica.name for replica in control.replicas() if replica.served_generation is not None
         }
-        lacking_pairs += [(name, namespace) for name in names if name not in serving]
+        lacking_pairs += [(replica_name, namespace) for replica_name in replica_names if replica_name not in serving_names]
     return lacking_pairs
 
 
 def add_experiment(
     all_experiments: Experiments,
-    option: ExperimentOption,
+    experiment_option: ExperimentOption,
     *,
     holdout: float | None = None,
     at: float,
@@ -232,12 +231,12 @@ def add_experiment(
 
     Raises Conflict for a name in use, too few free keys, or more than replicas may hold.
     """
-    if (existing_experiment := all_experiments.find(option.name)) is not None:
+    if (existing_experiment := all_experiments.find(experiment_option.name)) is not None:
         if existing_experiment.is_over:
             raise Conflict(
                 f"experiment {existing_experiment.name} is over, and a name is used once: take another"
             )
-        if not option.is_same(existing_experiment):
+        if not experiment_option.is_same(existing_experiment):
             raise Conflict(
                 f"experiment {existing_experiment.name} is there with other arms or shares: change these by "
                 "`experiment share`, or "
@@ -247,27 +246,25 @@ def add_experiment(
         return all_experiments
     if len(all_experiments.current) >= RUNNING_EXPERIMENTS_MAX:
         raise Conflict(f"{RUNNING_EXPERIMENTS_MAX} experiments run already: stop one first")
-    namespaces = {arm.namespace for arm in option.arms} | set(
-        all_experiments.namespaces(option.own_namespace)
+    arm_namespaces = {arm.namespace for arm in experiment_option.arms} | set(
+        all_experiments.namespaces(experiment_option.own_namespace)
     )
-    if len(namespaces - {option.own_namespace}) > ARM_NAMESPACES_MAX:
+    if len(arm_namespaces - {experiment_option.own_namespace}) > ARM_NAMESPACES_MAX:
         raise Conflict(
-            f"replicas would have to hold {len(namespaces - {option.own_namespace})} namespaces beside their own, "
-            f"{ARM_NAMESPACES_MAX} "
-            "are allowed: stop an experiment first"
+            f"replicas would have to hold {len(arm_namespaces - {experiment_option.own_namespace})} namespaces beside their own, "f"{ARM_NAMESPACES_MAX} ""are allowed: stop an experiment first"
         )
-    buckets = allot_buckets({}, {arm.name: arm.share for arm in option.arms})
+    buckets_by_arm = allot_buckets({}, {arm.name: arm.share for arm in experiment_option.arms})
     arms = tuple(
-        ExperimentArm(arm.name, arm.namespace, arm.share, buckets[arm.name]) for arm in option.arms
+        ExperimentArm(arm.name, arm.namespace, arm.share, buckets_by_arm[arm.name]) for arm in experiment_option.arms
     )
-    salt = f"{option.own_namespace}/{option.name}"
-    new = Experiment(option.name, salt, option.share, (), arms, at, sample=option.sample)
+    salt = f"{experiment_option.own_namespace}/{experiment_option.name}"
+    new_experiment = Experiment(experiment_option.name, salt, experiment_option.share, (), arms, at, sample=experiment_option.sample)
     all_experiments = replace(
         all_experiments,
-        salt=all_experiments.salt or option.own_namespace,
-        experiments=(*all_experiments.experiments, new),
+        salt=all_experiments.salt or experiment_option.own_namespace,
+        experiments=(*all_experiments.experiments, new_experiment),
     )
-    return share_keys(all_experiments, {option.name: option.share}, holdout)
+    return share_keys(all_experiments, {experiment_option.name: experiment_option.share}, holdout)
 
 
 def share_keys(
@@ -279,19 +276,19 @@ def share_keys(
         _demand_share("--share", key_share)
     if holdout is not None and not 0 <= holdout < 1:
         raise ConfigError(f"--holdout is from 0 to below 1, not {holdout:g}", field="holdout")
-    target_shares = {_HOLDOUT: all_experiments.holdout_share if holdout is None else holdout}
+    target_shares = {_HOLDOUT_KEY: all_experiments.holdout_share if holdout is None else holdout}
     target_shares |= {
         experiment.name: key_shares.get(experiment.name, experiment.share)
         for experiment in all_experiments.current
     }
-    buckets_by_name = {_HOLDOUT: all_experiments.holdout} | {
+    buckets_by_name = {_HOLDOUT_KEY: all_experiments.holdout} | {
         experiment.name: experiment.buckets for experiment in all_experiments.current
     }
     try:
-        buckets = allot_buckets(buckets_by_name, target_shares)
+        new_buckets_by_name = allot_buckets(buckets_by_name, target_shares)
     except ValueError:
-        changed_names = {*key_shares, *([] if holdout is None else [_HOLDOUT])}
-        free = max(
+        changed_names = {*key_shares, *([] if holdout is None else [_HOLDOUT_KEY])}
+        free_share = max(
             0.0,
             1
             - sum(
@@ -301,21 +298,21 @@ def share_keys(
             ),
         )
         raise Conflict(
-            f"experiments and holdout would have {sum(target_shares.values()):g} of all keys: {free:g} are "
-            "free", free=free
+            f"experiments and holdout would have {sum(target_shares.values()):g} of all keys: {free_share:g} are "
+            "free", free=free_share
         ) from None  # fmt: skip
     experiments = tuple(
         experiment
         if experiment.is_over
         else replace(
-            experiment, share=target_shares[experiment.name], buckets=buckets[experiment.name]
+            experiment, share=target_shares[experiment.name], buckets=new_buckets_by_name[experiment.name]
         )
         for experiment in all_experiments.experiments
     )
     return replace(
         all_experiments,
-        holdout_share=target_shares[_HOLDOUT],
-        holdout=buckets[_HOLDOUT],
+        holdout_share=target_shares[_HOLDOUT_KEY],
+        holdout=new_buckets_by_name[_HOLDOUT_KEY],
         experiments=experiments,
     )
 
@@ -325,16 +322,16 @@ def share_arms(
 ) -> Experiments:
     """Return the experiments with these shares of one experiment's arms; other arms keep theirs."""
     experiment = current_experiment(all_experiments, name)
-    for arm in arm_shares:
-        if experiment.arm(arm) is None:
-            names = ", ".join(experiment_arm.name for experiment_arm in experiment.arms)
-            raise Conflict(f"experiment {name} has no arm {arm!r}: it has {names}")
+    for arm_name in arm_shares:
+        if experiment.arm(arm_name) is None:
+            arm_names = ", ".join(experiment_arm.name for experiment_arm in experiment.arms)
+            raise Conflict(f"experiment {name} has no arm {arm_name!r}: it has {arm_names}")
     target_shares = {
         experiment_arm.name: arm_shares.get(experiment_arm.name, experiment_arm.share)
         for experiment_arm in experiment.arms
     }
-    _demand_whole(target_shares)
-    buckets = allot_buckets(
+    _demand_shares_sum_to_1(target_shares)
+    buckets_by_arm = allot_buckets(
         {experiment_arm.name: experiment_arm.buckets for experiment_arm in experiment.arms},
         target_shares,
     )
@@ -342,7 +339,7 @@ def share_arms(
         replace(
             experiment_arm,
             share=target_shares[experiment_arm.name],
-            buckets=buckets[experiment_arm.name],
+            buckets=buckets_by_arm[experiment_arm.name],
         )
         for experiment_arm in experiment.arms
     )
@@ -377,14 +374,14 @@ def current_experiment(all_experiments: Experiments, name: str) -> Experiment:
     return experiment
 
 
-def _require_experiment(all_experiments: Experiments, name: str) -> Experiment:
-    experiment = all_experiments.find(name)
+def _require_experiment(all_experiments: Experiments, experiment_name: str) -> Experiment:
+    experiment = all_experiments.find(experiment_name)
     if experiment is None:
-        names = (
+        known_names = (
             ", ".join(known_experiment.name for known_experiment in all_experiments.experiments)
             or "none"
         )
-        raise Conflict(f"there is no experiment {name!r}: known are {names}")
+        raise Conflict(f"there is no experiment {experiment_name!r}: known are {known_names}")
     return experiment
 
 
@@ -396,21 +393,21 @@ def _with_changed(all_experiments: Experiments, changed_experiment: Experiment) 
     return replace(all_experiments, experiments=experiments)
 
 
-def _demand_share(option: str, fraction: float) -> None:
+def _demand_share(option_name: str, fraction: float) -> None:
     if not 0 < fraction <= 1:
         raise ConfigError(
-            f"{option} is above 0 and at most 1, not {fraction:g}", field=option.lstrip("-")
+            f"{option_name} is above 0 and at most 1, not {fraction:g}", field=option_name.lstrip("-")
         )
 
 
-def _demand_whole(arm_shares: Mapping[str, float]) -> None:
-    total = sum(arm_shares.values())
+def _demand_shares_sum_to_1(arm_shares: Mapping[str, float]) -> None:
+    share_sum = sum(arm_shares.values())
     if (
         not all(0 <= arm_share <= 1 for arm_share in arm_shares.values())
-        or abs(total - 1) > _SUM_TOLERANCE
+        or abs(share_sum - 1) > _SUM_TOLERANCE
     ):
         raise ConfigError(
-            f"shares of arms are parts of their experiment and sum to 1, not to {total:g}",
+            f"shares of arms are parts of their experiment and sum to 1, not to {share_sum:g}",
             field="arm",
         )
 
@@ -428,7 +425,7 @@ def published_manifest(store: ArtefactStore, control: Control) -> Manifest:
     return read_manifest(store, pointer.generation)
 
 
-def demand_match(own_manifest: Manifest, arm: Manifest) -> None:
+def demand_match(home_manifest: Manifest, arm_manifest: Manifest) -> None:
     """Raise Conflict unless an arm has each table of the service's own namespace, alike for callers.
 
     Kind, entity, width (k of a list, dimensions of a vector) and labels must be equal, and the attributes that
@@ -436,36 +433,30 @@ def demand_match(own_manifest: Manifest, arm: Manifest) -> None:
     may differ, and so may the expression of a named filter. If newer events count in one arm, those of the same
     stream count in all.
     """
-    for name, table in own_manifest.tables.items():
-        expected, arm_shape = _table_shape(table), _table_shape(arm.tables.get(name))
-        if expected != arm_shape:
+    for table_name, table in home_manifest.tables.items():
+        expected_shape, arm_shape = _table_shape(table), _table_shape(arm_manifest.tables.get(table_name))
+        if expected_shape != arm_shape:
             raise Conflict(
-                f"table {name!r} is {_shape_text(expected)} in namespace {own_manifest.namespace!r} and "
-                f"{_shape_text(arm_shape)} in {arm.namespace!r}: tables of all arms must match in kind, "
+                f"table {table_name!r} is {_shape_text(expected_shape)} in namespace {home_manifest.namespace!r} and "
+                f"{_shape_text(arm_shape)} in {arm_manifest.namespace!r}: tables of all arms must match in kind, "
                 "entity, width and labels",
-                namespace=arm.namespace, table=name,
+                namespace=arm_manifest.namespace, table=table_name,
             )  # fmt: skip
-    if lacking := sorted(own_manifest.items.attributes.keys() - arm.items.attributes.keys()):
+    if lacking_names := sorted(home_manifest.items.attributes.keys() - arm_manifest.items.attributes.keys()):
         raise Conflict(
-            f"items of namespace {arm.namespace!r} have no attributes {', '.join(lacking)}, by which requests may "
-            "filter: name them in [sources] item_attributes of its settings",
-            namespace=arm.namespace, attributes=lacking,
+            f"items of namespace {arm_manifest.namespace!r} have no attributes {', '.join(lacking_names)}, by " "which requests may " "filter: name them in [sources] item_attributes of its settings",
+            namespace=arm_manifest.namespace, attributes=lacking_names,
         )  # fmt: skip
-    if lacking := sorted(own_manifest.filters.keys() - arm.filters.keys()):
+    if lacking_names := sorted(home_manifest.filters.keys() - arm_manifest.filters.keys()):
         raise Conflict(
-            f"namespace {arm.namespace!r} has no filters {', '.join(lacking)}, which requests call by name: declare "
-            "them as [filters.NAME] of its settings",
-            namespace=arm.namespace, filters=lacking,
+            f"namespace {arm_manifest.namespace!r} has no filters {', '.join(lacking_names)}, which requests " "call by name: declare " "them as [filters.NAME] of its settings",
+            namespace=arm_manifest.namespace, filters=lacking_names,
         )  # fmt: skip
-    event_namespace = _event_namespace(own_manifest)
-    if event_namespace is not None and _event_namespace(arm) != event_namespace:
+    event_namespace = _event_namespace(home_manifest)
+    if event_namespace is not None and _event_namespace(arm_manifest) != event_namespace:
         raise Conflict(
-            f"what is live in namespace {arm.namespace!r} was made without the events of {event_namespace!r}, so its "
-            "answers "
-            f'would count none: set enabled = true and namespace = "{event_namespace}" in [events] of its settings, '
-            "and run "
-            "its night again",
-            namespace=arm.namespace, events=event_namespace,
+            f"what is live in namespace {arm_manifest.namespace!r} was made without the events of " f"{event_namespace!r}, so its " "answers " f'would count none: set enabled = true and namespace = "{event_namespace}" in [events] of its settings, ' "and run " "its night again",
+            namespace=arm_manifest.namespace, events=event_namespace,
         )  # fmt: skip
 
 
@@ -484,29 +475,29 @@ def _table_shape(table: Table | None) -> Mapping[str, Any] | None:
 def _shape_text(shape: Mapping[str, Any] | None) -> str:
     if shape is None:
         return "absent"
-    return " ".join(f"{name} {value}" for name, value in shape.items())
+    return " ".join(f"{property_name} {property_value}" for property_name, property_value in shape.items())
 
 
-def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:
+def compute_arm_rooms(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:
     """Return the room of each namespace, except the own one, that a current experiment names."""
-    record = latest_experiments(config.store())
+    all_experiments = latest_experiments(config.store())
     rooms = []
-    for namespace in record.namespaces(config.namespace):
-        arms = tuple(
+    for namespace in all_experiments.namespaces(config.namespace):
+        arm_texts = tuple(
             f"{experiment.name}={arm.name}"
-            for experiment in record.current
+            for experiment in all_experiments.current
             for arm in experiment.arms
             if arm.namespace == namespace
         )
         manifests = _generation_manifests(
-            settings_of(config, namespace), Control(client, Keyspace(namespace))
+            settings_for_namespace(config, namespace), Control(client, Keyspace(namespace))
         )
-        sizes = [total_bytes(manifest) for manifest in manifests]
-        pages = sum(map(total_pages, manifests))
-        mapped = [sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests]
+        page_bytes_by_generation = [total_bytes(manifest) for manifest in manifests]
+        page_count = sum(map(total_pages, manifests))
+        mapped_bytes_by_generation = [sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests]
         rooms.append(ArmRoom(
-            namespace, arms, len(manifests), pages, sum(sizes), max(sizes, default=0),
-            max(mapped, default=0),
+            namespace, arm_texts, len(manifests), page_count, sum(page_bytes_by_generation), max(page_bytes_by_generation, default=0),
+            max(mapped_bytes_by_generation, default=0),
         ))  # fmt: skip
     return tuple(rooms)
 

@@ -24,13 +24,15 @@ from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases
 from precompute.sources.erasures import all_erasures
 
-LATE_S = 900.0
+LATE_PARTS_S = 900.0
 """Seconds after an hour's end in which parts of it may still come; later ones are added to the file."""
 
-SCHEMA = pa.schema([("key", pa.string()), ("arm", pa.string()), ("at", pa.timestamp("ms", tz="UTC"))])  # fmt: skip
-_PARTS = f"{EXPOSURES_FOLDER}/parts"
+EXPOSURE_SCHEMA = pa.schema(
+    [("key", pa.string()), ("arm", pa.string()), ("at", pa.timestamp("ms", tz="UTC"))]
+)
+_PARTS_FOLDER = f"{EXPOSURES_FOLDER}/parts"
 # Whatever else somebody leaves in the folder is no part.
-_PART = re.compile(r"([0-9]{1,12})\..*\.json")
+_PART_NAME = re.compile(r"([0-9]{1,12})\..*\.json")
 
 
 @dataclass(slots=True)
@@ -57,28 +59,34 @@ class ArmTotals:
         }
 
 
-def gather(
-    store: ArtefactStore, *, at: float, erased: Collection[bytes] = (), late_s: float = LATE_S
+def gather_exposures(
+    store: ArtefactStore,
+    *,
+    gathered_at: float,
+    erased_keys: Collection[bytes] = (),
+    late_s: float = LATE_PARTS_S,
 ) -> dict[str, int]:
     """Make files of the parts of all hours that ended `late_s` ago, and remove the parts; how many there were.
 
-    Keys in `erased` are left out. Safe to repeat after a crash at any place.
+    Keys in `erased_keys` are left out. Safe to repeat after a crash at any place.
     """
-    files = parts = 0
-    names_by_hour = {
-        hour: names
-        for hour, names in _list_parts_by_hour(store).items()
-        if (hour + 1) * HOUR_S + late_s <= at
+    file_count = part_count = 0
+    part_names_by_hour = {
+        hour: part_names
+        for hour, part_names in _part_names_by_hour(store).items()
+        if (hour + 1) * HOUR_S + late_s <= gathered_at
     }
-    for hour, names in names_by_hour.items():
-        hour_parts = _read(store, names)
-        for experiment in sorted({line["experiment"] for _, lines in hour_parts for line in lines}):
-            _merge(store, experiment, hour, hour_parts, erased)
-            files += 1
-        for name, _ in hour_parts:
-            store.delete(f"{_PARTS}/{name}")
-        parts += len(hour_parts)
-    return {"hours": len(names_by_hour), "files": files, "parts": parts}
+    for hour, part_names in part_names_by_hour.items():
+        hour_parts = _read_parts(store, part_names)
+        for experiment in sorted(
+            {arm_line["experiment"] for _, arm_lines in hour_parts for arm_line in arm_lines}
+        ):
+            _merge_parts(store, experiment, hour, hour_parts, erased_keys)
+            file_count += 1
+        for part_name, _ in hour_parts:
+            store.delete(f"{_PARTS_FOLDER}/{part_name}")
+        part_count += len(hour_parts)
+    return {"hours": len(part_names_by_hour), "files": file_count, "parts": part_count}
 
 
 def gather_in_night(
@@ -87,7 +95,9 @@ def gather_in_night(
     """Write files of the hours that ended; return `exposure_parts` for the step's report."""
     store = config.store()
     return {
-        "exposure_parts": gather(store, at=releases.clock(), erased=erased_users(store))["parts"]
+        "exposure_parts": gather_exposures(
+            store, gathered_at=releases.clock(), erased_keys=erased_users(store)
+        )["parts"]
     }
 
 
@@ -99,32 +109,38 @@ def erased_users(store: ArtefactStore) -> frozenset[bytes]:
     )
 
 
-def totals(store: ArtefactStore, experiment: str) -> dict[str, ArmTotals]:
+def read_totals_by_arm(store: ArtefactStore, experiment: str) -> dict[str, ArmTotals]:
     """Totals by arm over all hours, those included of which there are parts only; keys of those are counted by part."""
     totals_by_arm: dict[str, ArmTotals] = {}
-    folder, merged = f"{EXPOSURES_FOLDER}/{experiment}", set[str]()
-    names = [summary_name for summary_name in store.names(folder) if summary_name.endswith(".json")]
-    for path, raw in sorted(
-        store.read_many([f"{folder}/{summary_name}" for summary_name in names]).items()
-    ):
-        summary = _document(path, raw)
-        merged.update(summary["parts"])
-        for arm, arm_counts in summary["arms"].items():
-            total = totals_by_arm.setdefault(arm, ArmTotals())
-            total.add(arm_counts)
-            total.exposures += int(arm_counts["exposures"])
-    waiting = [
-        name
-        for names in _list_parts_by_hour(store).values()
-        for name in names
-        if name not in merged
+    experiment_folder, merged_part_names = f"{EXPOSURES_FOLDER}/{experiment}", set[str]()
+    summary_names = [
+        summary_name
+        for summary_name in store.names(experiment_folder)
+        if summary_name.endswith(".json")
     ]
-    for _, lines in _read(store, waiting):
-        for line in lines:
-            if line["experiment"] == experiment:
-                total = totals_by_arm.setdefault(line["arm"], ArmTotals())
-                total.add(line)
-                total.exposures += len(line["exposures"])
+    for summary_path, raw_summary in sorted(
+        store.read_many(
+            [f"{experiment_folder}/{summary_name}" for summary_name in summary_names]
+        ).items()
+    ):
+        summary = _parse_document(summary_path, raw_summary)
+        merged_part_names.update(summary["parts"])
+        for arm, arm_counts in summary["arms"].items():
+            arm_totals = totals_by_arm.setdefault(arm, ArmTotals())
+            arm_totals.add(arm_counts)
+            arm_totals.exposures += int(arm_counts["exposures"])
+    waiting_part_names = [
+        name
+        for part_names in _part_names_by_hour(store).values()
+        for name in part_names
+        if name not in merged_part_names
+    ]
+    for _, arm_lines in _read_parts(store, waiting_part_names):
+        for arm_line in arm_lines:
+            if arm_line["experiment"] == experiment:
+                arm_totals = totals_by_arm.setdefault(arm_line["arm"], ArmTotals())
+                arm_totals.add(arm_line)
+                arm_totals.exposures += len(arm_line["exposures"])
     return totals_by_arm
 
 
@@ -132,109 +148,131 @@ def forget_keys(store: ArtefactStore, keys: Collection[bytes]) -> int:
     """Remove keys from all files and parts; how many of these held one of them."""
     if not keys:
         return 0
-    texts, changed_count = {key.decode() for key in keys}, 0
-    for experiment in _experiments(store):
+    forgotten_keys, changed_file_count = {key.decode() for key in keys}, 0
+    for experiment in _exposed_experiments(store):
         for name in store.names(f"{EXPOSURES_FOLDER}/{experiment}"):
             path = f"{EXPOSURES_FOLDER}/{experiment}/{name}"
-            if name.endswith(".parquet") and (raw := store.read(path)) is not None:
-                changed_count += _without(store, path, raw, keys)
-    for name, lines in _read(
-        store, [name for names in _list_parts_by_hour(store).values() for name in names]
+            if name.endswith(".parquet") and (raw_parquet := store.read(path)) is not None:
+                changed_file_count += _remove_keys_from_file(store, path, raw_parquet, keys)
+    for name, arm_lines in _read_parts(
+        store, [name for names in _part_names_by_hour(store).values() for name in names]
     ):
-        kept_lines = [
-            {**line, "exposures": [pair for pair in line["exposures"] if pair[0] not in texts]}
-            for line in lines
+        kept_arm_lines = [
+            {
+                **arm_line,
+                "exposures": [
+                    exposure
+                    for exposure in arm_line["exposures"]
+                    if exposure[0] not in forgotten_keys
+                ],
+            }
+            for arm_line in arm_lines
         ]
-        if kept_lines != lines:
-            store.write(f"{_PARTS}/{name}", orjson.dumps({"arms": kept_lines}))
-            changed_count += 1
-    return changed_count
+        if kept_arm_lines != arm_lines:
+            store.write(f"{_PARTS_FOLDER}/{name}", orjson.dumps({"arms": kept_arm_lines}))
+            changed_file_count += 1
+    return changed_file_count
 
 
-def _without(store: ArtefactStore, path: str, raw: bytes, keys: Collection[bytes]) -> bool:
-    rows = pq.read_table(io.BytesIO(raw))
+def _remove_keys_from_file(
+    store: ArtefactStore, parquet_path: str, raw_parquet: bytes, keys: Collection[bytes]
+) -> bool:
+    rows = pq.read_table(io.BytesIO(raw_parquet))
     remaining_rows = _without_keys(rows, keys)
     if len(remaining_rows) < len(rows):
-        store.write(path, _parquet(remaining_rows))
+        store.write(parquet_path, _parquet_bytes(remaining_rows))
     return len(remaining_rows) < len(rows)
 
 
-def _merge(
+def _merge_parts(
     store: ArtefactStore,
     experiment: str,
     hour: int,
     parts: Iterable[tuple[str, list[dict[str, Any]]]],
-    erased: Collection[bytes],
+    erased_keys: Collection[bytes],
 ) -> None:
     """Add parts to an experiment's file of an hour, then to its summary: adding to the file twice adds nothing."""
-    path = f"{EXPOSURES_FOLDER}/{experiment}/{hour}"
-    raw = store.read(f"{path}.json")
-    summary = {"parts": [], "arms": {}} if raw is None else _document(f"{path}.json", raw)
-    arms: dict[str, ArmTotals] = {}
+    hour_path = f"{EXPOSURES_FOLDER}/{experiment}/{hour}"
+    raw_summary = store.read(f"{hour_path}.json")
+    summary = (
+        {"parts": [], "arms": {}}
+        if raw_summary is None
+        else _parse_document(f"{hour_path}.json", raw_summary)
+    )
+    totals_by_arm: dict[str, ArmTotals] = {}
     for arm, summary_counts in summary["arms"].items():
-        arms.setdefault(arm, ArmTotals()).add(summary_counts)
-    known_parts, names, tables = set(summary["parts"]), [], []
-    for name, lines in parts:
-        experiment_lines = [line for line in lines if line["experiment"] == experiment]
-        names += [name] if experiment_lines else []
-        for line in experiment_lines:
-            tables.append(_rows(line["arm"], line["exposures"]))
-            if name not in known_parts:
-                arms.setdefault(line["arm"], ArmTotals()).add(line)
-    rows = _written(store, f"{path}.parquet", tables, erased)
-    for value_count in pc.value_counts(rows["arm"]).to_pylist():
-        arms.setdefault(value_count["values"], ArmTotals()).exposures = value_count["counts"]
+        totals_by_arm.setdefault(arm, ArmTotals()).add(summary_counts)
+    known_part_names, part_names, exposure_tables = set(summary["parts"]), [], []
+    for part_name, arm_lines in parts:
+        experiment_arm_lines = [
+            arm_line for arm_line in arm_lines if arm_line["experiment"] == experiment
+        ]
+        part_names += [part_name] if experiment_arm_lines else []
+        for arm_line in experiment_arm_lines:
+            exposure_tables.append(_exposure_table(arm_line["arm"], arm_line["exposures"]))
+            if part_name not in known_part_names:
+                totals_by_arm.setdefault(arm_line["arm"], ArmTotals()).add(arm_line)
+    exposure_rows = _write_exposures(store, f"{hour_path}.parquet", exposure_tables, erased_keys)
+    for value_count in pc.value_counts(exposure_rows["arm"]).to_pylist():
+        totals_by_arm.setdefault(value_count["values"], ArmTotals()).exposures = value_count[
+            "counts"
+        ]
     new_summary = {
         "experiment": experiment,
         "hour": hour,
-        "parts": sorted(known_parts.union(names)),
-        "arms": {arm: arms[arm].to_json() for arm in sorted(arms)},
+        "parts": sorted(known_part_names.union(part_names)),
+        "arms": {arm: totals_by_arm[arm].to_json() for arm in sorted(totals_by_arm)},
     }
-    store.write(f"{path}.json", orjson.dumps(new_summary, option=orjson.OPT_APPEND_NEWLINE))
+    store.write(f"{hour_path}.json", orjson.dumps(new_summary, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _rows(arm: str, exposures: Iterable[tuple[str, float]]) -> pa.Table:
-    pairs = list(exposures)
-    at_ms = pa.array([round(at * 1000) for _, at in pairs], pa.int64())
+def _exposure_table(arm: str, exposures: Iterable[tuple[str, float]]) -> pa.Table:
+    exposure_pairs = list(exposures)
+    at_ms = pa.array([round(at * 1000) for _, at in exposure_pairs], pa.int64())
     columns = {
-        "key": pa.array([key for key, _ in pairs], pa.string()),
-        "arm": pa.array([arm] * len(pairs), pa.string()),
-        "at": at_ms.cast(SCHEMA.field("at").type),
+        "key": pa.array([key for key, _ in exposure_pairs], pa.string()),
+        "arm": pa.array([arm] * len(exposure_pairs), pa.string()),
+        "at": at_ms.cast(EXPOSURE_SCHEMA.field("at").type),
     }
-    return pa.table(columns, schema=SCHEMA)
+    return pa.table(columns, schema=EXPOSURE_SCHEMA)
 
 
-def _written(
-    store: ArtefactStore, path: str, tables: list[pa.Table], erased: Collection[bytes]
+def _write_exposures(
+    store: ArtefactStore,
+    parquet_path: str,
+    exposure_tables: list[pa.Table],
+    erased_keys: Collection[bytes],
 ) -> pa.Table:
     """The rows of an hour's file with these among them, written; by arm and key, each once, at its first time."""
-    raw = store.read(path)
+    raw_parquet = store.read(parquet_path)
     existing_rows = (
-        SCHEMA.empty_table() if raw is None else pq.read_table(io.BytesIO(raw), schema=SCHEMA)
+        EXPOSURE_SCHEMA.empty_table()
+        if raw_parquet is None
+        else pq.read_table(io.BytesIO(raw_parquet), schema=EXPOSURE_SCHEMA)
     )
-    grouped = pa.concat_tables([existing_rows, *tables]).group_by(["arm", "key"])
+    grouped = pa.concat_tables([existing_rows, *exposure_tables]).group_by(["arm", "key"])
     rows = grouped.aggregate([("at", "min")]).rename_columns(["arm", "key", "at"])
-    rows = _without_keys(rows.select(SCHEMA.names), erased).sort_by(
+    rows = _without_keys(rows.select(EXPOSURE_SCHEMA.names), erased_keys).sort_by(
         [("arm", "ascending"), ("key", "ascending")]
     )
-    if len(rows) or raw is not None:
-        store.write(path, _parquet(rows))
+    if len(rows) or raw_parquet is not None:
+        store.write(parquet_path, _parquet_bytes(rows))
     return rows
 
 
-def _without_keys(rows: pa.Table, without: Collection[bytes]) -> pa.Table:
+def _without_keys(rows: pa.Table, removed_keys: Collection[bytes]) -> pa.Table:
     """Return the rows without the rows of these keys."""
-    texts = pa.array(sorted(key.decode() for key in without), pa.string())
-    return rows.filter(pc.invert(pc.is_in(rows["key"], value_set=texts)))
+    removed_key_texts = pa.array(sorted(key.decode() for key in removed_keys), pa.string())
+    return rows.filter(pc.invert(pc.is_in(rows["key"], value_set=removed_key_texts)))
 
 
-def _parquet(table: pa.Table) -> bytes:
+def _parquet_bytes(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     return buffer.getvalue()
 
 
-def _experiments(store: ArtefactStore) -> list[str]:
+def _exposed_experiments(store: ArtefactStore) -> list[str]:
     return [
         experiment
         for experiment in store.names(EXPOSURES_FOLDER)
@@ -242,27 +280,30 @@ def _experiments(store: ArtefactStore) -> list[str]:
     ]
 
 
-def _list_parts_by_hour(store: ArtefactStore) -> dict[int, list[str]]:
+def _part_names_by_hour(store: ArtefactStore) -> dict[int, list[str]]:
     """Names of the parts of each hour, in order."""
-    hours: dict[int, list[str]] = {}
-    for name in store.names(_PARTS):
-        if name_match := _PART.fullmatch(name):
-            hours.setdefault(int(name_match[1]), []).append(name)
-    return dict(sorted(hours.items()))
+    part_names_by_hour: dict[int, list[str]] = {}
+    for part_name in store.names(_PARTS_FOLDER):
+        if name_match := _PART_NAME.fullmatch(part_name):
+            part_names_by_hour.setdefault(int(name_match[1]), []).append(part_name)
+    return dict(sorted(part_names_by_hour.items()))
 
 
-def _read(store: ArtefactStore, names: Iterable[str]) -> list[tuple[str, list[dict[str, Any]]]]:
+def _read_parts(
+    store: ArtefactStore, part_names: Iterable[str]
+) -> list[tuple[str, list[dict[str, Any]]]]:
     """Parts by name, each with the lines of its arms."""
-    paths = {f"{_PARTS}/{name}": name for name in names}
-    raw_by_path = store.read_many(list(paths))
+    name_by_path = {f"{_PARTS_FOLDER}/{part_name}": part_name for part_name in part_names}
+    raw_by_path = store.read_many(list(name_by_path))
     return [
-        (paths[path], _document(path, raw)["arms"]) for path, raw in sorted(raw_by_path.items())
+        (name_by_path[path], _parse_document(path, raw)["arms"])
+        for path, raw in sorted(raw_by_path.items())
     ]
 
 
-def _document(path: str, raw: bytes) -> dict[str, Any]:
+def _parse_document(path: str, raw_document: bytes) -> dict[str, Any]:
     try:
-        document = orjson.loads(raw)
+        document = orjson.loads(raw_document)
         if not isinstance(document, dict) or "arms" not in document:
             raise TypeError("it has no arms")
     except (orjson.JSONDecodeError, TypeError) as error:

@@ -5,13 +5,13 @@ import argparse
 from precompute.config.commands import CommandRow, absolute_path
 from precompute.config.console import CommandPlace
 
-IDS_SHOWN = 50
+IDS_SHOWN_DEFAULT = 50
 """Ids shown without a limit in the command."""
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--limit", type=int, default=IDS_SHOWN, help="shown (default: %(default)s)"
+        "--limit", type=int, default=IDS_SHOWN_DEFAULT, help="shown (default: %(default)s)"
     )
     command.add_argument(
         "--export",

@@ -48,19 +48,19 @@ def worklist(
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control = Control(client, config.keyspace())
-        counts, pointer = read(control), control.read_pointer()
-    worklist_rows = lines(store, counts, None if pointer is None else pointer.generation)
+        read_count_by_id, pointer = read_cold_counts(control), control.read_pointer()
+    worklist_rows = make_rows(store, read_count_by_id, None if pointer is None else pointer.generation)
     if arguments.export is not None:
-        export(worklist_rows, Path(arguments.export))
+        write_csv(worklist_rows, Path(arguments.export))
     if arguments.json:
-        rows = [row._asdict() for row in worklist_rows[: arguments.limit]]
-        return {"ids": len(worklist_rows), "rows": rows}
+        json_rows = [row._asdict() for row in worklist_rows[: arguments.limit]]
+        return {"ids": len(worklist_rows), "rows": json_rows}
     table = Table("table", "id", "reads", "standing")
     table.columns[2].justify = "right"
     for row in worklist_rows[: arguments.limit]:
         table.add_row(row.table, Text(printable(row.entity)), str(row.reads), row.standing)
-    standings = Counter(row.standing for row in worklist_rows)
-    standings_text = ", ".join(f"{count} {standing}" for standing, count in standings.most_common())
+    count_by_standing = Counter(row.standing for row in worklist_rows)
+    standings_text = ", ".join(f"{count} {standing}" for standing, count in count_by_standing.most_common())
     return [
         table,
         f"{len(worklist_rows)} ids: {standings_text}"
@@ -69,30 +69,30 @@ def worklist(
     ]
 
 
-def read(control: Control) -> dict[EntityName, int]:
+def read_cold_counts(control: Control) -> dict[EntityName, int]:
     """Return counts of reads in vain by table and id, this day and the last, over all replicas."""
-    day, counts = window_number_of(control.time(), COLD_WINDOW), Counter[EntityName]()
-    for counted_day in (day, day - 1):
+    current_day, read_count_by_id = window_number_of(control.time(), COLD_WINDOW), Counter[EntityName]()
+    for counted_day in (current_day, current_day - 1):
         key = control.keyspace.cold_names(counted_day)
-        pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
-        for raw, count in pairs:
-            table, _, entity = raw.partition(b":")
-            counts[table.decode(errors="replace"), entity] += int(count)
-    return dict(counts)
+        raw_id_and_count_pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
+        for raw_table_and_id, count in raw_id_and_count_pairs:
+            table, _, entity_id = raw_table_and_id.partition(b":")
+            read_count_by_id[table.decode(errors="replace"), entity_id] += int(count)
+    return dict(read_count_by_id)
 
 
-def lines(
-    store: ArtefactStore, counts: Mapping[EntityName, int], live: str | None
+def make_rows(
+    store: ArtefactStore, read_count_by_id: Mapping[EntityName, int], live_generation: str | None
 ) -> list[WorklistRow]:
     """Return rows, most requested first, without blocked and erased ids that replicas reported."""
     excluded_ids = {erasure.raw for erasure in all_erasures(store) if erasure.is_in_force}
-    blocked = latest_blocklist(store)
-    excluded_ids |= set(blocked.entities) | set(blocked.users) | set(blocked.items)
-    known_entities = KnownEntities(store, live)
+    blocklist = latest_blocklist(store)
+    excluded_ids |= set(blocklist.entities) | set(blocklist.users) | set(blocklist.items)
+    known_entities = KnownEntities(store, live_generation)
     rows = [
-        WorklistRow(table, raw.decode(errors="replace"), count, known_entities.standing(table, raw))
-        for (table, raw), count in counts.items()
-        if raw not in excluded_ids
+        WorklistRow(table, entity_id.decode(errors="replace"), count, known_entities.standing(table, entity_id))
+        for (table, entity_id), count in read_count_by_id.items()
+        if entity_id not in excluded_ids
     ]
     return sorted(rows, key=lambda row: (-row.reads, row.table, row.entity))
 
@@ -100,44 +100,44 @@ def lines(
 class KnownEntities:
     """Entities that the live generation knows, and those known to have acted after its cut (a bounded sample)."""
 
-    def __init__(self, store: ArtefactStore, live: str | None) -> None:
-        self._tables: dict[str, str] = {}
-        self._directories: dict[str, Directory] = {}
-        self._coming: frozenset[str] = frozenset()
-        if live is None:
+    def __init__(self, store: ArtefactStore, live_generation: str | None) -> None:
+        self._entity_by_table: dict[str, str] = {}
+        self._directory_by_entity: dict[str, Directory] = {}
+        self._coming_user_ids: frozenset[str] = frozenset()
+        if live_generation is None:
             return
         try:
-            manifest = read_manifest(store, live)
-            root = store.local(generation_path(live))
-            self._tables = {name: table.entity for name, table in manifest.tables.items()}
-            for name, entities in manifest.entity_sets.items():
-                for part in entities.parts:
-                    fetch_checked(store, live, part.file)
-                self._directories[name] = Directory.open(root, entities)
-            store.fetch(generation_path(live, holdout.HOLDOUT_FILE))
-            self._coming = frozenset(holdout.read_holdout(root))
+            manifest = read_manifest(store, live_generation)
+            root = store.local(generation_path(live_generation))
+            self._entity_by_table = {name: table.entity for name, table in manifest.tables.items()}
+            for name, entity_set in manifest.entity_sets.items():
+                for part in entity_set.parts:
+                    fetch_checked(store, live_generation, part.file)
+                self._directory_by_entity[name] = Directory.open(root, entity_set)
+            store.fetch(generation_path(live_generation, holdout.HOLDOUT_FILE))
+            self._coming_user_ids = frozenset(holdout.read_holdout(root))
         except (
             StoreError,
             FileNotFoundError,
         ):  # the holdout, kept or not, decides no more than a word
             return
         except LarderError as error:
-            err_console.print(f"{live} cannot be looked at: {error.message}", markup=False)
+            err_console.print(f"{live_generation} cannot be looked at: {error.message}", markup=False)
 
-    def standing(self, table: str, raw: bytes) -> str:
+    def standing(self, table: str, entity_id: bytes) -> str:
         """Return the standing of an id: known, coming or no input."""
-        entity = self._tables.get(table)
-        directory = self._directories.get(str(entity))
-        if directory is not None and directory.find(hash_id(raw, directory.seed)) >= 0:
+        entity = self._entity_by_table.get(table)
+        directory = self._directory_by_entity.get(str(entity))
+        if directory is not None and directory.find(hash_id(entity_id, directory.seed)) >= 0:
             return "known"
-        if entity == "user" and raw.decode(errors="replace") in self._coming:
+        if entity == "user" and entity_id.decode(errors="replace") in self._coming_user_ids:
             return "coming"
         return "no input"
 
 
-def export(rows: Sequence[WorklistRow], path: Path) -> None:
+def write_csv(worklist_rows: Sequence[WorklistRow], csv_path: Path) -> None:
     """Write the rows as CSV with a header, for the owner of the sources; ids are quoted if necessary."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with csv_path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(WorklistRow._fields)
-        writer.writerows(rows)
+        writer.writerows(worklist_rows)

@@ -28,9 +28,9 @@ from cache.format.manifest import Manifest
 from cache.process.redis_server import RedisServer
 from cache.store.artefacts import generation_path, read_manifest
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, ReadyAnswer
-from infra.demo.synthetic import World, synthesize
+from infra.demo.synthetic import WorldSettings, synthesize
 from precompute.bulk.load import page_keys
-from precompute.bulk.watch import cpu_s
+from precompute.bulk.watch import main_thread_cpu_s
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.planning.forecast import DAY_S, MIB, Forecast, forecast
 from precompute.planning.options import PlanParameters
@@ -109,7 +109,7 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
         reference=ReferenceConfig(dims=case.dims, choose=False),
     )  # fmt: skip
     folder.mkdir()
-    clicks = synthesize(World(users=case.users, items=case.items))
+    clicks = synthesize(WorldSettings(users=case.users, items=case.items))
     write_clicks(
         folder,
         replace(
@@ -173,7 +173,7 @@ class Night:
         return int(self._client.info("memory")["used_memory"])
 
     def _cpu(self) -> float:
-        return cpu_s(self._client.info("cpu"))
+        return main_thread_cpu_s(self._client.info("cpu"))
 
 
 def stream(case: Case, users: int, *, seed: int) -> NDArray[np.int64]:

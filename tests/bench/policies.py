@@ -19,9 +19,9 @@ from itertools import islice
 import numpy as np
 
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
-from infra.demo.dataset import synthetic
-from infra.demo.synthetic import World
-from infra.demo.traffic import Stream
+from infra.demo.dataset import make_synthetic_data
+from infra.demo.synthetic import WorldSettings
+from infra.demo.traffic import RequestStream
 from tests.bench.judges.cachesim import POLICIES as JUDGED
 from tests.bench.judges.cachesim import judge
 from tests.bench.judges.environment import ABSENT, is_there
@@ -45,7 +45,9 @@ def demo(users: int, requests: int) -> Keys:
     numbers: dict[tuple[str, object], int] = {}
     key_numbers = [
         numbers.setdefault((question.table, question.id), len(numbers))
-        for request in islice(Stream(synthetic(World(users=users))), requests)
+        for request in islice(
+            RequestStream(make_synthetic_data(WorldSettings(users=users))), requests
+        )
         if request.kind not in UNREAD
         for question in request.questions
     ]

@@ -91,8 +91,8 @@ def command(rng: random.Random, keys: Keyspace) -> list[bytes]:
             hot_keys.REPORT_SCRIPT, [sketch, keys.hot_names(0).encode()], b"4096", b"7200", b"1", score, value,
             members[2],
         ),
-        script(staging._STAGE, [note, channel, live], attempt, generation, b"5", staged),
-        script(staging._UNSTAGE, [note, channel], attempt, generation), [b"GET", note],
+        script(staging._STAGE_SCRIPT, [note, channel, live], attempt, generation, b"5", staged),
+        script(staging._UNSTAGE_SCRIPT, [note, channel], attempt, generation), [b"GET", note],
     ])  # fmt: skip
 
 

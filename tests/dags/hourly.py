@@ -45,7 +45,7 @@ def main(folder: str, after: str) -> None:
     """Print the tick and the generation of the run at the first tick after a moment."""
     bag = DagBag(dag_folder=folder)
     dag = bag.dags["nightly_precompute"]
-    nights = dag.get_task("begin").python_callable.__globals__["NIGHTS"]
+    nights = dag.get_task("begin").python_callable.__globals__["NIGHTS_TIMETABLE"]
     timetable = CronTriggerTimetable(nights.cron, timezone=nights.timezone)
     tick = timetable._get_next(pendulum.instance(datetime.fromisoformat(after).astimezone(UTC)))
     print(json.dumps([tick.isoformat(), night(dag, tick)["generation"]]))

@@ -101,7 +101,7 @@ class AirflowDeployment:
     def first_night(self, on_task: Callable[[TaskReport], None] | None = None) -> RunReport:
         """Train a bundle, and wait for the night that its asset starts."""
         assert states(self.run("train_reference")) == {"success"}
-        run_id = self.airflow.wait_new("nightly_precompute", earlier_run_ids=())
+        run_id = self.airflow.wait_for_new_run("nightly_precompute", earlier_run_ids=())
         return self.airflow.wait("nightly_precompute", run_id, RUN_S, on_task=on_task)
 
     @contextmanager

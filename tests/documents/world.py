@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.demo.synthetic import World, synthesize
+from infra.demo.synthetic import WorldSettings, synthesize
 from precompute.config.settings import night_config
 from precompute.reference.train import train_reference
 from tests.integration.nights import publish_night, write_clicks
@@ -58,7 +58,7 @@ def environment(redis_url: str, folder: Path) -> dict[str, str]:
 
 def build(folder: Path, redis_url: str) -> str:
     """Write the shop's data and settings, train its model and publish three generations; the live one."""
-    clicks = synthesize(World(users=400, items=400))
+    clicks = synthesize(WorldSettings(users=400, items=400))
     clicks = replace(
         clicks,
         user_ids=tuple(map(str, range(len(clicks.user_ids)))),

@@ -20,7 +20,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import open_client
 from cache.store.releases import Pointer
 from cache.usage.hot_keys import COLD_WINDOW, window_number_of
-from infra.cli.check import redis_kind_of
+from infra.cli.check import (inspect_redis)
 from precompute.bulk import readback, watch
 from precompute.bulk.headroom import unevictable_bytes
 from precompute.bulk.load import mark_loaded
@@ -53,10 +53,10 @@ def stage(control: Control) -> None:
 
 
 def figures(control: Control) -> None:
-    info = watch.info_of(control.client)
+    info = watch.fetch_info(control.client)
     watch.lag_bytes(info)
-    watch.reads_of(info)
-    watch.cpu_s(info)
+    watch.count_reads(info)
+    watch.main_thread_cpu_s(info)
 
 
 def mark_part(control: Control) -> None:
@@ -80,11 +80,11 @@ CALLS: dict[str, Callable[[Control], Any]] = {
         control, control.client, pages_bytes=1, record_bytes=1
     ),
     "limit": lambda control: memory_limit(control.client),
-    "sizes": lambda control: readback.sizes(control.client, PAGES),
+    "sizes": lambda control: readback.value_sizes(control.client, PAGES),
     "entries": lambda control: stream.read_entries(control.client, KEYS.events),
     "newest entry": lambda control: stream.read_newest_id(control.client, KEYS.events),
-    "worklist": worklist.read,
-    "kind of server": lambda control: redis_kind_of(control.client),
+    "worklist": worklist.read_cold_counts,
+    "kind of server": lambda control: inspect_redis(control.client),
     "mark of a part": mark_part,
 }
 

@@ -20,7 +20,7 @@ from cache.errors import Refused
 from cache.format.manifest import Manifest, Table
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import describe_file, read_manifest
-from infra.demo.synthetic import World, synthesize
+from infra.demo.synthetic import (WorldSettings, synthesize)
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import NightConfig, parse_time
 from precompute.reference.train import train_reference
@@ -206,7 +206,7 @@ def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: in
     pristine_folder = folder / "kept"
     shutil.copytree(config.store().local(f"generations/{generation}"), pristine_folder)
     theirs = replace(config, base=str(folder / "theirs"), namespace=f"{config.namespace}-theirs")
-    clicks = synthesize(World(users=users, items=items, seed=seed))
+    clicks = synthesize(WorldSettings(users=users, items=items, seed=seed))
     # Within what is trained on and within the rest: as many items are known as in ours.
     items_of, until_us = (
         clicks.item_rows.copy(),

@@ -17,7 +17,7 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from cache.records import NO_ITEM, decode_record
-from infra.demo.synthetic import Clicks, World, synthesize
+from infra.demo.synthetic import Clicks, WorldSettings, synthesize
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
@@ -102,7 +102,7 @@ def _make_template(seed: int, users: int, items: int) -> "tempfile.TemporaryDire
     """Folder with the data and the bundle of these sizes, made once: they are the same bytes every time."""
     temporary_folder = tempfile.TemporaryDirectory(prefix="larder-made-")
     folder = Path(temporary_folder.name)
-    write_clicks(folder, synthesize(World(users=users, items=items, seed=seed)))
+    write_clicks(folder, synthesize(WorldSettings(users=users, items=items, seed=seed)))
     train_reference(_config(folder, "redis://nowhere"), data_until=DATA_UNTIL)
     shutil.rmtree(folder / "artifacts")
     return temporary_folder

@@ -18,7 +18,7 @@ import yaml
 from cache.process.child_process import GuardedCommand
 from infra.demo.checks import Judge
 from infra.demo.dataset import Dataset
-from infra.demo.traffic import Stream, background
+from infra.demo.traffic import RequestStream, replay_in_background
 from precompute.config.settings import NightConfig
 from tests.integration.nights import DATA_UNTIL, histories
 from tests.polling import poll_until
@@ -154,13 +154,13 @@ def traffic(
     url: str, night: NightConfig, judge: Judge, *, rate: float
 ) -> AbstractContextManager[object]:
     """The demo's stream of requests over the users of this night: hits, misses, live answers and defaults."""
-    return background(url, stream(night), judge, rate=rate)
+    return replay_in_background(url, stream(night), judge, rate=rate)
 
 
-def stream(night: NightConfig, seed: int = 0) -> Stream:
+def stream(night: NightConfig, seed: int = 0) -> RequestStream:
     """The demo's stream of requests; some of this night's users come with their history as if nobody knew them."""
     stories = {user: tuple(history) for user, history in histories(night).items()}
     newcomers = {f"new-{user}": history for user, history in sorted(stories.items())[:40]}
     cut = datetime.fromisoformat(DATA_UNTIL)
     dataset = Dataset("night", stories, {}, newcomers, None, cut, cut, frozenset())
-    return Stream(dataset, seed)
+    return RequestStream(dataset, seed)

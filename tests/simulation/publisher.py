@@ -231,6 +231,6 @@ def load_missing(control: Control, _store: ArtefactStore, generation: str, **_op
 MODELLED: dict[Any, Any] = {
     reload.load_missing: load_missing,
     reload.reload: load_missing,
-    reload.repair: lambda *_arguments, **_options: [],
+    reload.repair_pages: lambda *_arguments, **_options: [],
 }
 """What reads pages from files: here they come from `nights`. All else is what runs in production."""

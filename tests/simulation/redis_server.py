@@ -36,8 +36,8 @@ class SimulatedRedis(MemoryRedis):
             control_plane._HEARTBEAT_SCRIPT.encode(): self._beat,
             hot_keys.REPORT_SCRIPT.encode(): self._report,
             commands._LEASE_SWAP_SCRIPT: self._swap,
-            staging._STAGE.encode(): self._stage,
-            staging._UNSTAGE.encode(): self._unstage,
+            staging._STAGE_SCRIPT.encode(): self._stage,
+            staging._UNSTAGE_SCRIPT.encode(): self._unstage,
             control_keys._MOVE_SCRIPT.encode(): lambda keys, argv: self._in(
                 keys[0], self.move, argv
             ),

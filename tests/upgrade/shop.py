@@ -17,7 +17,7 @@ from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Release as ReleaseRecord
 from cache.store.releases import all_releases
-from infra.demo.synthetic import World, synthesize
+from infra.demo.synthetic import WorldSettings, synthesize
 from infra.local.airflow import MANUAL_SCHEDULE
 from infra.local.service import ServiceProcess
 from precompute.config.settings import night_config
@@ -82,7 +82,7 @@ class Shop:
     def open(self) -> None:
         """Write data and settings; a second file of settings has a gate that nothing passes."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        clicks = synthesize(World(users=400, items=120, seed=self.seed))
+        clicks = synthesize(WorldSettings(users=400, items=120, seed=self.seed))
         write_clicks(self.folder, clicks)
         for name, gates in (("larder", ""), ("strict", "items_of_live = 2.0")):
             text = SETTINGS.format(namespace=self.namespace, gates=gates)

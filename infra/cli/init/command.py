@@ -16,12 +16,12 @@ from cache.process.command_line import (
     printable_lines,
 )
 from infra.cli.commands import SETTINGS_FILE
-from infra.cli.init.guesses import Guesses, Role, guess
+from infra.cli.init.guesses import (Guesses, Role, guess_settings)
 from infra.cli.init.tables import discover_tables
 
 _OPTIONAL_ROLES: tuple[Role, ...] = ("timestamp", "weight")
 
-_WITHOUT_COLUMN = {
+_NO_COLUMN_TEXT_BY_ROLE = {
     "timestamp": "none: the order of rows counts",
     "weight": "none: each row is an interaction",
 }
@@ -29,13 +29,13 @@ _WITHOUT_COLUMN = {
 _TEXT_FILE_ENDINGS = (".txt", ".txt.gz")
 _COMMENT_COLUMN = 44
 
-_TOML_HEAD = """\
+_TOML_HEAD_TEXT = """\
 # Settings of Larder, written by `larder init`. Paths are relative to this file. All settings, with their
 # defaults and bounds: `python -m cache.config.reference`, or docs/reference/configuration.md. The environment goes
 # over this file (LARDER_NAMESPACE ...); secrets, such as a Redis URL with a password (REDIS_URL), stand there alone.
 """
 
-_TOML_MIDDLE = """
+_TOML_MIDDLE_TEXT = """
 # namespace = "default"                     # keeps several installations apart in one Redis and one store
 # artifacts = ".larder/artifacts"           # the store: a folder, or a URL such as "s3://recs/larder"
 # redis_url = "redis://127.0.0.1:6379/0"    # unset: commands start a server of their own, or join `larder redis`
@@ -44,7 +44,7 @@ _TOML_MIDDLE = """
 # shards = 4                                # parts that users are scored in; more need less memory
 """
 
-_TOML_END = """
+_TOML_END_TEXT = """
 # [tables.user_topk]                        # leave all tables out to build the five default ones
 # kind = "user_topk"
 # k = 100
@@ -58,36 +58,36 @@ _TOML_END = """
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Write the file; return exit code 0, or 3 with settings left to fill in; raise ConfigError if none was written."""
     args = argument_parser(prog).parse_args(argv)
-    working_folder, target = Path.cwd(), Path(args.output).absolute()
-    folder = Path(args.folder).absolute()
-    if folder.is_file():
+    working_folder, target_path = Path.cwd(), Path(args.output).absolute()
+    tables_folder = Path(args.folder).absolute()
+    if tables_folder.is_file():
         raise ConfigError(
             f"{args.folder} is a file: name the folder that holds it, such as "
-            f"{os.path.relpath(folder.parent, working_folder)}"
+            f"{os.path.relpath(tables_folder.parent, working_folder)}"
         )
-    if not folder.is_dir():
+    if not tables_folder.is_dir():
         raise ConfigError(f"there is no folder {args.folder}: name the one that holds your files")
-    if target.exists() and not args.force:
+    if target_path.exists() and not args.force:
         raise ConfigError(
             f"{args.output} exists and is not overwritten: move it away, or give --force"
         )
-    if not target.parent.is_dir():
-        raise ConfigError(f"{args.output}: there is no folder {target.parent}")
-    guesses = guess(*discover_tables(folder, target.parent))
-    source_notes = _first_rows(guesses, target.parent) or _tables_as_text(guesses, folder)
-    guesses.notes += [note.replace(f"{folder}{os.sep}", "") for note in source_notes]
-    bundle = _find_bundle(folder, target.parent)
-    part_path = target.with_name(f"{target.name}.part")
-    part_path.write_text(toml_text(guesses, bundle), encoding="utf-8")
-    part_path.replace(target)
+    if not target_path.parent.is_dir():
+        raise ConfigError(f"{args.output}: there is no folder {target_path.parent}")
+    setting_guesses = guess_settings(*discover_tables(tables_folder, target_path.parent))
+    source_notes = _notes_on_first_rows(setting_guesses, target_path.parent) or _notes_on_text_files(setting_guesses, tables_folder)
+    setting_guesses.notes += [note.replace(f"{tables_folder}{os.sep}", "") for note in source_notes]
+    bundle_path = _find_bundle(tables_folder, target_path.parent)
+    part_path = target_path.with_name(f"{target_path.name}.part")
+    part_path.write_text(toml_text(setting_guesses, bundle_path), encoding="utf-8")
+    part_path.replace(target_path)
     if args.json:
-        report = {"file": str(target), "bundle": bundle, **_guesses_to_json(guesses)}
+        report = {"file": str(target_path), "bundle": bundle_path, **_guesses_to_json(setting_guesses)}
         print(printable_lines(json_text(report)))
     else:
-        print(f"{os.path.relpath(target, working_folder)}: written")
-        for line in _guess_lines(guesses, bundle):
+        print(f"{os.path.relpath(target_path, working_folder)}: written")
+        for line in _guess_lines(setting_guesses, bundle_path):
             print(printable_lines(line))
-    return 0 if guesses.is_complete else FOUND_PROBLEM_EXIT_CODE
+    return 0 if setting_guesses.is_complete else FOUND_PROBLEM_EXIT_CODE
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -109,161 +109,161 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _first_rows(guesses: Guesses, base: Path) -> list[str]:
+def _notes_on_first_rows(setting_guesses: Guesses, base_folder: Path) -> list[str]:
     """Return notes on how a night would treat the first rows of the interactions."""
-    table, columns = guesses.interactions, guesses.columns
-    user, item = columns.get("user"), columns.get("item")
-    if table is None or not user or not item or not guesses.is_complete:
+    interactions_table, column_by_role = setting_guesses.interactions, setting_guesses.columns
+    user_column, item_column = column_by_role.get("user"), column_by_role.get("item")
+    if interactions_table is None or not user_column or not item_column or not setting_guesses.is_complete:
         return []
     from precompute.config.settings import Sources
     from precompute.sources.plausibility import first_rows_remarks
 
     sources = Sources(
-        (str(table.files[0]),),
-        separator=table.separator,
-        user_column=user,
-        item_column=item,
-        timestamp_column=columns.get("timestamp") or "",
-        weight_column=columns.get("weight") or "",
+        (str(interactions_table.files[0]),),
+        separator=interactions_table.separator,
+        user_column=user_column,
+        item_column=item_column,
+        timestamp_column=column_by_role.get("timestamp") or "",
+        weight_column=column_by_role.get("weight") or "",
     )
-    return first_rows_remarks(sources, base)
+    return first_rows_remarks(sources, base_folder)
 
 
-def _tables_as_text(guesses: Guesses, folder: Path) -> list[str]:
+def _notes_on_text_files(setting_guesses: Guesses, folder: Path) -> list[str]:
     """Return notes on text files that look like a table, if no other interactions were found."""
-    if guesses.interactions is not None:
+    if setting_guesses.interactions is not None:
         return []
     from precompute.sources.readers import demand_lines_of_ids
 
-    notes = []
-    for path in sorted(
-        path for path in folder.iterdir() if path.name.lower().endswith(_TEXT_FILE_ENDINGS)
+    text_file_notes = []
+    for text_file in sorted(
+        text_file for text_file in folder.iterdir() if text_file.name.lower().endswith(_TEXT_FILE_ENDINGS)
     ):
         try:
-            demand_lines_of_ids(path)
+            demand_lines_of_ids(text_file)
         except (LarderError, OSError) as error:
-            notes.append(str(error))
-    return notes
+            text_file_notes.append(str(error))
+    return text_file_notes
 
 
-def _find_bundle(folder: Path, base: Path) -> str | None:
-    """Return the folder of a model's bundle, at or directly below the inspected one, relative to `base`, or None."""
+def _find_bundle(folder: Path, base_folder: Path) -> str | None:
+    """Return the folder of a model's bundle, at or directly below the inspected one, from `base_folder`, or None."""
     bundle_folder = next(
         (
             manifest_path.parent
-            for glob in ("bundle.json", "*/bundle.json")
-            for manifest_path in sorted(folder.glob(glob))
+            for manifest_pattern in ("bundle.json", "*/bundle.json")
+            for manifest_path in sorted(folder.glob(manifest_pattern))
         ),
         None,
     )
-    return None if bundle_folder is None else Path(os.path.relpath(bundle_folder, base)).as_posix()
+    return None if bundle_folder is None else Path(os.path.relpath(bundle_folder, base_folder)).as_posix()
 
 
-def _guesses_to_json(guesses: Guesses) -> dict[str, Any]:
-    table = guesses.interactions
+def _guesses_to_json(setting_guesses: Guesses) -> dict[str, Any]:
+    interactions_table = setting_guesses.interactions
     return {
-        "interactions": None if table is None else list(table.pattern),
-        "columns": guesses.columns,
+        "interactions": None if interactions_table is None else list(interactions_table.pattern),
+        "columns": setting_guesses.columns,
         "features": {
-            entity: feature_table.pattern[0] for entity, feature_table in guesses.features.items()
+            entity: feature_table.pattern[0] for entity, feature_table in setting_guesses.features.items()
         },
-        "category": guesses.category,
-        "notes": guesses.notes,
-        "missing": guesses.missing,
+        "category": setting_guesses.category,
+        "notes": setting_guesses.notes,
+        "missing": setting_guesses.missing,
     }
 
 
-def _guess_lines(guesses: Guesses, bundle: str | None) -> Iterator[str]:
-    if (table := guesses.interactions) is not None:
+def _guess_lines(setting_guesses: Guesses, bundle_path: str | None) -> Iterator[str]:
+    if (interactions_table := setting_guesses.interactions) is not None:
         columns_text = ", ".join(
-            f"{role} = {name}" for role, name in guesses.columns.items() if name
+            f"{role} = {column_name}" for role, column_name in setting_guesses.columns.items() if column_name
         )
-        yield f"  interactions   {table.title}: {columns_text}"
-    for entity, features in guesses.features.items():
-        yield f"  {entity}_features  {features.title}"
-    if bundle is not None:
-        yield f"  bundle         {bundle}"
-    yield from (f"  note: {note}" for note in guesses.notes)
-    yield from (f"  to do: {missing_setting}" for missing_setting in guesses.missing)
-    train = "" if bundle is not None else "larder train, "
-    first = "" if guesses.is_complete else "write what is to do into larder.toml; "
-    yield f"Next: {first}larder check, then {train}larder night and larder serve."
+        yield f"  interactions   {interactions_table.title}: {columns_text}"
+    for entity, feature_table in setting_guesses.features.items():
+        yield f"  {entity}_features  {feature_table.title}"
+    if bundle_path is not None:
+        yield f"  bundle         {bundle_path}"
+    yield from (f"  note: {note}" for note in setting_guesses.notes)
+    yield from (f"  to do: {missing_setting}" for missing_setting in setting_guesses.missing)
+    train_step = "" if bundle_path is not None else "larder train, "
+    first_step = "" if setting_guesses.is_complete else "write what is to do into larder.toml; "
+    yield f"Next: {first_step}larder check, then {train_step}larder night and larder serve."
 
 
-def toml_text(guesses: Guesses, bundle: str | None) -> str:
+def toml_text(setting_guesses: Guesses, bundle_path: str | None) -> str:
     """Return the text of `larder.toml`; a missing setting becomes a comment that says what to write."""
-    if bundle is None:
-        model = [
+    if bundle_path is None:
+        bundle_lines = [
             '# bundle = ".larder/bundle"                # made by `larder train`; or the folder of a model of your own'
         ]
     else:
-        model = [_toml_line("bundle", bundle, "a model that was found here")]
-    lines = [_TOML_HEAD, *model, _TOML_MIDDLE.strip("\n"), "", "[sources]", *_source_lines(guesses)]
-    if bundle is None and guesses.items is not None:
-        about = (
-            f"at most, of the model that `larder train` makes: there are only {guesses.items} items"
+        bundle_lines = [_toml_line("bundle", bundle_path, "a model that was found here")]
+    toml_lines = [_TOML_HEAD_TEXT, *bundle_lines, _TOML_MIDDLE_TEXT.strip("\n"), "", "[sources]", *_source_lines(setting_guesses)]
+    if bundle_path is None and setting_guesses.items is not None:
+        comment = (
+            f"at most, of the model that `larder train` makes: there are only {setting_guesses.items} items"
         )
-        lines += [
+        toml_lines += [
             "",
             "[reference]",
-            f"{f'dims = {_reference_dims(guesses.items)}':<{_COMMENT_COLUMN}}# {about}",
+            f"{f'dims = {_reference_dims(setting_guesses.items)}':<{_COMMENT_COLUMN}}# {comment}",
         ]
-    return "\n".join(lines) + "\n" + _TOML_END
+    return "\n".join(toml_lines) + "\n" + _TOML_END_TEXT
 
 
-def _source_lines(guesses: Guesses) -> Iterator[str]:
-    for missing in guesses.missing:
-        yield from _comment_lines(f"TO DO: {missing}")
-    table = guesses.interactions
-    if table is None:
+def _source_lines(setting_guesses: Guesses) -> Iterator[str]:
+    for missing_setting in setting_guesses.missing:
+        yield from _comment_lines(f"TO DO: {missing_setting}")
+    interactions_table = setting_guesses.interactions
+    if interactions_table is None:
         yield "interactions = []"
         return
-    rows = f"{table.format}, {table.size_bytes:,} bytes" + (
-        "" if table.rows is None else f", {table.rows:,} rows"
+    size_text = f"{interactions_table.format}, {interactions_table.size_bytes:,} bytes" + (
+        "" if interactions_table.rows is None else f", {interactions_table.rows:,} rows"
     )
-    columns = printable(", ".join(table.columns))
-    yield f"# {len(table.files)} file{'s' * (len(table.files) > 1)}, {rows}; columns: {columns}"
-    yield f"interactions = {json.dumps(list(table.pattern), ensure_ascii=False)}"
-    if table.separator != ",":
-        yield _toml_line("separator", table.separator, "between the fields of a row")
+    columns_text = printable(", ".join(interactions_table.columns))
+    yield f"# {len(interactions_table.files)} file{'s' * (len(interactions_table.files) > 1)}, {size_text}; " f"columns: {columns_text}"
+    yield f"interactions = {json.dumps(list(interactions_table.pattern), ensure_ascii=False)}"
+    if interactions_table.separator != ",":
+        yield _toml_line("separator", interactions_table.separator, "between the fields of a row")
     for role in ("user", "item"):
-        name = guesses.columns.get(role)
+        column_name = setting_guesses.columns.get(role)
         yield (
             f'# {role}_column = "..."'
-            if name is None
-            else _toml_line(f"{role}_column", name, f"ids of {role}s")
+            if column_name is None
+            else _toml_line(f"{role}_column", column_name, f"ids of {role}s")
         )
     for role in _OPTIONAL_ROLES:
-        name = guesses.columns.get(role)
-        about = {"timestamp": "when it happened", "weight": "0 or less: no interaction"}[role]
-        yield _toml_line(f"{role}_column", name or "", about if name else _WITHOUT_COLUMN[role])
-    for entity, features in guesses.features.items():
-        about = "; items that are not in it are in no list" if entity == "item" else ""
-        rows = "" if features.rows is None else f"{features.rows:,} rows, "
+        column_name = setting_guesses.columns.get(role)
+        comment = {"timestamp": "when it happened", "weight": "0 or less: no interaction"}[role]
+        yield _toml_line(f"{role}_column", column_name or "", comment if column_name else _NO_COLUMN_TEXT_BY_ROLE[role])
+    for entity, feature_table in setting_guesses.features.items():
+        comment = "; items that are not in it are in no list" if entity == "item" else ""
+        size_text = "" if feature_table.rows is None else f"{feature_table.rows:,} rows, "
         yield _toml_line(
-            f"{entity}_features", features.pattern[0], f"{rows}one for each {entity}{about}"
+            f"{entity}_features", feature_table.pattern[0], f"{size_text}one for each {entity}{comment}"
         )
-    if guesses.category is not None:
+    if setting_guesses.category is not None:
         yield _toml_line(
-            "category_column", guesses.category, "of items; the reference model uses it"
+            "category_column", setting_guesses.category, "of items; the reference model uses it"
         )
-    for note in guesses.notes:
+    for note in setting_guesses.notes:
         yield from _comment_lines(f"Note: {note}")
 
 
-def _reference_dims(items: int) -> int:
+def _reference_dims(item_count: int) -> int:
     """Return the largest power of two of at most a quarter of the items, from 4 to 128."""
-    return int(min(128, max(4, 1 << (max(1, items // 4).bit_length() - 1))))
+    return int(min(128, max(4, 1 << (max(1, item_count // 4).bit_length() - 1))))
 
 
-def _toml_line(name: str, value: str, about: str) -> str:
-    text = f"{name} = {json.dumps(value, ensure_ascii=False)}"
-    return f"{text:<{_COMMENT_COLUMN}}# {about}"
+def _toml_line(setting_name: str, setting_value: str, comment: str) -> str:
+    assignment = f"{setting_name} = {json.dumps(setting_value, ensure_ascii=False)}"
+    return f"{assignment:<{_COMMENT_COLUMN}}# {comment}"
 
 
-def _comment_lines(text: str) -> Sequence[str]:
+def _comment_lines(comment_text: str) -> Sequence[str]:
     one_line_text = printable(
-        " ".join(text.split())
+        " ".join(comment_text.split())
     )  # a name with a line break must not end the comment
     return [
         f"# {comment_line}"

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.cli.init.tables import ERRORS, ColumnKind, FoundTable, are_unique
+from infra.cli.init.tables import (ColumnKind, FILE_ERRORS, FoundTable, are_unique)
 from precompute.sources.plausibility import has_lists_of_ids
 
 Role = Literal["user", "item", "timestamp", "weight", "category"]
@@ -22,13 +22,13 @@ KINDS_BY_ROLE: Final[Mapping[Role, tuple[ColumnKind, ...]]] = {
 }
 """Role -> kinds of columns that a night can read for it."""
 
-FEW_ITEMS = 1_024
+FEW_ITEMS_END = 1_024
 """Number of items below which 256 dimensions of the reference model are mostly noise."""
 
-TIMES_LEAST = 0.99
+TIME_TEXT_SHARE_MIN = 0.99
 """Share of a column's texts that are times, or missing, in a column of times: a night leaves the other rows out."""
 
-MILLISECONDS_FROM = 100_000_000_000
+SECONDS_MAX = 100_000_000_000
 """Bound above which numbers are no seconds since 1970 (of the year 5138) but milliseconds or smaller units."""
 
 _COLUMN_NAMES_BY_ROLE: Final[Mapping[Role, tuple[str, ...]]] = {
@@ -61,12 +61,12 @@ _COLUMN_NAMES_BY_ROLE: Final[Mapping[Role, tuple[str, ...]]] = {
 }  # fmt: skip
 """Role -> names without case, underscores and the like; the most reliable first."""
 
-_TIME_NAME: Final = re.compile(r"([\W_](at|ts|date|timestamp)|[a-z](At|Date|Timestamp))$")
+_TIME_NAME_PATTERN: Final = re.compile(r"([\W_](at|ts|date|timestamp)|[a-z](At|Date|Timestamp))$")
 """Ending of a multi-word name of a time column: `ordered_at`, `viewDate`."""
 
-_NUMBERED_NAME: Final = re.compile(r"(no|nr|num|number|code|key)$")
+_NUMBERED_NAME_PATTERN: Final = re.compile(r"(no|nr|num|number|code|key)$")
 
-_NO_ID: Final = frozenset(
+_NAMES_OF_NO_IDS: Final = frozenset(
     {
         "", "index", "id", "unnamed0", "title", "name", "description", "text", "comment", "review", "url", "image",
         "price", "country", "city", "gender", "sex", "age", "device", "event", "eventtype", "action", "language",
@@ -77,7 +77,7 @@ _NO_ID: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Roles:
+class ColumnRoles:
     """Column of each recognised role, and remarks on columns that only seem to have one."""
 
     columns: Mapping[Role, str]
@@ -93,91 +93,91 @@ def normalise_name(name: str) -> str:
     return re.sub(r"[\W_]", "", name.lower())
 
 
-def roles_of(columns: Mapping[str, ColumnKind]) -> Roles:
+def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
     """Return the roles of a table's columns: by exact name first, then by ending, finally the one remaining column."""
     column_by_role: dict[Role, str] = {}
     remarks: list[str] = []
-    unfit: dict[Role, str] = {}
-    for role, names in _COLUMN_NAMES_BY_ROLE.items():
-        for name in _by_name(
-            role, names, [column for column in columns if column not in column_by_role.values()]
+    unfit_column_by_role: dict[Role, str] = {}
+    for role, role_names in _COLUMN_NAMES_BY_ROLE.items():
+        for column_name in _columns_by_role_name(
+            role, role_names, [column for column in kind_by_column if column not in column_by_role.values()]
         ):
-            if columns[name] in KINDS_BY_ROLE[role]:
-                column_by_role[role] = name
+            if kind_by_column[column_name] in KINDS_BY_ROLE[role]:
+                column_by_role[role] = column_name
                 break
             if role in ("user", "item"):
-                unfit.setdefault(role, name)
-            remarks.append(unfit_in_words(role, name, columns[name]))
-    guessed: list[Role] = []
+                unfit_column_by_role.setdefault(role, column_name)
+            remarks.append(describe_unfit_column(role, column_name, kind_by_column[column_name]))
+    guessed_roles: list[Role] = []
     for role in ("user", "item"):
         other_role: Role = "item" if role == "user" else "user"
         id_like_columns = [
             column
-            for column in columns
-            if column not in column_by_role.values() and _like_an_id(column, columns[column])
+            for column in kind_by_column
+            if column not in column_by_role.values() and _is_like_an_id(column, kind_by_column[column])
         ]
         if role in column_by_role:
-            unfit.pop(role, None)
+            unfit_column_by_role.pop(role, None)
         elif (
-            role not in unfit
+            role not in unfit_column_by_role
             and other_role in column_by_role
             and len(id_like_columns) == 1
-            and len(columns) > 1
+            and len(kind_by_column) > 1
         ):
-            column_by_role[role], guessed = id_like_columns[0], [*guessed, role]
-    times = [
+            column_by_role[role], guessed_roles = id_like_columns[0], [*guessed_roles, role]
+    time_columns = [
         column
-        for column, kind in columns.items()
+        for column, kind in kind_by_column.items()
         if kind == "time" and column not in column_by_role.values()
     ]
-    if "timestamp" not in column_by_role and len(times) == 1:
-        column_by_role["timestamp"] = times[0]
-        guessed.append("timestamp")
-    return Roles(column_by_role, tuple(guessed), unfit, tuple(remarks))
+    if "timestamp" not in column_by_role and len(time_columns) == 1:
+        column_by_role["timestamp"] = time_columns[0]
+        guessed_roles.append("timestamp")
+    return ColumnRoles(column_by_role, tuple(guessed_roles), unfit_column_by_role, tuple(remarks))
 
 
-def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[str]:
+def _columns_by_role_name(role: Role, role_names: Sequence[str], column_names: Sequence[str]) -> list[str]:
     """Return the columns that may have a role, the most likely first."""
-    exact = [column for name in names for column in columns if normalise_name(column) == name]
+    matching_columns = [column for candidate_name in role_names for column in column_names if normalise_name(column) == candidate_name]
     if role in ("user", "item"):
         # A number is an id as well: `customer_no`, `article_nr`.
-        exact += [
+        matching_columns += [
             column
-            for column in columns
-            if column not in exact and _NUMBERED_NAME.sub("", normalise_name(column)) in names
+            for column in column_names
+            if column not in matching_columns and _NUMBERED_NAME_PATTERN.sub("", normalise_name(column)) in role_names
         ]
         # Of several words: `src_user_id`, `clicked_article`.
-        ends = tuple(role_name for role_name in names if len(role_name) > 3)
-        exact += [
+        name_endings = tuple(role_name for role_name in role_names if len(role_name) > 3)
+        matching_columns += [
             column
-            for column in columns
-            if column not in exact and normalise_name(column).endswith(ends)
+            for column in column_names
+            if column not in matching_columns and normalise_name(column).endswith(name_endings)
         ]
     if role == "timestamp":
-        exact += [column for column in columns if column not in exact and _TIME_NAME.search(column)]
-    return exact
+        matching_columns += [column for column in column_names if column not in matching_columns and _TIME_NAME_PATTERN.search(column)]
+    return matching_columns
 
 
-def _like_an_id(name: str, kind: ColumnKind) -> bool:
-    normalised_name = normalise_name(name)
-    is_other = any(
+def _is_like_an_id(column_name: str, column_kind: ColumnKind) -> bool:
+    normalised_name = normalise_name(column_name)
+    has_other_role_name = any(
         normalised_name in _COLUMN_NAMES_BY_ROLE[role]
         for role in ("timestamp", "weight", "category")
     )
-    return kind in KINDS_BY_ROLE["user"] and not is_other and normalised_name not in _NO_ID
+    return column_kind in KINDS_BY_ROLE["user"] and not has_other_role_name and normalised_name not in _NAMES_OF_NO_IDS
 
 
-def unfit_in_words(role: Role, name: str, kind: ColumnKind) -> str:
+def describe_unfit_column(role: Role, column_name: str, column_kind: ColumnKind) -> str:
     """Describe a column that has the name of a role and values of a kind that a night cannot read for it."""
     remedy = "it is left out"
     if role in ("user", "item"):
         remedy = "ids are text or whole numbers: write the column so, with a row for each id"
-    if role in ("user", "item") and kind == "float":
+    if role in ("user", "item") and column_kind == "float":
         remedy = (
             "ids are text or whole numbers (pandas makes floats of numbers where one is missing: make the column Int64 "
             "before it is written, so that CSV has 17850 in place of 17850.0)"
         )
-    return f"column {name!r} looks like the {role}, but holds {kind} values: {remedy}"
+    return f"column {column_name!r} looks like the {role}, but holds {column_kind} values: {remedy}"
 
 
 @dataclass
@@ -202,11 +202,11 @@ class Guesses:
         return not self.missing
 
 
-def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
+def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
     """Guess from tables, the largest first."""
-    guesses = Guesses(notes=list(remarks))
+    setting_guesses = Guesses(notes=list(remarks))
     roles_by_title = {
-        candidate_table.title: roles_of(candidate_table.columns) for candidate_table in tables
+        candidate_table.title: guess_roles(candidate_table.columns) for candidate_table in tables
     }
     interaction_tables = [
         candidate_table
@@ -220,213 +220,207 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
         if not {"user", "item"} & {*roles_by_title[candidate_table.title].guessed}
     ] or interaction_tables[:1]
     if interaction_tables:
-        _interactions(guesses, interaction_tables, roles_by_title)
+        _guess_interactions(setting_guesses, interaction_tables, roles_by_title)
     elif tables:
-        table = max(
-            tables, key=lambda candidate_table: _recognised(roles_by_title[candidate_table.title])
+        found_table = max(
+            tables, key=lambda candidate_table: _id_column_count(roles_by_title[candidate_table.title])
         )
-        _half_recognised(guesses, table, roles_by_title[table.title])
+        _guess_half_recognised(setting_guesses, found_table, roles_by_title[found_table.title])
     else:
         no_table_reason = (
             "none of the files found can be read (see the notes)"
             if remarks
             else "no Parquet or CSV file was found"
         )
-        guesses.missing.append(
+        setting_guesses.missing.append(
             f'[sources] interactions: {no_table_reason}; write e.g. ["clicks/*.parquet"], or mend that and run '
             "`larder init --force`"
         )
-    for table in tables:
-        if table is not guesses.interactions:
-            guesses.notes += table.unread
-        if table in interaction_tables or table is guesses.interactions:
+    for found_table in tables:
+        if found_table is not setting_guesses.interactions:
+            setting_guesses.notes += found_table.unread
+        if found_table in interaction_tables or found_table is setting_guesses.interactions:
             continue
         try:
-            _features(guesses, table, roles_by_title[table.title])
-        except ERRORS as error:
+            _guess_features(setting_guesses, found_table, roles_by_title[found_table.title])
+        except FILE_ERRORS as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            guesses.notes.append(f"{table.title} is not used: it cannot be read: {reason}")
-    guesses.items = _few_items(guesses)
-    if (clicks := guesses.interactions) is not None and clicks.unread:
+            setting_guesses.notes.append(f"{found_table.title} is not used: it cannot be read: {reason}")
+    setting_guesses.items = _item_count_if_few(setting_guesses)
+    if (interactions_table := setting_guesses.interactions) is not None and interactions_table.unread:
         # The next command names the file, too: a night without its rows would say nothing.
-        guesses.interactions = replace(clicks, pattern=clicks.whole_pattern)
-        guesses.missing += [
-            f"{remark}; a night reads all of {', '.join(clicks.whole_pattern[:3])} or nothing: mend it, or move it away"
-            for remark in clicks.unread
+        setting_guesses.interactions = replace(interactions_table, pattern=interactions_table.whole_pattern)
+        setting_guesses.missing += [
+            f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern[:3])} or nothing: mend " "it, or move it away"
+            for remark in interactions_table.unread
         ]
-    return guesses
+    return setting_guesses
 
 
-def _interactions(
-    guesses: Guesses, interaction_tables: list[FoundTable], roles_by_title: dict[str, Roles]
+def _guess_interactions(
+    setting_guesses: Guesses, interaction_tables: list[FoundTable], roles_by_title: dict[str, ColumnRoles]
 ) -> None:
-    table, *other_tables = interaction_tables
-    roles = roles_by_title[table.title]
-    guesses.interactions = table
-    guesses.columns = {
-        name: roles.columns.get(name) for name in ("user", "item", "timestamp", "weight")
+    interactions_table, *other_tables = interaction_tables
+    column_roles = roles_by_title[interactions_table.title]
+    setting_guesses.interactions = interactions_table
+    setting_guesses.columns = {
+        column_name: column_roles.columns.get(column_name) for column_name in ("user", "item", "timestamp", "weight")
     }
-    guesses.notes += roles.remarks
-    for role in roles.guessed:
+    setting_guesses.notes += column_roles.remarks
+    for role in column_roles.guessed:
         guess_reason = "it alone holds times" if role == "timestamp" else "no other is left"
-        guesses.notes.append(
-            f"column {roles.columns[role]!r} is taken for the {role} because {guess_reason}; if it is not, change "
-            f"{role}_column"
+        setting_guesses.notes.append(
+            f"column {column_roles.columns[role]!r} is taken for the {role} because {guess_reason}; if it is " "not, change " f"{role}_column"
         )
-    if (name := guesses.columns["item"]) is not None and has_lists_of_ids(table.sample[name]):
-        guesses.notes.append(
-            f"column {name!r} seems to hold a whole history in each field: hardly one comes twice, and most hold "
-            "several words. A row is one item of one user: write a row for each"
+    if (column_name := setting_guesses.columns["item"]) is not None and has_lists_of_ids(interactions_table.sample[column_name]):
+        setting_guesses.notes.append(
+            f"column {column_name!r} seems to hold a whole history in each field: hardly one comes twice, and " "most hold " "several words. A row is one item of one user: write a row for each"
         )
-    if (name := guesses.columns["timestamp"]) is not None and (
-        remark := _no_times(table.sample[name])
+    if (column_name := setting_guesses.columns["timestamp"]) is not None and (
+        remark := _unreadable_times_reason(interactions_table.sample[column_name])
     ):
-        guesses.columns["timestamp"] = None
-        guesses.notes.append(f"column {name!r} {remark}")
-    elif name is None:
+        setting_guesses.columns["timestamp"] = None
+        setting_guesses.notes.append(f"column {column_name!r} {remark}")
+    elif column_name is None:
         unassigned_columns = [
-            column for column in table.columns if column not in guesses.columns.values()
+            column for column in interactions_table.columns if column not in setting_guesses.columns.values()
         ]
         if unassigned_columns:
-            guesses.notes.append(
+            setting_guesses.notes.append(
                 f"no column of times was recognised among {', '.join(unassigned_columns)}: if one holds them, write it "
                 "into "
                 "timestamp_column; without times the order of rows counts"
             )
-    if (name := guesses.columns["weight"]) is not None:
-        guesses.notes += _about_weight(table, name)
-    if guesses.columns["timestamp"] is None:
-        guesses.notes += _folder_keys_in_words(table)
+    if (column_name := setting_guesses.columns["weight"]) is not None:
+        setting_guesses.notes += _notes_on_weight(interactions_table, column_name)
+    if setting_guesses.columns["timestamp"] is None:
+        setting_guesses.notes += _notes_on_folder_keys(interactions_table)
     for other_table in other_tables:
-        guesses.notes.append(
+        setting_guesses.notes.append(
             f"{other_table.title} holds users and items, too, and is not used; if it counts, write it into "
             "interactions "
             "(its columns must have the same names)"
         )
 
 
-def _folder_keys_in_words(table: FoundTable) -> list[str]:
+def _notes_on_folder_keys(found_table: FoundTable) -> list[str]:
     """Return a note on values in folders' names, as Hive writes them, that no column has; none without any."""
-    parts = (part for file in table.files for part in file.parent.parts)
-    keys = dict.fromkeys(part.partition("=")[0] for part in parts if "=" in part)
-    names = ", ".join(key for key in keys if key and key not in table.columns)
-    if not names:
+    folder_names = (folder_name for file in found_table.files for folder_name in file.parent.parts)
+    folder_keys = dict.fromkeys(folder_name.partition("=")[0] for folder_name in folder_names if "=" in folder_name)
+    keys_text = ", ".join(folder_key for folder_key in folder_keys if folder_key and folder_key not in found_table.columns)
+    if not keys_text:
         return []
     note = (
-        f"the folders of {table.title} have values of {names} in their names, which are not read: write them into the "
-        "files as a column"
+        f"the folders of {found_table.title} have values of {keys_text} in their names, which are not read: " "write them into the " "files as a column"
     )
     return [note]
 
 
-def _few_items(guesses: Guesses) -> int | None:
-    """Return the number of items in the features or the first rows, if it is below FEW_ITEMS."""
-    table, name = guesses.interactions, guesses.columns.get("item")
-    if (features := guesses.features.get("item")) is not None and features.rows is not None:
-        count = features.rows
+def _item_count_if_few(setting_guesses: Guesses) -> int | None:
+    """Return the number of items in the features or the first rows, if it is below FEW_ITEMS_END."""
+    interactions_table, item_column = setting_guesses.interactions, setting_guesses.columns.get("item")
+    if (item_table := setting_guesses.features.get("item")) is not None and item_table.rows is not None:
+        item_count = item_table.rows
     elif (
-        table is not None and name is not None and _has_ids(table.sample[name], table.columns[name])
+        interactions_table is not None and item_column is not None and _has_ids(interactions_table.sample[item_column], interactions_table.columns[item_column])
     ):
-        count = pc.count_distinct(table.sample[name]).as_py()
+        item_count = pc.count_distinct(interactions_table.sample[item_column]).as_py()
     else:
         return None
-    return count if count < FEW_ITEMS else None
+    return item_count if item_count < FEW_ITEMS_END else None
 
 
-def _recognised(roles: Roles) -> int:
+def _id_column_count(roles: ColumnRoles) -> int:
     """Return the number of a table's id columns, including unfit ones."""
     return len({"user", "item"} & {*roles.columns, *roles.unfit})
 
 
-def _has_ids(column: Any, kind: ColumnKind) -> bool:
-    return bool(len(column) > column.null_count and kind in KINDS_BY_ROLE["item"])
+def _has_ids(column: Any, column_kind: ColumnKind) -> bool:
+    return bool(len(column) > column.null_count and column_kind in KINDS_BY_ROLE["item"])
 
 
-def _half_recognised(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
+def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles) -> None:
     """Take the table with the most id columns for the interactions; its unrecognised columns are left to write."""
-    guesses.interactions = table
-    guesses.columns = {
-        name: roles.columns.get(name, roles.unfit.get(name))
-        for name in ("user", "item", "timestamp", "weight")
+    setting_guesses.interactions = found_table
+    setting_guesses.columns = {
+        column_name: column_roles.columns.get(column_name, column_roles.unfit.get(column_name))
+        for column_name in ("user", "item", "timestamp", "weight")
     }
-    unfit = {
-        role: unfit_in_words(role, name, table.columns[name]) for role, name in roles.unfit.items()
+    unfit_remark_by_role = {
+        role: describe_unfit_column(role, column_name, found_table.columns[column_name]) for role, column_name in column_roles.unfit.items()
     }
-    guesses.notes += [remark for remark in roles.remarks if remark not in unfit.values()]
-    guesses.missing += [f"{table.title}: {remark}" for remark in unfit.values()]
-    guesses.notes += _folder_keys_in_words(table)
-    if lists := [name for name in table.columns if _holds_lists(table, name)]:
-        guesses.notes.append(
-            f"column {lists[0]!r} of {table.title} holds lists: a row is one item of one user, so write a row for each "
-            "of a list's values (in pandas explode, in SQL unnest)"
+    setting_guesses.notes += [remark for remark in column_roles.remarks if remark not in unfit_remark_by_role.values()]
+    setting_guesses.missing += [f"{found_table.title}: {remark}" for remark in unfit_remark_by_role.values()]
+    setting_guesses.notes += _notes_on_folder_keys(found_table)
+    if list_columns := [column_name for column_name in found_table.columns if _is_list_column(found_table, column_name)]:
+        setting_guesses.notes.append(
+            f"column {list_columns[0]!r} of {found_table.title} holds lists: a row is one item of one user, so " "write a row for each " "of a list's values (in pandas explode, in SQL unnest)"
         )
     for role in ("user", "item"):
-        if role not in roles.columns and role not in roles.unfit:
-            guesses.missing.append(
-                f"[sources] {role}_column: none of the columns of {table.title} ({', '.join(table.columns)}) is called "
-                f"like one; write the name of the column of {role} ids"
+        if role not in column_roles.columns and role not in column_roles.unfit:
+            setting_guesses.missing.append(
+                f"[sources] {role}_column: none of the columns of {found_table.title} " f"({', '.join(found_table.columns)}) is called " f"like one; write the name of the column of {role} ids"
             )
 
 
-def _holds_lists(table: FoundTable, name: str) -> bool:
-    kind = table.sample.schema.field(name).type
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+def _is_list_column(table: FoundTable, column_name: str) -> bool:
+    arrow_type = table.sample.schema.field(column_name).type
+    return bool(pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type))
 
 
-def _features(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
+def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles) -> None:
     """Add a table with one row for each item, or user, to the features if a night can read it."""
     for entity in ("item", "user"):
         role: Role = "item" if entity == "item" else "user"
-        if (name := roles.columns.get(role)) is None or role in roles.guessed:
+        if (id_column := column_roles.columns.get(role)) is None or role in column_roles.guessed:
             continue
-        if len(table.columns) == 2 and "vector" in table.columns.values():
-            guesses.notes.append(
-                f"{table.title} looks like vectors of {entity}s, and is not used: `larder import vectors` makes a "
-                "folder of vectors"
+        if len(found_table.columns) == 2 and "vector" in found_table.columns.values():
+            setting_guesses.notes.append(
+                f"{found_table.title} looks like vectors of {entity}s, and is not used: `larder import vectors` " "makes a " "folder of vectors"
             )
             return
-        title, interactions_column = (
-            f"{table.title} looks like features of {entity}s",
-            guesses.columns.get(role),
+        title_clause, interactions_column = (
+            f"{found_table.title} looks like features of {entity}s",
+            setting_guesses.columns.get(role),
         )
-        if table.format != "parquet":
+        if found_table.format != "parquet":
             remark = (
                 "features are read from Parquet: convert it (pandas: read_csv(...).to_parquet(...))"
             )
         elif (
             interactions_column is not None
-            and name != interactions_column
-            and interactions_column not in table.columns
+            and id_column != interactions_column
+            and interactions_column not in found_table.columns
         ):
             remark = (
-                f"its ids are in {name!r}, those of the interactions in {interactions_column!r}: "
+                f"its ids are in {id_column!r}, those of the interactions in {interactions_column!r}: "
                 "give both the same name"
             )
-        elif not are_unique(table, name if interactions_column is None else interactions_column):
+        elif not are_unique(found_table, id_column if interactions_column is None else interactions_column):
             remark = "some ids come twice: only one row of each would count"
-        elif len(table.files) > 1:
-            remark = f"it is {len(table.files)} files: make it one"
-        elif entity in guesses.features:
-            remark = f"{guesses.features[entity].title} is used: join the two"
+        elif len(found_table.files) > 1:
+            remark = f"it is {len(found_table.files)} files: make it one"
+        elif entity in setting_guesses.features:
+            remark = f"{setting_guesses.features[entity].title} is used: join the two"
         else:
-            guesses.features[entity] = table
+            setting_guesses.features[entity] = found_table
             if role == "item":
-                guesses.category = roles.columns.get("category")
+                setting_guesses.category = column_roles.columns.get("category")
             return
-        guesses.notes.append(f"{title}, and is not used: {remark}")
+        setting_guesses.notes.append(f"{title_clause}, and is not used: {remark}")
         return
-    guesses.notes.append(
-        f"{table.title} is not used: neither users nor items were recognised in it"
+    setting_guesses.notes.append(
+        f"{found_table.title} is not used: neither users nor items were recognised in it"
     )
 
 
-def _no_times(column: Any) -> str | None:
+def _unreadable_times_reason(column: Any) -> str | None:
     """Return the reason why a night cannot read a column's times; None if it can."""
-    kind = column.type
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_null(kind):
+    arrow_type = column.type
+    if pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type) or pa.types.is_null(arrow_type):
         return None
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        if (pc.mean(pc.greater(column, MILLISECONDS_FROM)).as_py() or 0) > 0.5:
+    if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type):
+        if (pc.mean(pc.greater(column, SECONDS_MAX)).as_py() or 0) > 0.5:
             return (
                 "holds milliseconds or less since 1970, where seconds are read: it is left out; divide it, or write it "
                 "as a timestamp"
@@ -434,25 +428,25 @@ def _no_times(column: Any) -> str | None:
         return None
     from precompute.sources.times import parse_time_texts
 
-    _, readable, missing = parse_time_texts(column.combine_chunks())
-    if (readable | missing).mean() < TIMES_LEAST:
+    _, readable_mask, missing_mask = parse_time_texts(column.combine_chunks())
+    if (readable_mask | missing_mask).mean() < TIME_TEXT_SHARE_MIN:
         return "holds texts that are no times (ISO 8601 is read): it is left out; write it as a timestamp"
     return None
 
 
-def _about_weight(table: FoundTable, name: str) -> list[str]:
-    values = table.sample[name]
-    remark = f"rows with {name!r} above 0 are interactions, all alike: 5 is no more than 1"
-    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)) or not len(
-        values
+def _notes_on_weight(table: FoundTable, weight_column: str) -> list[str]:
+    sample_weights = table.sample[weight_column]
+    remark = f"rows with {weight_column!r} above 0 are interactions, all alike: 5 is no more than 1"
+    if not (pa.types.is_integer(sample_weights.type) or pa.types.is_floating(sample_weights.type)) or not len(
+        sample_weights
     ):
         return [remark]
-    nonpositive_count = pc.sum(pc.less_equal(values, 0)).as_py() or 0
+    nonpositive_count = pc.sum(pc.less_equal(sample_weights, 0)).as_py() or 0
     nonpositive_share_text = (
-        f" ({nonpositive_count / len(values):.0%} of the first rows are not)"
+        f" ({nonpositive_count / len(sample_weights):.0%} of the first rows are not)"
         if nonpositive_count
         else ""
     )
-    low = "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
-    is_rating = normalise_name(name) in ("rating", "ratings", "score", "stars", "overall")
-    return [f"{remark}{nonpositive_share_text}{low if is_rating else ''}"]
+    low_ratings_remark = "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
+    is_rating = normalise_name(weight_column) in ("rating", "ratings", "score", "stars", "overall")
+    return [f"{remark}{nonpositive_share_text}{low_ratings_remark if is_rating else ''}"]

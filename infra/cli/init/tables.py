@@ -50,26 +50,26 @@ FILES_MAX = 20_000
 SAMPLE_ROWS = 1 << 16
 """Rows at a table's start that are inspected."""
 
-ERRORS = (OSError, pa.ArrowException, ValueError, KeyError, LarderError)
+FILE_ERRORS = (OSError, pa.ArrowException, ValueError, KeyError, LarderError)
 """Errors that an odd file raises: they cost one remark, and the inspection continues."""
 
-_CSV_BYTES = 4 << 20
+_CSV_BYTES_MAX = 4 << 20
 
-_ENDINGS = {
+_FORMAT_BY_ENDING = {
     ".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".csv.gz": "csv", ".tsv": "csv", ".tsv.gz": "csv",
 }  # fmt: skip
 
-_LEFT_OUT = {"artifacts", "bundle", "node_modules", "__pycache__", "venv"}
+_LEFT_OUT_FOLDERS = {"artifacts", "bundle", "node_modules", "__pycache__", "venv"}
 """Names of folders that are not inspected."""
 
 _SEPARATORS = (",", ";", "\t", "|", "\x01")
 """Candidate separators of fields, of which the most frequent one in the first line is taken."""
 
-_SNIFFED_BYTES = 1 << 16
+_SNIFFED_BYTES_MAX = 1 << 16
 """Bytes inspected at the start of a file without a known ending."""
 
 NOT_UTF_8_NAME = "has a name that is not UTF-8: rename it"
-_NAMED_MOST = 3
+_NAMED_FILES_MAX = 3
 """Files of one kind that a remark names."""
 
 
@@ -97,37 +97,37 @@ class FoundTable:
         return ", ".join(self.pattern[:3]) + (", ..." if len(self.pattern) > 3 else "")
 
 
-def discover_tables(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
-    """Find the tables below a folder, largest first, patterns relative to `base`; return also remarks on others."""
-    groups: dict[_GroupKey, list[_FileLook]] = defaultdict(list)
-    unread: list[_FileLook] = []
-    walk = _Walk(folder, base)
-    paths = list(walk)
-    files, remarks = [path for path in paths if _ending(path)][:FILES_MAX], list(walk.remarks)
-    for path in files:
-        file_look = _one_remark(path, partial(_look_at, path))
+def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], list[str]]:
+    """Find the tables below a folder, largest first, patterns from `base_folder`; return also remarks on others."""
+    file_looks_by_key: dict[_GroupKey, list[_FileLook]] = defaultdict(list)
+    unread_looks: list[_FileLook] = []
+    folder_walk = _FolderWalk(folder, base_folder)
+    paths = list(folder_walk)
+    table_files, remarks = [path for path in paths if _ending(path)][:FILES_MAX], list(folder_walk.remarks)
+    for path in table_files:
+        file_look = _look_at_safely(path, partial(_look_at, path))
         if file_look.is_table:
-            columns = tuple(sorted(file_look.columns))
-            groups[file_look.format, file_look.separator, columns].append(file_look)
+            column_names = tuple(sorted(file_look.columns))
+            file_looks_by_key[file_look.format, file_look.separator, column_names].append(file_look)
             if file_look.remark:
-                remarks.append(f"{_relative(path, base)} {file_look.remark}")
+                remarks.append(f"{_relative_text(path, base_folder)} {file_look.remark}")
         else:
-            unread.append(file_look)
-    unread_by_key = _unread_by_group(groups, unread, folder)
+            unread_looks.append(file_look)
+    unread_by_key = _unread_looks_by_group(file_looks_by_key, unread_looks, folder)
     remarks += [
-        f"{_relative(look.path, base)} {look.remark}"
-        for look in unread
-        if look not in chain.from_iterable(unread_by_key.values())
+        f"{_relative_text(unread_look.path, base_folder)} {unread_look.remark}"
+        for unread_look in unread_looks
+        if unread_look not in chain.from_iterable(unread_by_key.values())
     ]
-    tables = [_table_of(group, base, unread_by_key[key]) for key, group in groups.items()]
-    remarks += _about_others(paths, base, is_all=not tables)
+    tables = [_build_table(file_looks, base_folder, unread_by_key[group_key]) for group_key, file_looks in file_looks_by_key.items()]
+    remarks += _remarks_on_unused_files(paths, base_folder, is_all=not tables)
     return sorted(tables, key=lambda table: -table.size_bytes), remarks
 
 
 def are_unique(table: FoundTable, column: str) -> bool:
     """True if no value of a column is repeated, in all rows of Parquet and the first ones of CSV."""
     if table.format == "parquet":
-        values = pa.chunked_array(
+        column_values = pa.chunked_array(
             [
                 _to_comparable_type(chunk)
                 for path in table.files
@@ -135,8 +135,8 @@ def are_unique(table: FoundTable, column: str) -> bool:
             ]
         )
     else:
-        values = table.sample[column]
-    return bool(len(values) and pc.count_distinct(values).as_py() == len(values))
+        column_values = table.sample[column]
+    return bool(len(column_values) and pc.count_distinct(column_values).as_py() == len(column_values))
 
 
 class _FileLook(NamedTuple):
@@ -156,38 +156,38 @@ _GroupKey = tuple[str, str, tuple[str, ...]]
 """Format, separator and sorted columns of the files of one table."""
 
 
-def _unread_by_group(
-    groups: Mapping[_GroupKey, Sequence[_FileLook]], unread: Sequence[_FileLook], folder: Path
+def _unread_looks_by_group(
+    file_looks_by_key: Mapping[_GroupKey, Sequence[_FileLook]], unread_looks: Sequence[_FileLook], folder: Path
 ) -> dict[_GroupKey, list[_FileLook]]:
     """Return the files that cannot be read by the table that they belong to.
 
     That is the table whose files alone lie in their folder, or one of whose files there has the same name but for its
     digits. A lone file of Parquet in the inspected `folder` may be of items or users as well, which CSV never is.
     """
-    unread_by_key: dict[_GroupKey, list[_FileLook]] = {key: [] for key in groups}
-    for look in (look for look in unread if look.remark != NOT_UTF_8_NAME):
-        neighbours = {
-            key: [file.path for file in group if file.path.parent == look.path.parent]
-            for key, group in groups.items()
+    unread_by_key: dict[_GroupKey, list[_FileLook]] = {group_key: [] for group_key in file_looks_by_key}
+    for unread_look in (unread_look for unread_look in unread_looks if unread_look.remark != NOT_UTF_8_NAME):
+        neighbours_by_key = {
+            group_key: [file_look.path for file_look in file_looks if file_look.path.parent == unread_look.path.parent]
+            for group_key, file_looks in file_looks_by_key.items()
         }
-        keys = [key for key, paths in neighbours.items() if paths]
-        alike = [
-            key for key in keys if any(_stem(path) == _stem(look.path) for path in neighbours[key])
+        neighbour_keys = [group_key for group_key, paths in neighbours_by_key.items() if paths]
+        alike_keys = [
+            group_key for group_key in neighbour_keys if any(_stem_without_digits(path) == _stem_without_digits(unread_look.path) for path in neighbours_by_key[group_key])
         ]
-        is_folder_of_one = len(keys) == 1 and (
-            len(neighbours[keys[0]]) > 1 or look.path.parent != folder or look.format == "csv"
+        is_folder_of_one = len(neighbour_keys) == 1 and (
+            len(neighbours_by_key[neighbour_keys[0]]) > 1 or unread_look.path.parent != folder or unread_look.format == "csv"
         )
-        if len(alike) == 1 or is_folder_of_one:
-            unread_by_key[(alike or keys)[0]].append(look)
+        if len(alike_keys) == 1 or is_folder_of_one:
+            unread_by_key[(alike_keys or neighbour_keys)[0]].append(unread_look)
     return unread_by_key
 
 
-def _stem(path: Path) -> str:
+def _stem_without_digits(path: Path) -> str:
     """Return a file's name without its ending and its numbers."""
     return re.sub(r"[\W_\d]+", "", path.name.lower().removesuffix(_ending(path)))
 
 
-class _Walk:
+class _FolderWalk:
     """Files below a folder that may be data by their names; `remarks` lists skipped folders."""
 
     def __init__(self, folder: Path, base: Path) -> None:
@@ -195,59 +195,57 @@ class _Walk:
         self._folder, self._base = folder, base
 
     def __iter__(self) -> Iterator[Path]:
-        root = len(self._folder.parts)
-        for dirpath, folders, names in os.walk(self._folder, onerror=self._note_unlisted):
+        root_depth = len(self._folder.parts)
+        for dirpath, subfolder_names, file_names in os.walk(self._folder, onerror=self._note_unlisted):
             folder = Path(dirpath)
-            entries = [FolderEntry(name, is_folder=True) for name in folders]
-            entries += _metadata_of(folder) if "metadata" in folders else []
-            for kind in table_kind_by_folder(entries).values():
+            folder_entries = [FolderEntry(name, is_folder=True) for name in subfolder_names]
+            folder_entries += _list_metadata_entries(folder) if "metadata" in subfolder_names else []
+            for table_kind in table_kind_by_folder(folder_entries).values():
                 self.remarks.append(
-                    f"{_relative(folder, self._base)} is {kind}, and is not read: its log says which of its files "
-                    "count; "
-                    "write its rows as Parquet files into a folder of their own"
+                    f"{_relative_text(folder, self._base)} is {table_kind}, and is not read: its log says which " "of its files " "count; " "write its rows as Parquet files into a folder of their own"
                 )
-                folders[:], names[:] = [], []
+                subfolder_names[:], file_names[:] = [], []
             subfolders = sorted(
                 name
-                for name in folders
+                for name in subfolder_names
                 if is_data_name(name, is_folder=True)
-                and name not in _LEFT_OUT
+                and name not in _LEFT_OUT_FOLDERS
                 and not (folder / name / "bundle.json").exists()
             )
-            if subfolders and len(folder.parts) - root >= DEPTH_MAX:
+            if subfolders and len(folder.parts) - root_depth >= DEPTH_MAX:
                 self.remarks.append(
-                    f"{_relative(folder, self._base)} has folders that were not looked into: they lie too deep"
+                    f"{_relative_text(folder, self._base)} has folders that were not looked into: they lie too deep"
                 )
                 subfolders = []
-            folders[:] = subfolders
-            yield from (folder / name for name in sorted(names) if is_data_name(name))
+            subfolder_names[:] = subfolders
+            yield from (folder / name for name in sorted(file_names) if is_data_name(name))
 
     def _note_unlisted(self, error: OSError) -> None:
-        folder = _relative(Path(str(error.filename)), self._base)
+        folder = _relative_text(Path(str(error.filename)), self._base)
         self.remarks.append(f"{folder} cannot be listed: {error.strerror}; may this user read it?")
 
 
-def _metadata_of(folder: Path) -> list[FolderEntry]:
+def _list_metadata_entries(folder: Path) -> list[FolderEntry]:
     entries = LocalStorage().children(str(folder / "metadata"))
     return [FolderEntry(f"metadata/{entry.path}", entry.is_folder) for entry in entries]
 
 
-def _one_remark(path: Path, look_at: Callable[[], _FileLook]) -> _FileLook:
+def _look_at_safely(path: Path, look_at_file: Callable[[], _FileLook]) -> _FileLook:
     """Inspect a file; for an error return the reason as the remark on a file that is no table."""
     try:
         str(path).encode()
-        return look_at()
+        return look_at_file()
     except UnicodeEncodeError:
-        reason = NOT_UTF_8_NAME
+        failure_reason = NOT_UTF_8_NAME
     except UnicodeDecodeError:
-        reason = "is not UTF-8: convert it from its encoding, e.g. with iconv -f latin1 (or -f shift_jis) -t utf-8"
-    except ERRORS as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        reason = f"cannot be read: {lines[0]}"
-    return _FileLook(path, _ENDINGS[_ending(path)], remark=reason, is_table=False)
+        failure_reason = "is not UTF-8: convert it from its encoding, " "e.g. with iconv -f latin1 (or -f shift_jis) -t utf-8"
+    except FILE_ERRORS as error:
+        error_lines = str(error).splitlines() or [type(error).__name__]
+        failure_reason = f"cannot be read: {error_lines[0]}"
+    return _FileLook(path, _FORMAT_BY_ENDING[_ending(path)], remark=failure_reason, is_table=False)
 
 
-def _about_others(paths: Sequence[Path], base: Path, *, is_all: bool) -> Iterator[str]:
+def _remarks_on_unused_files(paths: Sequence[Path], base_folder: Path, *, is_all: bool) -> Iterator[str]:
     """Yield remarks on unused files: their apparent content, and a remedy.
 
     Unless `is_all`, only on those that hold data by their names, since there are other tables.
@@ -255,14 +253,14 @@ def _about_others(paths: Sequence[Path], base: Path, *, is_all: bool) -> Iterato
     paths_by_reason: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         if not _ending(path) and (is_all or is_unreadable_data_name(path.name)):
-            paths_by_reason[_why_not_taken(path)].append(path)
-    for reason, files in paths_by_reason.items():
-        names = ", ".join(_relative(path, base) for path in files[:_NAMED_MOST])
-        more = f" (and {len(files) - _NAMED_MOST} more)" if len(files) > _NAMED_MOST else ""
-        yield f"{names}{more} {reason}"
+            paths_by_reason[_unused_file_reason(path)].append(path)
+    for reason, unused_files in paths_by_reason.items():
+        names_text = ", ".join(_relative_text(path, base_folder) for path in unused_files[:_NAMED_FILES_MAX])
+        more_text = f" (and {len(unused_files) - _NAMED_FILES_MAX} more)" if len(unused_files) > _NAMED_FILES_MAX else ""
+        yield f"{names_text}{more_text} {reason}"
 
 
-def _why_not_taken(path: Path) -> str:
+def _unused_file_reason(path: Path) -> str:
     if path.name.lower().endswith((".txt", ".txt.gz")):
         return (
             "is text: if its lines are `user item item ...`, name it in [sources] interactions, with "
@@ -272,19 +270,17 @@ def _why_not_taken(path: Path) -> str:
         return f"is not taken: {reason}"
     try:
         with path.open("rb") as file:
-            head = file.read(_SNIFFED_BYTES)
+            first_bytes = file.read(_SNIFFED_BYTES_MAX)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if reason := unreadable_text_reason(head):
+    if reason := unreadable_text_reason(first_bytes):
         return reason
-    if (sign := find_row_separator(head)) == "::":
+    if (separator_sign := find_row_separator(first_bytes)) == "::":
         return "has fields between double colons: write it with commas into a file of a name that ends in .csv"
-    if sign is not None:
-        ending = ".tsv" if sign == "\t" else ".csv"
+    if separator_sign is not None:
+        ending = ".tsv" if separator_sign == "\t" else ".csv"
         return (
-            f"is not taken: its name does not say its format: it looks like rows with {separator_in_words(sign)} "
-            "between "
-            f"their fields: rename it to {ending}, and put a line of column names above if there is none"
+            f"is not taken: its name does not say its format: it looks like rows with {separator_in_words(separator_sign)} ""between "f"their fields: rename it to {ending}, and put a line of column names above if there is none"
         )
     return (
         "is not taken: its name does not say its format: Parquet, CSV, TSV and lines of ids are read, of names that "
@@ -293,23 +289,23 @@ def _why_not_taken(path: Path) -> str:
 
 
 def _ending(path: Path) -> str:
-    name = path.name.lower()
-    return next((ending for ending in _ENDINGS if name.endswith(ending)), "")
+    file_name = path.name.lower()
+    return next((ending for ending in _FORMAT_BY_ENDING if file_name.endswith(ending)), "")
 
 
 def _look_at(path: Path) -> _FileLook:
     """Return the columns and first rows of a file, or the reason why it is no table."""
-    if _ENDINGS[_ending(path)] == "csv":
+    if _FORMAT_BY_ENDING[_ending(path)] == "csv":
         return _look_at_csv(path)
-    with pa.parquet.ParquetFile(path) as file:
-        names = tuple(file.schema_arrow.names)
-        file_look = _FileLook(path, "parquet", columns=names, rows=file.metadata.num_rows)
-        if twice := _twice(names):
-            return file_look._replace(remark=twice, is_table=False)
-        batch = next(file.iter_batches(SAMPLE_ROWS), None) if file_look.rows else None
-        rows = [] if batch is None else [batch]
+    with pa.parquet.ParquetFile(path) as parquet_file:
+        column_names = tuple(parquet_file.schema_arrow.names)
+        file_look = _FileLook(path, "parquet", columns=column_names, rows=parquet_file.metadata.num_rows)
+        if repeated_names_remark := _repeated_names_remark(column_names):
+            return file_look._replace(remark=repeated_names_remark, is_table=False)
+        batch = next(parquet_file.iter_batches(SAMPLE_ROWS), None) if file_look.rows else None
+        first_batches = [] if batch is None else [batch]
         return file_look._replace(
-            sample=_plain_table(pa.Table.from_batches(rows, file.schema_arrow))
+            sample=_plain_table(pa.Table.from_batches(first_batches, parquet_file.schema_arrow))
         )
 
 
@@ -318,69 +314,66 @@ def _look_at_csv(path: Path) -> _FileLook:
     if is_packed and not is_gzip(path):
         return file_look._replace(remark=NOT_GZIP_REASON, is_table=False)
     # A part of its bytes, read to its end: no reader is left running behind the look.
-    with pa.input_stream(str(path), compression="gzip" if is_packed else None) as raw:
-        head: bytes = raw.read(_CSV_BYTES)
-        is_cut = len(head) == _CSV_BYTES
-    if reason := unreadable_text_reason(head):
+    with pa.input_stream(str(path), compression="gzip" if is_packed else None) as csv_stream:
+        first_bytes: bytes = csv_stream.read(_CSV_BYTES_MAX)
+        is_cut = len(first_bytes) == _CSV_BYTES_MAX
+    if reason := unreadable_text_reason(first_bytes):
         return file_look._replace(remark=reason, is_table=False)
-    while head.startswith(UTF_8_BYTE_ORDER_MARK):
-        head = head.removeprefix(UTF_8_BYTE_ORDER_MARK)
+    while first_bytes.startswith(UTF_8_BYTE_ORDER_MARK):
+        first_bytes = first_bytes.removeprefix(UTF_8_BYTE_ORDER_MARK)
     # Without a line break the reader takes the names for no rows of no columns.
-    head = head[: head.rfind(b"\n") + 1] if is_cut else head + b"\n"
-    header_line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
-    header = header_line.decode()
-    if not header.strip():
+    first_bytes = first_bytes[: first_bytes.rfind(b"\n") + 1] if is_cut else first_bytes + b"\n"
+    header_line = re.split(rb"[\r\n]", first_bytes, maxsplit=1)[0]
+    header_text = header_line.decode()
+    if not header_text.strip():
         return file_look._replace(
             remark="cannot be read: it is empty, or its first line is", is_table=False
         )
-    separator = max(_SEPARATORS, key=header.count)
-    head = Dialect(separator.encode(), b'"', b"").with_bare_quotes(head)
-    header_line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
-    other_widths: list[Any] = []
+    separator = max(_SEPARATORS, key=header_text.count)
+    first_bytes = Dialect(separator.encode(), b'"', b"").with_bare_quotes(first_bytes)
+    header_line = re.split(rb"[\r\n]", first_bytes, maxsplit=1)[0]
+    odd_rows: list[Any] = []
 
-    if header.count('"') % 2 and b'"' not in head[len(header_line) :]:
+    if header_text.count('"') % 2 and b'"' not in first_bytes[len(header_line) :]:
         return file_look._replace(
             remark="has a quote in its line of column names that is not closed: close it, or leave it out",
             is_table=False,
         )
 
-    def left_out(row: Any) -> str:
-        other_widths.append(row)
+    def note_odd_row(odd_row: Any) -> str:
+        odd_rows.append(odd_row)
         return "skip"
 
-    def parsed(**types: Any) -> Any:
+    def read_rows(**types: Any) -> Any:
         return pa.csv.read_csv(
-            pa.BufferReader(head),
-            pa.csv.ReadOptions(use_threads=False, block_size=max(1, len(head))),
-            pa.csv.ParseOptions(delimiter=separator, invalid_row_handler=left_out),
+            pa.BufferReader(first_bytes),
+            pa.csv.ReadOptions(use_threads=False, block_size=max(1, len(first_bytes))),
+            pa.csv.ParseOptions(delimiter=separator, invalid_row_handler=note_odd_row),
             pa.csv.ConvertOptions(column_types=types),
         )
 
-    sample = parsed()
+    sample = read_rows()
     # Twenty digits are no float: what is written as whole numbers is an id as it is.
-    floats = {
+    type_by_float_column = {
         field.name: pa.string() for field in sample.schema if pa.types.is_floating(field.type)
     }
-    if floats:
-        texts = parsed(**floats)
-        for name in floats:
-            if is_digits(texts[name]):
-                sample = sample.set_column(sample.column_names.index(name), name, texts[name])
+    if type_by_float_column:
+        text_table = read_rows(**type_by_float_column)
+        for name in type_by_float_column:
+            if is_digits(text_table[name]):
+                sample = sample.set_column(sample.column_names.index(name), name, text_table[name])
     sample = sample.rename_columns([name.strip(BLANK_CHARACTERS) for name in sample.column_names])
-    names = tuple(sample.column_names)
-    file_look = file_look._replace(separator=separator, columns=names)
-    if twice := _twice(names):
-        return file_look._replace(remark=twice, is_table=False)
-    if not len(sample) and other_widths:
-        row = other_widths[0]
+    column_names = tuple(sample.column_names)
+    file_look = file_look._replace(separator=separator, columns=column_names)
+    if repeated_names_remark := _repeated_names_remark(column_names):
+        return file_look._replace(remark=repeated_names_remark, is_table=False)
+    if not len(sample) and odd_rows:
+        first_odd_row = odd_rows[0]
         return file_look._replace(
-            remark=f"has {row.expected_columns} column names and {row.actual_columns} fields in each row: is there "
-            f"{separator_in_words(separator)} behind the last one, one within a value that has no quotes around it, "
-            "or a "
-            "line above the column names? Write as many fields as names",
+            remark=f"has {first_odd_row.expected_columns} column names and {first_odd_row.actual_columns} fields in each row: is there "f"{separator_in_words(separator)} behind the last one, one within a value that has no quotes around it, ""or a ""line above the column names? Write as many fields as names",
             is_table=False,
         )
-    if remark := _no_table(names, separator):
+    if remark := _unreadable_csv_reason(column_names, separator):
         return file_look._replace(remark=remark, is_table=False)
     sample, header_repeat_count = _without_header(sample.slice(0, SAMPLE_ROWS))
     remark = (
@@ -393,13 +386,13 @@ def _look_at_csv(path: Path) -> _FileLook:
     return file_look._replace(sample=sample, remark=remark)
 
 
-def _twice(names: Sequence[str]) -> str | None:
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if "" in repeated:
+def _repeated_names_remark(column_names: Sequence[str]) -> str | None:
+    repeated_names = sorted({name for name in column_names if column_names.count(name) > 1})
+    if "" in repeated_names:
         return "has several columns without a name: is the first line a title? Leave it out"
     return (
-        f"has several columns called {', '.join(map(repr, repeated))}: rename them"
-        if repeated
+        f"has several columns called {', '.join(map(repr, repeated_names))}: rename them"
+        if repeated_names
         else None
     )
 
@@ -408,12 +401,12 @@ def _without_header(sample: Any) -> tuple[Any, int]:
     """Return (rows without repeated headers, number of those): rows whose values are all their columns' names."""
     if not len(sample) or not all(pa.types.is_string(field.type) for field in sample.schema):
         return sample, 0
-    is_header = None
-    for name in sample.column_names:
-        is_column_name = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample[name]), name), False)
-        is_header = is_column_name if is_header is None else pc.and_(is_header, is_column_name)
-    count = pc.sum(is_header).as_py() or 0
-    return (sample.filter(pc.invert(is_header)) if count else sample), count
+    header_mask = None
+    for column_name in sample.column_names:
+        column_name_mask = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample[column_name]), column_name), False)
+        header_mask = column_name_mask if header_mask is None else pc.and_(header_mask, column_name_mask)
+    header_row_count = pc.sum(header_mask).as_py() or 0
+    return (sample.filter(pc.invert(header_mask)) if header_row_count else sample), header_row_count
 
 
 def _plain_table(table: Any) -> Any:
@@ -424,14 +417,14 @@ def _plain_table(table: Any) -> Any:
 
 def _to_comparable_type(column: Any) -> Any:
     """Convert a column to a comparable type: no dictionary, no views, whole decimals as texts of digits."""
-    kind = column.type
-    if isinstance(kind, pa.BaseExtensionType):
-        return _to_comparable_type(column.cast(kind.storage_type))
-    if pa.types.is_dictionary(kind):
-        return _to_comparable_type(column.cast(kind.value_type))
-    if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
+    arrow_type = column.type
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        return _to_comparable_type(column.cast(arrow_type.storage_type))
+    if pa.types.is_dictionary(arrow_type):
+        return _to_comparable_type(column.cast(arrow_type.value_type))
+    if pa.types.is_string_view(arrow_type) or pa.types.is_large_string(arrow_type):
         return column.cast(pa.string())
-    if pa.types.is_decimal(kind):
+    if pa.types.is_decimal(arrow_type):
         texts = pc.replace_substring_regex(column.cast(pa.string()), r"\.0+$", "")
         return texts if is_digits(texts) else column.cast(pa.float64())
     return column
@@ -443,82 +436,80 @@ def is_digits(texts: Any) -> bool:
     return bool(len(texts) > texts.null_count and pc.all(matches, skip_nulls=True).as_py())
 
 
-def _no_table(names: Sequence[str], separator: str) -> str | None:
+def _unreadable_csv_reason(column_names: Sequence[str], separator: str) -> str | None:
     """Return the reason why a CSV file with these column names cannot be read; None if it can."""
-    if any("::" in name for name in names):
+    if any("::" in name for name in column_names):
         return "has fields between double colons: write it with commas"
-    if len(names) == 1 and separator in names[0]:
-        return f"has one column, {names[0]!r}: {ROW_IN_QUOTES_REMEDY}"
-    if len(names) == 1:
+    if len(column_names) == 1 and separator in column_names[0]:
+        return f"has one column, {column_names[0]!r}: {ROW_IN_QUOTES_REMEDY}"
+    if len(column_names) == 1:
         return (
-            f"has one column, {names[0]!r}: if a row's fields stand between another sign than a comma, a semicolon, a "
-            "tab or a bar, name the file in [sources] interactions and the sign in separator; is the first line a "
-            "title? Leave it out"
+            f"has one column, {column_names[0]!r}: if a row's fields stand between another sign than a comma, a " "semicolon, a " "tab or a bar, name the file in [sources] interactions and the sign in separator; is the first line a " "title? Leave it out"
         )
-    if is_like_a_row(names):
+    if is_like_a_row(column_names):
         return NO_COLUMN_NAMES_REASON
     return None
 
 
-def _table_of(group: Sequence[_FileLook], base: Path, unread: Sequence[_FileLook]) -> FoundTable:
+def _build_table(file_looks: Sequence[_FileLook], base_folder: Path, unread_looks: Sequence[_FileLook]) -> FoundTable:
     """Build the table of files with the same columns; its kinds are those of the first one with rows."""
-    first = next((file for file in group if len(file.sample)), group[0])
-    files = [file.path for file in group]
-    rows = [file.rows for file in group]
-    columns = {
-        name: _kind(first.sample.schema.field(name).type, first.sample[name], first.format)
-        for name in first.columns
+    first_look = next((file for file in file_looks if len(file.sample)), file_looks[0])
+    file_paths = [file.path for file in file_looks]
+    row_counts = [file.rows for file in file_looks]
+    kind_by_column = {
+        name: _column_kind(first_look.sample.schema.field(name).type, first_look.sample[name], first_look.format)
+        for name in first_look.columns
     }
     return FoundTable(
-        _pattern(files, base),
-        tuple(files),
-        first.format,
-        columns,
-        first.sample,
-        None if None in rows else sum(filter(None, rows)),
-        sum(path.stat().st_size for path in files),
-        first.separator,
-        tuple(f"{_relative(look.path, base)} {look.remark}" for look in unread),
-        _pattern(sorted([*files, *(look.path for look in unread)]), base) if unread else (),
+        _shortest_pattern(file_paths, base_folder),
+        tuple(file_paths),
+        first_look.format,
+        kind_by_column,
+        first_look.sample,
+        None if None in row_counts else sum(filter(None, row_counts)),
+        sum(path.stat().st_size for path in file_paths),
+        first_look.separator,
+        tuple(f"{_relative_text(look.path, base_folder)} {look.remark}" for look in unread_looks),
+        _shortest_pattern(sorted([*file_paths, *(look.path for look in unread_looks)]), base_folder) if unread_looks else (),
     )
 
 
-def _pattern(files: list[Path], base: Path) -> tuple[str, ...]:
+def _shortest_pattern(file_paths: list[Path], base_folder: Path) -> tuple[str, ...]:
     """Return the shortest pattern that matches exactly these files: a wildcard, else each of them."""
-    if len(files) > 1:
-        top = Path(os.path.commonpath([path.parent for path in files]))
-        endings = {path.name[-len(_ending(path)) :] for path in files}
-        wildcards = [f"{below}*{ending}" for ending in endings for below in ("", "**/")]
+    if len(file_paths) > 1:
+        top_folder = Path(os.path.commonpath([path.parent for path in file_paths]))
+        endings = {path.name[-len(_ending(path)) :] for path in file_paths}
+        wildcards = [f"{subfolders_wildcard}*{ending}" for ending in endings for subfolders_wildcard in ("", "**/")]
         for wildcard in wildcards if len(endings) == 1 else ():
-            pattern = (PurePosixPath(_relative(top, base)) / wildcard).as_posix()
-            if _names(pattern, base) == {os.path.realpath(path) for path in files}:
+            pattern = (PurePosixPath(_relative_text(top_folder, base_folder)) / wildcard).as_posix()
+            if _files_of_pattern(pattern, base_folder) == {os.path.realpath(path) for path in file_paths}:
                 return (pattern,)
-    return tuple(_relative(path, base) for path in files)
+    return tuple(_relative_text(path, base_folder) for path in file_paths)
 
 
-def _names(pattern: str, base: Path) -> set[str]:
+def _files_of_pattern(pattern: str, base_folder: Path) -> set[str]:
     """Return the files that a night would read for a pattern."""
     try:
-        return {os.path.realpath(str(path)) for path in source_files((pattern,), base)}
+        return {os.path.realpath(str(path)) for path in source_files((pattern,), base_folder)}
     except SourceError:
         return set()
 
 
-def _relative(path: Path, base: Path) -> str:
-    relative_path = Path(os.path.relpath(path, base)).as_posix()
+def _relative_text(path: Path, base_folder: Path) -> str:
+    relative_path = Path(os.path.relpath(path, base_folder)).as_posix()
     return relative_path.encode("utf-8", "backslashreplace").decode()
 
 
-def _kind(kind: Any, values: Any, file_format: str) -> ColumnKind:
-    if pa.types.is_integer(kind):
+def _column_kind(arrow_type: Any, column_values: Any, file_format: str) -> ColumnKind:
+    if pa.types.is_integer(arrow_type):
         return "integer"
-    if pa.types.is_floating(kind):
+    if pa.types.is_floating(arrow_type):
         return "float"
-    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind):
-        return "vector" if pa.types.is_floating(kind.value_type) else "other"
-    if pa.types.is_string(kind):
-        return "integer" if is_digits(values) else "text"
+    if pa.types.is_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type) or pa.types.is_large_list(arrow_type):
+        return "vector" if pa.types.is_floating(arrow_type.value_type) else "other"
+    if pa.types.is_string(arrow_type):
+        return "integer" if is_digits(column_values) else "text"
     # Texts of CSV that are not UTF-8, and columns without a value, of which any kind may come.
-    if pa.types.is_null(kind) or (file_format == "csv" and pa.types.is_binary(kind)):
+    if pa.types.is_null(arrow_type) or (file_format == "csv" and pa.types.is_binary(arrow_type)):
         return "text"
-    return "time" if pa.types.is_timestamp(kind) or pa.types.is_date(kind) else "other"
+    return "time" if pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type) else "other"

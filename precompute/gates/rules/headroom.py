@@ -11,7 +11,7 @@ from cache.control.control_keys import Replica
 from cache.l2.resp import info_number
 from cache.l2.sync_clients import compute_keyspace_shares, primary_clients
 from precompute.bulk.headroom import sum_mapped_bytes, unevictable_bytes
-from precompute.config.settings import generations_at_peak
+from precompute.config.settings import (peak_generation_count)
 from precompute.gates.evidence.candidate import Candidate, Measurement, at_least, at_most, integrity
 
 
@@ -102,7 +102,7 @@ def disk_headroom(candidate: Candidate) -> Measurement:
 def memory_headroom(candidate: Candidate) -> Measurement:
     """Check the memory available to each replica for the files mapped at a peak, arms of experiments included."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
-    generation_count = generations_at_peak(candidate.superseded_count)
+    generation_count = peak_generation_count(candidate.superseded_count)
     arms_bytes = sum_mapped_bytes(candidate.arms, generation_count)
 
     def judge(replica: Replica) -> Measurement | None:

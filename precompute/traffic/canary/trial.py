@@ -61,11 +61,11 @@ def start(
         open_governor(config.governor, releases.control) as governor,
     ):
         generation_id = generation or _newest_verified(releases.control)
-        canary = _canary(releases.control)
-        traffic_percent, changes = config.canary.percent if percent is None else percent, None
+        canary = _pointer_canary(releases.control)
+        traffic_percent, former_percent = config.canary.percent if percent is None else percent, None
         if canary is not None and canary.generation == generation_id:
             traffic_percent = canary.percent if percent is None else percent
-            changes = canary.percent if traffic_percent != canary.percent else None
+            former_percent = canary.percent if traffic_percent != canary.percent else None
         if canary is None or (canary.generation, canary.percent) != (
             generation_id,
             traffic_percent,
@@ -74,47 +74,47 @@ def start(
             if state is not GenerationState.LIVE:
                 demand_allowed("canary", generation_id, state)
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
-            report = (
+            verify_report = (
                 Build.of(config, {"generation": generation_id}).read_report(VERIFY_REPORT) or {}
             )
-            moved = moves.prepare_publish(
-                releases, generation_id, attempt=attempt, verified=report, governor=governor
+            move_result = moves.prepare_publish(
+                releases, generation_id, attempt=attempt, verified=verify_report, governor=governor
             )
-            if moved is not None:
+            if move_result is not None:
                 raise Conflict(f"{generation_id} is live already", generation=generation_id)
             with staged(
                 releases.control, generation_id, config.flip, attempt=attempt, progress=progress
             ):
                 moves.start_canary(releases,
-                    generation_id, traffic_percent, attempt, verified=report, event=config.canary.feedback_event,
+                    generation_id, traffic_percent, attempt, verified=verify_report, event=config.canary.feedback_event,
                     governor=governor,
                 )  # fmt: skip
         else:
             StagingNote(releases.control).clear(attempt, generation_id)
-    restarted = f"the share was {changes:g} %, so counting starts anew" if changes else None
+    restart_note = f"the share was {former_percent:g} %, so counting starts anew" if former_percent else None
     return {
         "generation": generation_id,
         "percent": traffic_percent,
-        **({"note": restarted} if restarted else {}),
+        **({"note": restart_note} if restart_note else {}),
     }
 
 
 def status(config: NightConfig) -> dict[str, Any]:
     """Return the running canary, the comparison of both arms, and the current verdict."""
     with open_releases(config) as releases:
-        canary = _running(releases.control)
+        canary = _demand_running_canary(releases.control)
         replicas = releases.control.replicas()
-        comparison, seconds = compare(replicas, canary), releases.clock() - canary.since
-    verdict, against = decide(comparison, config.canary)
+        comparison, running_s = compare(replicas, canary), releases.clock() - canary.since
+    verdict, reasons = decide(comparison, config.canary)
     return {
         "generation": canary.generation,
         "percent": canary.percent,
-        "seconds": round(seconds, 1),
+        "seconds": round(running_s, 1),
         "replicas": len(replicas),
         "holding": sum(canary.generation in replica.ready_generations for replica in replicas),
         **asdict(comparison),
         "verdict": verdict,
-        "against": against,
+        "against": reasons,
     }
 
 
@@ -130,11 +130,11 @@ def publish(
     Raises Conflict if another canary than the named one runs.
     """
     with open_releases(config) as releases:
-        canary = _running(releases.control, generation)
-        verdict, against = decide(compare(releases.control.replicas(), canary), config.canary)
+        canary = _demand_running_canary(releases.control, generation)
+        verdict, reasons = decide(compare(releases.control.replicas(), canary), config.canary)
     build: BuildId = {"generation": canary.generation}
-    published = publish_step.run(config, build, attempt=attempt, progress=progress)
-    return {**published, "verdict": verdict, "against": against}
+    publish_result = publish_step.run(config, build, attempt=attempt, progress=progress)
+    return {**publish_result, "verdict": verdict, "against": reasons}
 
 
 def abandon(
@@ -147,12 +147,12 @@ def abandon(
     reason = demand_reason("abandoning a canary", reason)
     with open_releases(config) as releases:
         # Whoever was killed right after ending it asks again, and finds its own work.
-        if (abandonment := _ended_by(releases, attempt, generation)) is not None:
+        if (abandonment := _abandonment_by(releases, attempt, generation)) is not None:
             moves.end_canary(
                 releases, attempt, reason, abandon=True
             )  # a Conflict unless it still stands
             return {"generation": abandonment.generation, "abandoned": abandonment.reason}
-        generation_id = _running(releases.control, generation).generation
+        generation_id = _demand_running_canary(releases.control, generation).generation
         moves.end_canary(releases, attempt, reason, abandon=True)
     return {"generation": generation_id, "abandoned": reason}
 
@@ -160,17 +160,17 @@ def abandon(
 def is_over(config: NightConfig, generation: str) -> bool:
     """True if the canary has run for `wait_s` and can be decided about, or `wait_max_s`, or does not run any more."""
     with open_releases(config) as releases:
-        canary = _canary(releases.control)
+        canary = _pointer_canary(releases.control)
         if canary is None or canary.generation != generation:
             return True
-        seconds, replicas = releases.clock() - canary.since, releases.control.replicas()
-    if seconds < config.canary.wait_s:
+        running_s, replicas = releases.clock() - canary.since, releases.control.replicas()
+    if running_s < config.canary.wait_s:
         return False
-    decided = decide(compare(replicas, canary), config.canary)[0] != "undecided"
-    return decided or seconds >= config.canary.wait_max_s
+    is_decided = decide(compare(replicas, canary), config.canary)[0] != "undecided"
+    return is_decided or running_s >= config.canary.wait_max_s
 
 
-def conclude(config: NightConfig, generation: str, *, attempt: str) -> dict[str, Any]:
+def publish_or_abandon(config: NightConfig, generation: str, *, attempt: str) -> dict[str, Any]:
     """Publish the canary, or abandon it and raise Refused with the reasons.
 
     Raises Conflict, and leaves it running, while the counts are too small to decide.
@@ -180,22 +180,22 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> dict[str,
         if pointer is not None and pointer.generation == generation:
             return {"generation": generation, "published": True}
         canary = None if pointer is None else pointer.canary
-        is_over = canary is None or canary.generation != generation
-        if is_over and (abandonment := _ended_by(releases, attempt, generation)) is not None:
+        has_ended = canary is None or canary.generation != generation
+        if has_ended and (abandonment := _abandonment_by(releases, attempt, generation)) is not None:
             raise Refused(f"{generation} was abandoned: {abandonment.reason}", rule="canary")
-        comparison = compare(releases.control.replicas(), _running(releases.control, generation))
-        verdict, against = decide(comparison, config.canary)
+        comparison = compare(releases.control.replicas(), _demand_running_canary(releases.control, generation))
+        verdict, reasons = decide(comparison, config.canary)
         if verdict == "undecided":
             raise Conflict(
-                f"{generation} goes on as a canary, for nothing decides about it yet: {'; '.join(against)}. Conclude "
+                f"{generation} goes on as a canary, for nothing decides about it yet: {'; '.join(reasons)}. Conclude "
                 "again later, or end it by `canary publish` or `canary abandon`",
                 **asdict(comparison),
             )
         if verdict == "abandon":
-            reason = "canary: " + "; ".join(against)
+            reason = "canary: " + "; ".join(reasons)
             moves.end_canary(releases, attempt, reason, abandon=True)
             raise Refused(
-                f"{generation} was abandoned, the live generation goes on: {'; '.join(against)}",
+                f"{generation} was abandoned, the live generation goes on: {'; '.join(reasons)}",
                 rule="canary",
                 **asdict(comparison),
             )
@@ -210,26 +210,26 @@ def has_live(config: NightConfig) -> bool:
 
 
 def _newest_verified(control: Control) -> str:
-    if (canary := _canary(control)) is not None:
+    if (canary := _pointer_canary(control)) is not None:
         return canary.generation  # a retry of the start
     rows = control.rows()
-    verified = sorted(
+    verified_ids = sorted(
         generation_id
         for generation_id, row in rows.items()
         if row.state is GenerationState.VERIFIED
     )
-    if not verified:
+    if not verified_ids:
         raise Conflict("no generation is verified and waiting: run the night up to `verify` first")
-    return verified[-1]
+    return verified_ids[-1]
 
 
-def _canary(control: Control) -> Canary | None:
+def _pointer_canary(control: Control) -> Canary | None:
     pointer = control.read_pointer()
     return None if pointer is None else pointer.canary
 
 
-def _running(control: Control, generation: str | None = None) -> Canary:
-    if (canary := _canary(control)) is None:
+def _demand_running_canary(control: Control, generation: str | None = None) -> Canary:
+    if (canary := _pointer_canary(control)) is None:
         generation_clause = "" if generation is None else f" of {generation}"
         raise Conflict(
             f"no canary{generation_clause} is running: start one with `canary start GENERATION`"
@@ -242,7 +242,7 @@ def _running(control: Control, generation: str | None = None) -> Canary:
     return canary
 
 
-def _ended_by(releases: Releases, attempt: str, generation: str | None) -> Release | None:
+def _abandonment_by(releases: Releases, attempt: str, generation: str | None) -> Release | None:
     """Return the record of the canary that this attempt abandoned."""
     return next(
         (

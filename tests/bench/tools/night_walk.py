@@ -34,7 +34,7 @@ DEEDS = {
     "load": {
         "precompute.builds.seal.write_manifest": "the manifest lists all files",
         "precompute.bulk.load.PageStream.send": "pages are `SET` in Redis",
-        "precompute.bulk.load.load_part.landed": "those that landed are marked",
+        "precompute.bulk.load.load_part.note_landed_pages": "those that landed are marked",
     },
 }
 """What is done with a shard, by task and function."""

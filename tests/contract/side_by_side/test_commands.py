@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.commands import BY_NAME
+from infra.cli.commands import ENTRY_BY_NAME
 from tests.contract.side_by_side.commands import Outcome, difference_of_outcomes, outcomes
 from tests.contract.side_by_side.stages import await_ready
 from tests.contract.side_by_side.twins import Checkouts, twins
@@ -124,7 +124,7 @@ def test_commands_of_a_shop(checkouts: Checkouts, shop: Shop, tmp_path: Path) ->
         )
     )
     assert_alike(sides)
-    assert BY_NAME.keys() - codes.keys() == ENDLESS
+    assert ENTRY_BY_NAME.keys() - codes.keys() == ENDLESS
 
 
 def test_commands_that_ask_a_service(checkouts: Checkouts, shop: Shop, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import redis
 
 from cache.process.redis_server import join_or_start_server
 from cache.store.blocklist import change_blocklist
-from infra.demo.synthetic import World, synthesize
+from infra.demo.synthetic import WorldSettings, synthesize
 from infra.local.airflow import MANUAL_SCHEDULE
 from precompute.bundles.bundle import write_bundle
 from precompute.config.settings import NightConfig, night_config
@@ -238,7 +238,7 @@ class Shop:
     def write_sources(self) -> None:
         """Write data, bundle, settings and tokens: the same bytes each time."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        clicks = synthesize(World(users=USERS, items=ITEMS, seed=5))
+        clicks = synthesize(WorldSettings(users=USERS, items=ITEMS, seed=5))
         write_clicks(self.folder, clicks)
         users = [*clicks.user_ids, *(f"featured-{number}" for number in range(4))]
         moods = np.random.default_rng(5).random((len(users), 2)).astype("f4").tolist()

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from airflow.dag_processing.dagbag import DagBag
 
-from infra.local.airflow import DAGS
+from infra.local.airflow import DAGS_FOLDER
 
 STATES_PREFIX = "states "
 
 
 def main(cuts: Sequence[str]) -> None:
     """Each run in turn, whatever becomes of the one before."""
-    dag = DagBag(dag_folder=str(DAGS / "nightly_precompute.py")).dags["nightly_precompute"]
+    dag = DagBag(dag_folder=str(DAGS_FOLDER / "nightly_precompute.py")).dags["nightly_precompute"]
     for cut in cuts:
         run = dag.test(run_conf={"data_until": cut})
         states = {

@@ -14,7 +14,7 @@ import redis
 
 from cache.errors import Refused
 from cache.process.redis_server import RedisServer
-from infra.local.airflow import ROOT, settings
+from infra.local.airflow import ROOT, local_airflow_settings
 from precompute.config.settings import NightConfig, night_config
 from precompute.reference.train import train_reference
 from precompute.steps.night import Night, run_night
@@ -56,7 +56,7 @@ def ran(night: NightConfig, tmp_path: Path) -> Run:
     def run(module: str, generation: str, **more: str) -> str:
         build = {"generation": generation, "url": "", "shards": [0, 1, 2]}
         environ = {
-            **os.environ, **settings(tmp_path, "http://127.0.0.1:1", 1),
+            **os.environ, **local_airflow_settings(tmp_path, "http://127.0.0.1:1", 1),
             "LARDER_CONFIG": str(night.path("larder.toml")), "REDIS_URL": str(night.redis_url),
             "AIRFLOW__OPENLINEAGE__EXTRACTORS": "infra.lineage.extractor.NightExtractor", **more,
         }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cache.process.redis_server import RedisServer
-from infra.local.airflow import MANUAL_SCHEDULE, ROOT, settings
+from infra.local.airflow import MANUAL_SCHEDULE, ROOT, local_airflow_settings
 from precompute.config.settings import night_config
 from precompute.reference.train import train_reference
 from tests.dags.lineage.dag_runs import STATES_PREFIX
@@ -61,7 +61,7 @@ def nights(tmp_path: Path, own_redis: RedisServer) -> Nights:
     home = tmp_path / "airflow"
     home.mkdir()
     environ = {
-        **os.environ, **settings(home, "http://127.0.0.1:1", 1),
+        **os.environ, **local_airflow_settings(home, "http://127.0.0.1:1", 1),
         "LARDER_CONFIG": str(file), "LARDER_SCHEDULE": MANUAL_SCHEDULE, "REDIS_URL": own_redis.url,
         "AIRFLOW__OPENLINEAGE__EXTRACTORS": "infra.lineage.extractor.NightExtractor",
         "AIRFLOW__OPENLINEAGE__EXECUTE_IN_THREAD": "true",

@@ -85,7 +85,7 @@ def test_values_of_events_that_a_model_cannot_take_cost_no_other_entity_anything
     manifest = read_manifest(config.store(), generation_id)
     assert left_out(manifest) == {"events.user_tower": 3, "events.item_tower": 2}
     reasons = manifest.facts["unusable"]["events.user_tower"]["reasons"]
-    assert [*reasons] == [event_trials.RAISES]
+    assert [*reasons] == [event_trials.MODEL_RAISES_REASON]
     # The tables' own values stand, and of filters' attributes what the event set.
     stock = Event("stock", 0, None, unusable_events[-1].item, attributes={"stock": False})
     changed_config = with_changed_tables(config, [*good, stock])
@@ -100,7 +100,7 @@ def test_values_that_only_real_inputs_overflow_are_reported_and_refuse_nothing(
 ) -> None:
     click(config, sets(config, {}, {row: [HUGE] * 16 for row in range(9)}))
     take_events.run(config)
-    monkeypatch.setattr(event_trials, "_usable", lambda *args: args[3])
+    monkeypatch.setattr(event_trials, "_usable_values", lambda *args: args[3])
 
     generation_id = nights.publish_night(config, FIRST)
 

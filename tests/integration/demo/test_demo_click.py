@@ -9,10 +9,10 @@ import pytest
 
 from cache.config.events import EventsConfig
 from infra.demo import run as click_module
-from infra.demo.checks import InvariantViolation, Judge, disagreements
-from infra.demo.dataset import INTERACTIONS, Dataset, synthetic
+from infra.demo.checks import InvariantViolation, Judge, metric_contradictions
+from infra.demo.dataset import INTERACTIONS_FILE, Dataset, make_synthetic_data
 from infra.demo.run import Click
-from infra.demo.synthetic import World
+from infra.demo.synthetic import WorldSettings
 from precompute.config.settings import NightConfig
 from precompute.reference.train import train_reference
 from precompute.steps import take_events
@@ -22,15 +22,15 @@ from tests.integration import nights
 from tests.integration.fleet import fleet
 from tests.polling import poll_until
 
-WORLD = World(users=300, items=150, seed=4, drift=0.3)
+WORLD = WorldSettings(users=300, items=150, seed=4, drift=0.3)
 
 
 def prepared(folder: Path, redis_url: str) -> tuple[NightConfig, Dataset]:
     """The demo's data, and a first night with events over it; the service finds its settings in a file."""
-    data = replace(synthetic(WORLD), profiles=None)
+    data = replace(make_synthetic_data(WORLD), profiles=None)
     data.write(folder)
     config = nights.prepare(folder, redis_url)
-    sources = replace(config.sources, interactions=(INTERACTIONS,), item_features=None)
+    sources = replace(config.sources, interactions=(INTERACTIONS_FILE,), item_features=None)
     config = replace(config, sources=sources, events=EventsConfig(enabled=True))
     train_reference(config)
     (folder / "larder.toml").write_text("[events]\nenabled = true\n")
@@ -60,10 +60,10 @@ def test_a_click_is_counted_taken_over_and_counted_again_after_a_roll_back(
         taken_over = click.taken_over()
         nights.roll_back(config)
         assert poll_until(lambda: generation_of(service.url) != second, 20.0)
-        counted_again = click.counted_again()
+        counted_again = click.check_counted_again()
         metrics = httpx.get(f"{service.url}/metrics").text
 
-    assert judge.violations == [] and disagreements(metrics, judge.sources) == []
+    assert judge.violations == [] and metric_contradictions(metrics, judge.sources) == []
     first_line, before, after, dashboard = sent
     assert first_line.startswith(f"{click.user} clicks on {click.item}, the list counts it ")
     assert click.item in before and click.item not in after
@@ -106,22 +106,22 @@ LIVE = answer("b", "c", producer="live", source=Source.LIVE, events=1)
 def test_a_night_that_lacks_the_click_or_answers_otherwise_breaks_the_demo(
     night_answer: Answer, expected_error: str
 ) -> None:
-    click = Answered(replace(synthetic(WORLD), profiles=None), night_answer)
-    click._live = LIVE
+    click = Answered(replace(make_synthetic_data(WORLD), profiles=None), night_answer)
+    click._live_answer = LIVE
 
     with pytest.raises(InvariantViolation, match=expected_error):
         click.taken_over()
 
 
 def test_a_list_that_is_only_about_right_is_not_compared() -> None:
-    click = Answered(replace(synthetic(WORLD), profiles=None), answer("b", "d"))
-    click._live = replace(LIVE, approximate=True)
+    click = Answered(replace(make_synthetic_data(WORLD), profiles=None), answer("b", "d"))
+    click._live_answer = replace(LIVE, approximate=True)
 
     assert click.taken_over() == []
 
 
 def test_who_clicks_has_nothing_else_to_come() -> None:
-    data = replace(synthetic(WORLD), profiles=None)
+    data = replace(make_synthetic_data(WORLD), profiles=None)
     click = Answered(data)
 
     assert click.user in data.histories
@@ -140,10 +140,10 @@ def test_an_open_dashboard_is_polled_until_it_shows_the_click(
         return httpx.Response(200, json=next(documents, {"events": stale}))
 
     monkeypatch.setattr(httpx, "get", get)
-    click = Answered(replace(synthetic(WORLD), profiles=None))
+    click = Answered(replace(make_synthetic_data(WORLD), profiles=None))
     receipt = EventReceipt(1, 0, (), "everysec", "2-0")
 
-    assert click._dashboard(receipt) == "dashboard: 1 accepted, 0.0 s behind"
-    monkeypatch.setattr(click_module, "PATIENCE_S", 0.2)
+    assert click._check_dashboard(receipt) == "dashboard: 1 accepted, 0.0 s behind"
+    monkeypatch.setattr(click_module, "WAIT_S_MAX", 0.2)
     with pytest.raises(InvariantViolation, match="does not show event 2-0"):
-        click._dashboard(receipt)
+        click._check_dashboard(receipt)

@@ -6,11 +6,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from infra.demo.checks import Judge, disagreements
-from infra.demo.dataset import INTERACTIONS, Dataset, synthetic
-from infra.demo.evaluate import TOP, offline_lists
-from infra.demo.features import NEW_ITEM, add_features, ask_cold, label_means
-from infra.demo.synthetic import Profiles, World, profiles_of, synthesize
+from infra.demo.checks import Judge, metric_contradictions
+from infra.demo.dataset import INTERACTIONS_FILE, Dataset, make_synthetic_data
+from infra.demo.evaluate import LIST_LENGTH, offline_lists
+from infra.demo.features import NEW_ITEM, add_features, ask_cold_entities, label_means
+from infra.demo.synthetic import Profiles, WorldSettings, make_profiles, synthesize
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, Sources
 from precompute.reference.train import train_reference
@@ -18,15 +18,15 @@ from serving.client import Client, Entity, Options
 from tests.integration import nights
 from tests.integration.fleet import fleet
 
-WORLD = World(users=400, items=200, seed=3, drift=0.3)
+WORLD = WorldSettings(users=400, items=200, seed=3, drift=0.3)
 
 
 def test_the_same_clicks_have_the_same_features() -> None:
     clicks = synthesize(WORLD)
 
-    profiles = profiles_of(clicks)
+    profiles = make_profiles(clicks)
 
-    assert profiles == profiles_of(clicks)
+    assert profiles == make_profiles(clicks)
     assert list(profiles.users) == list(clicks.user_ids)
     assert list(profiles.items)[: len(clicks.item_ids)] == list(clicks.item_ids)
     assert len({features["country"] for features in profiles.users.values()}) > 1
@@ -35,7 +35,8 @@ def test_the_same_clicks_have_the_same_features() -> None:
 
 def test_what_is_popular_changes_with_drift_and_who_clicked_what_does_not() -> None:
     still, drifting = (
-        synthesize(World(users=2_000, items=300, seed=1, drift=drift)) for drift in (0.0, 0.6)
+        synthesize(WorldSettings(users=2_000, items=300, seed=1, drift=drift))
+        for drift in (0.0, 0.6)
     )
 
     def pairs(of: object) -> set[tuple[int, int]]:
@@ -65,12 +66,12 @@ def test_labels_have_the_mean_of_their_vectors_and_others_the_mean_of_all() -> N
 
 def prepared(folder: Path, redis_url: str) -> tuple[NightConfig, Dataset, Profiles]:
     """A night's data and a bundle whose towers take features."""
-    data = synthetic(WORLD)
+    data = make_synthetic_data(WORLD)
     assert data.profiles is not None
     data.write(folder)
     config = nights.prepare(folder, redis_url)
     sources = Sources(
-        (INTERACTIONS,),
+        (INTERACTIONS_FILE,),
         user_features="user_features.parquet",
         item_features="item_features.parquet",
     )
@@ -90,7 +91,7 @@ def test_features_alone_are_answered_live_and_all_else_by_the_night(
 
     # when
     with fleet(config, tmp_path / "logs", count=1) as (service,):
-        lines = ask_cold(service.url, profiles, data.histories, judge)
+        lines = ask_cold_entities(service.url, profiles, data.histories, judge)
         metrics = httpx.get(f"{service.url}/metrics").text
         with Client(service.url) as larder:
             entity = Entity(NEW_ITEM["item"], features=NEW_ITEM)
@@ -106,7 +107,7 @@ def test_features_alone_are_answered_live_and_all_else_by_the_night(
         "user_affinity of new-user: live",
         "item_similar of new-item: live",
     ]
-    assert judge.violations == [] and disagreements(metrics, judge.sources) == []
+    assert judge.violations == [] and metric_contradictions(metrics, judge.sources) == []
     assert set(judge.generations) == {generation}
     # What is like an item that features alone describe is of its category.
     assert NEW_ITEM["category"] in {
@@ -127,7 +128,7 @@ def test_who_has_a_history_is_answered_as_the_reference_bundle_would(
     # then
     offline = offline_lists(config.path(config.bundle), data.histories, users, profiles)
     served = nights.top_lists(config, generation, users)
-    assert {user: list(served[user][:TOP]) for user in users} == offline
+    assert {user: list(served[user][:LIST_LENGTH]) for user in users} == offline
     bundle = Bundle.open(config.path(config.bundle))
     assert {feature.column for feature in bundle.user_tower.spec.features} == {"country"}
     assert {feature.column for feature in bundle.item_tower.spec.features} == {"item", "category"}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import httpx
 
-from infra.demo.checks import Judge, disagreements
-from infra.demo.evaluate import TOP, offline_lists, served_lists
+from infra.demo.checks import Judge, metric_contradictions
+from infra.demo.evaluate import LIST_LENGTH, offline_lists, served_lists
 from tests.integration.fleet import fleet
 from tests.integration.nights import build_night, histories, top_lists
 
@@ -23,8 +23,8 @@ def test_served_lists_are_the_nights_own_looked_up_once_and_judged(
 
     (generation,) = judge.generations
     expected = top_lists(config, generation, users)
-    assert served == {user: expected[user][:TOP] for user in users}
-    assert judge.violations == [] and disagreements(metrics, judge.sources) == []
+    assert served == {user: expected[user][:LIST_LENGTH] for user in users}
+    assert judge.violations == [] and metric_contradictions(metrics, judge.sources) == []
     assert judge.requests == 1 and judge.sources.total() == len(users)
 
 
@@ -43,4 +43,4 @@ def test_the_measure_apart_from_larder_finds_the_nights_lists_of_the_reference_b
         if not generation_id.startswith(".")
     ]
     served = top_lists(config, generation, users)
-    assert offline == {user: list(served[user][:TOP]) for user in users}
+    assert offline == {user: list(served[user][:LIST_LENGTH]) for user in users}

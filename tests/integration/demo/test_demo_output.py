@@ -10,7 +10,7 @@ from rich.console import Console
 
 from infra.demo import __main__ as command
 from infra.demo.checks import InvariantViolation
-from infra.demo.run import Demo, step_on
+from infra.demo.run import Demo, run_demo_step
 
 COLUMNS = 80
 
@@ -24,12 +24,12 @@ def printed(console_width: int = COLUMNS) -> tuple[Console, io.StringIO]:
 def test_a_step_is_a_line_with_its_notes_below() -> None:
     console, buffer = printed()
 
-    with step_on(console, "DAG nightly_precompute: a day later, under traffic") as notes:
+    with run_demo_step(console, "DAG nightly_precompute: a day later, under traffic") as notes:
         notes += [
             "tasks: 16; longest: score_shard, 116.6 s",
             "[1] generation 20261119T000000Z-dec9e804508a",
         ]
-    with pytest.raises(ValueError), step_on(console, "Data"):
+    with pytest.raises(ValueError), run_demo_step(console, "Data"):
         raise ValueError
 
     step, *lines, failed = buffer.getvalue().splitlines()
@@ -56,7 +56,7 @@ def test_an_interrupt_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def run(_args: object, console: Console) -> int:
-        with step_on(console, "Data") as notes:
+        with run_demo_step(console, "Data") as notes:
             notes.append("half of it")
             raise KeyboardInterrupt
 

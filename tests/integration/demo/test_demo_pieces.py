@@ -14,23 +14,23 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import ConfigError, SourceError
-from infra.demo.checks import InvariantViolation, Judge, Question, disagreements
-from infra.demo.dataset import INTERACTIONS, synthetic, user_data
-from infra.demo.evaluate import quality
-from infra.demo.run import environment_of, prepare_home, write_settings
-from infra.demo.synthetic import World, synthesize
-from infra.demo.traffic import Stream
+from infra.demo.checks import InvariantViolation, Judge, Question, metric_contradictions
+from infra.demo.dataset import INTERACTIONS_FILE, make_synthetic_data, read_user_data
+from infra.demo.evaluate import recall_and_ndcg
+from infra.demo.run import prepare_demo_folder, process_environment, write_settings
+from infra.demo.synthetic import WorldSettings, synthesize
+from infra.demo.traffic import RequestStream
 from precompute.config.settings import NightConfig
 from serving.client import Answer, Source
 
-SMALL = World(users=300, items=120, seed=5)
+SMALL = WorldSettings(users=300, items=120, seed=5)
 TODAY = datetime(2026, 1, 31, tzinfo=UTC)
 
 
 def test_the_same_world_gives_the_same_clicks() -> None:
     # given, when
     first_clicks, two, other_seed_clicks = (
-        synthesize(world) for world in (SMALL, SMALL, World(300, 120, seed=6))
+        synthesize(world) for world in (SMALL, SMALL, WorldSettings(300, 120, seed=6))
     )
 
     # then
@@ -43,7 +43,7 @@ def test_the_same_world_gives_the_same_clicks() -> None:
 
 def test_popularity_is_skewed_and_no_click_comes_twice() -> None:
     # given, when
-    clicks = synthesize(World(users=2_000, items=500))
+    clicks = synthesize(WorldSettings(users=2_000, items=500))
 
     # then
     counts = np.sort(np.bincount(clicks.item_rows, minlength=500))[::-1]
@@ -55,7 +55,7 @@ def test_popularity_is_skewed_and_no_click_comes_twice() -> None:
 
 def test_what_is_held_out_is_newer_and_newcomers_are_unknown() -> None:
     # given, when
-    data = synthetic(SMALL)
+    data = make_synthetic_data(SMALL)
 
     # then
     first_us, second_us = (cut.timestamp() * 1_000_000 for cut in (data.first_cut, data.second_cut))
@@ -71,13 +71,13 @@ def test_what_is_held_out_is_newer_and_newcomers_are_unknown() -> None:
 
 def test_the_files_of_the_nights_hold_all_clicks_and_features(tmp_path: Path) -> None:
     # given
-    data = synthetic(SMALL)
+    data = make_synthetic_data(SMALL)
 
     # when
     data.write(tmp_path / "data")
 
     # then
-    table = pq.read_table(tmp_path / "data" / INTERACTIONS)
+    table = pq.read_table(tmp_path / "data" / INTERACTIONS_FILE)
     assert table.select(["user", "item"]) == data.table.select(["user", "item"])
     assert table.schema.field("timestamp").type == pa.timestamp("us", tz="UTC")
     assert pq.read_table(tmp_path / "data/item_features.parquet").column_names == [
@@ -96,7 +96,7 @@ def test_lines_with_a_test_file_are_held_out(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("007 4 5\n8 1\n")
 
     # when
-    data = user_data(tmp_path, today=TODAY)
+    data = read_user_data(tmp_path, today=TODAY)
 
     # then: the first of the users arrives for the second night
     assert data.histories == {"007": ("1", "2", "3"), "8": ("2", "3")}
@@ -111,7 +111,7 @@ def test_a_csv_with_times_is_split_by_time(tmp_path: Path) -> None:
     (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
 
     # when
-    data = user_data(tmp_path, today=TODAY)
+    data = read_user_data(tmp_path, today=TODAY)
 
     # then
     known = sum(map(len, data.histories.values()))
@@ -126,7 +126,7 @@ def test_without_times_the_last_item_of_every_user_is_held_out(tmp_path: Path) -
     (tmp_path / "clicks.csv").write_text("user,item\n" + "\n".join(rows) + "\n")
 
     # when
-    data = user_data(tmp_path / "clicks.csv", today=TODAY)
+    data = read_user_data(tmp_path / "clicks.csv", today=TODAY)
 
     # then
     assert data.held_out == {f"u{user}": ("i3",) for user in range(40)}
@@ -137,7 +137,7 @@ def test_without_times_the_last_item_of_every_user_is_held_out(tmp_path: Path) -
 
 def test_a_folder_without_interactions_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=tmp_path.name):
-        user_data(tmp_path, today=TODAY)
+        read_user_data(tmp_path, today=TODAY)
 
 
 def test_recall_and_ndcg_by_hand() -> None:
@@ -151,7 +151,7 @@ def test_recall_and_ndcg_by_hand() -> None:
     held_out = {"ann": ("c", "d", "e"), "bob": ("a",), "cat": ()}
 
     # when
-    means = quality(lists, held_out, top=2)
+    means = recall_and_ndcg(lists, held_out, top=2)
 
     # then: ann is shown b, c and hits at rank 2; bob is shown a, d and hits at rank 1; cat has nothing held out
     ann = (1 / math.log2(3)) / (1 + 1 / math.log2(3))
@@ -160,10 +160,10 @@ def test_recall_and_ndcg_by_hand() -> None:
 
 def test_the_stream_repeats_itself_and_asks_mostly_for_popular_users() -> None:
     # given
-    data = synthetic(SMALL)
+    data = make_synthetic_data(SMALL)
 
     # when
-    first_requests, two = ([*itertools.islice(Stream(data, seed=3), 400)] for _ in range(2))
+    first_requests, two = ([*itertools.islice(RequestStream(data, seed=3), 400)] for _ in range(2))
 
     # then
     assert first_requests == two
@@ -263,7 +263,7 @@ larder_requests_total{route="POST /v1/lookup",status="200"} 3.0
     ('larder_answers_total{source="l1",table="user_topk"} 1.0\n', 1),
 ])  # fmt: skip
 def test_counters_that_do_not_add_up_are_reported(wrong: str, count: int) -> None:
-    assert len(disagreements(METRICS + wrong, {"l2": 2, "default": 1})) == count
+    assert len(metric_contradictions(METRICS + wrong, {"l2": 2, "default": 1})) == count
 
 
 def test_answers_that_nobody_counted_or_published_break_the_audit() -> None:
@@ -271,21 +271,21 @@ def test_answers_that_nobody_counted_or_published_break_the_audit() -> None:
     watching.request([QUESTION], [GOOD])
 
     with pytest.raises(InvariantViolation, match=r"entities: 3, not 1; .*which never was live"):
-        watching.audit(METRICS, {"g2"})
+        watching.audit_answers(METRICS, {"g2"})
 
 
 def test_a_place_is_emptied_of_the_last_run_and_nothing_else(tmp_path: Path) -> None:
     # given
-    with prepare_home(tmp_path) as home:
+    with prepare_demo_folder(tmp_path) as home:
         write(home / "data" / "old", "x")
         write(tmp_path / "artifacts" / "mine", "y")
 
     # when
-    with prepare_home(tmp_path) as reopened:
+    with prepare_demo_folder(tmp_path) as reopened:
         # then
         assert not (reopened / "data").exists()
         assert (tmp_path / "artifacts" / "mine").exists()
-        with pytest.raises(ConfigError, match="another demo"), prepare_home(tmp_path):
+        with pytest.raises(ConfigError, match="another demo"), prepare_demo_folder(tmp_path):
             pass
 
 
@@ -293,7 +293,7 @@ def test_the_written_settings_are_a_nights_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given
-    data = synthetic(SMALL)
+    data = make_synthetic_data(SMALL)
     monkeypatch.setenv("LARDER_TOKEN", "secret")
 
     # when
@@ -306,7 +306,7 @@ def test_the_written_settings_are_a_nights_settings(
     assert config.data_until == data.first_cut.isoformat()
     assert config.events.enabled
     assert config.sources.item_features == "data/item_features.parquet"
-    assert environment_of(tmp_path, "redis://x")["LARDER_TOKEN"] == ""
+    assert process_environment(tmp_path, "redis://x")["LARDER_TOKEN"] == ""
 
 
 def write(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cache.config.events import EventsConfig
 from cache.config.serving import ServingConfig
 from cache.errors import ConfigError
-from infra.cli.check import CHECKS
+from infra.cli.check import CHECK_BY_SUBJECT
 from precompute.config.settings import NightConfig
 from tests.integration.events.durable_redis import DurableRedis, durable_redis
 
@@ -22,7 +22,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableRedis]:
 
 def check_events(folder: Path, url: str = "", **events: Any) -> tuple[str, str]:
     config = NightConfig(events_url=url, events=EventsConfig(**events), base=str(folder))
-    return CHECKS["events"](config)
+    return CHECK_BY_SUBJECT["events"](config)
 
 
 def test_without_events_no_redis_is_looked_at(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_one_that_is_shared_with_pages_may_evict_ids_and_says_so(
     with server.client() as client:
         client.config_set("maxmemory-policy", "volatile-lru")
         try:
-            state, detail = CHECKS["events"](config)
+            state, detail = CHECK_BY_SUBJECT["events"](config)
         finally:
             client.config_set("maxmemory-policy", "noeviction")
 

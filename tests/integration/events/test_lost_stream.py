@@ -13,7 +13,7 @@ from cache.events.stream import TAKEN_POSITION_PATH, read_taken_position
 from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
-from precompute.events.files import last_taken
+from precompute.events.files import last_taken_position
 from precompute.events.stream import take_events
 from serving.events.follower import NewestPosition
 from serving.events.newer_events import NewerEvents
@@ -60,7 +60,7 @@ async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_the
 ) -> None:
     newest_position = newest_of(store_ahead)
     await newest_position.load_taken_position(AT_ONCE)
-    last_position = last_taken(store_ahead)
+    last_position = last_taken_position(store_ahead)
     async with intake(server.url, keyspace) as running_intake:
         running_intake.newest_position = newest_position()
         receipts = [await running_intake.accept_events(event(number)) for number in range(3)]
@@ -99,7 +99,7 @@ async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
 async def test_the_newest_of_all_that_is_known_counts(
     tmp_path: Path, store_ahead: ArtefactStore
 ) -> None:
-    taken_until = last_taken(store_ahead)
+    taken_until = last_taken_position(store_ahead)
     later, empty = (
         Position(taken_until.ms, taken_until.sequence + 1),
         ArtefactStore(str(tmp_path / "empty")),

@@ -14,7 +14,7 @@ from cache.format.manifest import IncludedEvents, Manifest, NamedFilter
 from cache.l2.sync_clients import connect
 from cache.store.audit import audit_records
 from cache.traffic.experiments import latest_experiments
-from precompute.cli.parser import parser_of_commands
+from precompute.cli.parser import build_command_parser
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.traffic import experiments
@@ -44,9 +44,9 @@ def run(configs: tuple[NightConfig, NightConfig], *command_parts: str) -> dict[s
     own_config, arm = configs
     named = [part.format(own=own_config.namespace, arm=arm.namespace) for part in command_parts]
     argv = ["experiment", *named, "--json"]
-    arguments: argparse.Namespace = parser_of_commands().parse_args(argv)
+    arguments: argparse.Namespace = build_command_parser().parse_args(argv)
     output: dict[str, Any] = orjson.loads(
-        orjson.dumps(arguments.run.load()(own_config, arguments, quiet))
+        orjson.dumps(arguments.run.import_command()(own_config, arguments, quiet))
     )
     return output
 
@@ -89,8 +89,8 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(
         pointer = control.read_pointer()
     assert pointer is not None and experiment_status["arms"][1]["generation"] == pointer.generation
     assert run(namespaces, "status", "ranker")["experiments"] == [experiment_status]
-    arguments = parser_of_commands().parse_args(["experiment", "status"])
-    table, summary_text = arguments.run.load()(own_config, arguments, quiet)
+    arguments = build_command_parser().parse_args(["experiment", "status"])
+    table, summary_text = arguments.run.import_command()(own_config, arguments, quiet)
     assert [list(column.cells)[:2] for column in table.columns[:2]] == [
         ["ranker"] * 2,
         ["control", "other"],

@@ -13,13 +13,13 @@ import pytest
 
 from cache.traffic.experiments import latest_experiments
 from infra.local.service import ServiceProcess
-from precompute.cli.parser import parser_of_commands
+from precompute.cli.parser import build_command_parser
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.steps import retire
 from precompute.traffic import experiments
 from precompute.traffic.experiments import ArmOption, ExperimentOption
-from precompute.traffic.exposures import gather
+from precompute.traffic.exposures import gather_exposures
 from tests.integration.experiments.arms import arms
 from tests.integration.fleet import control_of, fleet
 from tests.integration.nights import histories
@@ -28,8 +28,8 @@ KEYS = [f"key-{number}" for number in range(60)]
 
 
 def run(config: NightConfig, *command_parts: str) -> Any:
-    arguments: argparse.Namespace = parser_of_commands().parse_args([*command_parts, "--json"])
-    return arguments.run.load()(config, arguments, quiet)
+    arguments: argparse.Namespace = build_command_parser().parse_args([*command_parts, "--json"])
+    return arguments.run.import_command()(config, arguments, quiet)
 
 
 def rows(config: NightConfig) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: 
 
     with control_of(own_config) as control:
         at = control.time()
-    assert gather(own_config.store(), at=at + 7_200)["parts"] >= 1
+    assert gather_exposures(own_config.store(), gathered_at=at + 7_200)["parts"] >= 1
     assert {row["key"]: row["arm"] for row in rows(own_config)} == {
         key: arm for key, arm in expected.items() if arm
     }

@@ -11,14 +11,14 @@ from rich.markup import render
 from cache.errors import Conflict
 from cache.store.artefacts import read_manifest
 from precompute.bulk.governor import Governor
-from precompute.cli.parser import parser_of_commands
+from precompute.cli.parser import (build_command_parser)
 from precompute.config.progress import quiet
-from precompute.config.settings import NightConfig, generations_at_peak
+from precompute.config.settings import (NightConfig, peak_generation_count)
 from precompute.planning.capacity import find_limits
 from precompute.releases.recovery import restore
 from precompute.traffic import experiments
 from precompute.traffic.experiment_command import free_namespaces
-from precompute.traffic.experiments import ArmOption, ExperimentOption, arms_room
+from precompute.traffic.experiments import (ArmOption, ExperimentOption, compute_arm_rooms)
 from tests.integration.experiments.arms import arms, live_of
 from tests.integration.fleet import control_of
 from tests.integration.nights import publish_night
@@ -34,8 +34,8 @@ def pages_of(config: NightConfig) -> tuple[int, int]:
 
 def plan(config: NightConfig) -> dict[str, Any]:
     argv = ["plan", "--json", "--sample", "1", "--seconds", "0.2"]
-    arguments: argparse.Namespace = parser_of_commands().parse_args(argv)
-    (text,) = arguments.run.load()(config, arguments, quiet)
+    arguments: argparse.Namespace = build_command_parser().parse_args(argv)
+    (text,) = arguments.run.import_command()(config, arguments, quiet)
     plan_report: dict[str, Any] = orjson.loads(render(text).plain)
     return plan_report
 
@@ -57,7 +57,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     limits_before = find_limits(own_config, record_bytes=100)
 
     with control_of(own_config) as control:
-        arm_rooms = arms_room(own_config, control.client)
+        arm_rooms = compute_arm_rooms(own_config, control.client)
 
     assert [(arm_room.namespace, arm_room.arms) for arm_room in arm_rooms] == [
         (first_arm_config.namespace, ("ranker=b",)),
@@ -66,7 +66,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     for arm_room, config in zip(arm_rooms, (first_arm_config, two), strict=True):
         assert (arm_room.pages, arm_room.size_bytes) == pages_of(config)
         assert arm_room.generations == 1 and arm_room.largest_bytes == arm_room.size_bytes
-    generations = generations_at_peak(own_config.keep)
+    generations = peak_generation_count(own_config.keep)
     plan_report = plan(own_config)
     assert [arm_row["namespace"] for arm_row in plan_report["arms"]] == [
         first_arm_config.namespace,
@@ -94,7 +94,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     )
     experiments.stop(own_config, "also")
     with control_of(own_config) as control:
-        assert [arm_room.namespace for arm_room in arms_room(own_config, control.client)] == [
+        assert [arm_room.namespace for arm_room in compute_arm_rooms(own_config, control.client)] == [
             two.namespace
         ]
     live = live_of(first_arm_config)

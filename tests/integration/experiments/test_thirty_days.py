@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.l2.sync_clients import connect
-from precompute.traffic.exposures import totals
+from precompute.traffic.exposures import read_totals_by_arm
 from tests.integration.experiments.thirty_days import ThirtyDays
 
 STORM_SEEDS = 8
@@ -39,7 +39,7 @@ def check_log(days: ThirtyDays) -> None:
     store = days.store_of(days.namespaces[0])
     exposures = []
     for experiment in ("first", "second", "third"):
-        arm_totals = totals(store, experiment)
+        arm_totals = read_totals_by_arm(store, experiment)
         for arm, arm_total in arm_totals.items():
             assert arm_total.requests == days.request_counts[experiment, arm]
             assert arm_total.feedback["click"] == days.clicked[experiment, arm]

@@ -30,7 +30,7 @@ from precompute.releases.sweep import retire, sweepable
 from precompute.traffic import experiments
 from precompute.traffic.experiment_command import free_namespaces
 from precompute.traffic.experiments import ArmOption, ExperimentOption
-from precompute.traffic.exposures import gather
+from precompute.traffic.exposures import gather_exposures
 from serving.engine.service import LookupService
 from serving.generations.heartbeat import Heartbeat, RedisClock
 from serving.generations.holder import GenerationHolder
@@ -307,11 +307,14 @@ class ThirtyDays:
             experiments.change_shares(self.config, "second", key_share=0.3)
 
         def arms_change() -> None:
-            experiments.change_shares(self.config, "first", arms={"control": 0.2, "b": 0.8})
+            experiments.change_shares(self.config, "first", share_by_arm={"control": 0.2, "b": 0.8})
 
         def shares_shrink() -> None:
             experiments.change_shares(
-                self.config, "third", key_share=0.2, arms={"control": 0.5, "b": 0.3, "c": 0.2}
+                self.config,
+                "third",
+                key_share=0.2,
+                share_by_arm={"control": 0.5, "b": 0.3, "c": 0.2},
             )
 
         def roll_back() -> None:
@@ -405,7 +408,7 @@ class ThirtyDays:
     def gather(self) -> None:
         """The night's part in the exposure log; dies before it is done, now and then."""
         store = self.store_of(self.namespaces[0])
-        self.counts["parts"] += gather(store, at=self.clock())["parts"]
+        self.counts["parts"] += gather_exposures(store, gathered_at=self.clock())["parts"]
 
     async def traffic(self) -> None:
         """Requests of random keys at random replicas, and clicks on some of the answers."""

@@ -12,7 +12,7 @@ from cache.model.runtime import Accelerator, ort
 from cache.model.tower import Tower
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import newest_release
-from infra.cli.check import CHECKS
+from infra.cli.check import CHECK_BY_SUBJECT
 from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import serving
@@ -144,9 +144,9 @@ def test_models_that_fail_on_the_processor_too_leave_the_pages(
 
 
 def test_check_says_what_is_missing(night: NightConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CHECKS["live"](night)[0] == "not used"
+    assert CHECK_BY_SUBJECT["live"](night)[0] == "not used"
     monkeypatch.setenv("LARDER_LIVE_PROVIDER", "tensorrt")
-    state, detail = CHECKS["live"](night)
+    state, detail = CHECK_BY_SUBJECT["live"](night)
     assert state == "to do" and "no TensorrtExecutionProvider: install onnxruntime-gpu" in detail
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["TensorrtExecutionProvider"])
-    assert CHECKS["live"](night)[0] == "ok"
+    assert CHECK_BY_SUBJECT["live"](night)[0] == "ok"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import RedisServer, running_server
-from infra.demo.synthetic import World, synthesize
+from infra.demo.synthetic import WorldSettings, synthesize
 from tests.integration.larder.commands import larder, running
 
 
@@ -18,7 +18,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a shop's own files, under a shop's own names."""
     folder = tmp_path_factory.mktemp("shop")
     (folder / "exports").mkdir()
-    clicks = synthesize(World(users=300, items=100, seed=1))
+    clicks = synthesize(WorldSettings(users=300, items=100, seed=1))
     with (folder / "exports" / "click log.csv").open("w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(["device", "visitorId", "Article_ID", "occurred_at", "plays"])

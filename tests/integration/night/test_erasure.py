@@ -29,7 +29,7 @@ from precompute.builds.build import record_copies
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure.command import erase
-from precompute.erasure.erasing import ErasureStatus, begin_erasing, drop_overlays, forget, settle
+from precompute.erasure.erasing import (ErasureStatus, begin_erasing, drop_overlays, readmit_entity, settle_erasures)
 from precompute.partitions import catalogue
 from precompute.releases import moves
 from precompute.releases.recovery import restore
@@ -91,7 +91,7 @@ def live(config: NightConfig) -> str:
 
 def settled(config: NightConfig) -> list[ErasureStatus]:
     with open_releases(config) as releases:
-        return settle(config, releases)
+        return settle_erasures(config, releases)
 
 
 def shell(config: NightConfig, *arguments: str, **more: str) -> "CompletedProcess[str]":
@@ -145,7 +145,7 @@ def test_an_erased_item_leaves_the_catalogue_and_every_history(night: NightConfi
     first = live(night)
     users = sorted(histories(night))
     item = next(iter(top_lists(night, first, users[:1]).values()))[0]
-    begin_erasing(night.store(), item.encode(), "item", at=1.0)
+    begin_erasing(night.store(), item.encode(), "item", requested_at=1.0)
 
     second = publish_night(night, NEXT)
 
@@ -172,7 +172,7 @@ def test_entities_that_had_to_go_are_not_missed_by_the_gates(night: NightConfig)
 
 def test_erasing_before_a_retry_names_another_generation(night: NightConfig) -> None:
     build = begin.run(night, data_until=NEXT, run_after=None)
-    begin_erasing(night.store(), b"u1", "user", at=1.0)
+    begin_erasing(night.store(), b"u1", "user", requested_at=1.0)
 
     second_build = begin.run(night, data_until=NEXT, run_after=None)
 
@@ -187,7 +187,7 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
     write = catalogue.write_catalogue
 
     def erase_late(*arguments: Any, **more: Any) -> catalogue.CatalogueFields:
-        begin_erasing(store, user.encode(), "user", at=1.0)
+        begin_erasing(store, user.encode(), "user", requested_at=1.0)
         (standing_before,) = settled(night)
         assert (
             standing_before.state == "pending" and len(standing_before.holders) == 2
@@ -233,7 +233,7 @@ def test_overlays_of_the_entity_are_dropped_and_others_stay(night: NightConfig) 
         ]
         for name in names:
             client.set(name, b"x", px=60_000)
-        erasure, is_new = begin_erasing(night.store(), b"somebody", "user", at=1.0)
+        erasure, is_new = begin_erasing(night.store(), b"somebody", "user", requested_at=1.0)
 
         dropped_count = drop_overlays(night, night.store(), Control(client, keys), [erasure])
 
@@ -251,7 +251,7 @@ def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: 
         for hour in (current_hour, current_hour - 1):
             for name in (b"user_topk:somebody", b"user_vector:somebody", b"user_topk:else"):
                 client.zincrby(key(hour), 3.0, name)
-        begin_erasing(night.store(), b"somebody", "user", at=1.0)
+        begin_erasing(night.store(), b"somebody", "user", requested_at=1.0)
 
         settled(night)
 
@@ -271,8 +271,8 @@ def test_an_erased_user_leaves_the_exposures_of_experiments_and_an_item_does_not
     store.write(path, orjson.dumps({"arms": [arm]}))
 
     # When a user and an item are erased
-    begin_erasing(store, b"gone", "user", at=1.0)
-    begin_erasing(store, b"an item", "item", at=1.0)
+    begin_erasing(store, b"gone", "user", requested_at=1.0)
+    begin_erasing(store, b"an item", "item", requested_at=1.0)
     settled(night)
 
     # Then only the user's key is gone
@@ -282,7 +282,7 @@ def test_an_erased_user_leaves_the_exposures_of_experiments_and_an_item_does_not
 
 
 def test_an_entity_that_nothing_holds_is_done_at_once_and_stays_out(night: NightConfig) -> None:
-    begin_erasing(night.store(), b"nobody", "user", at=1.0)
+    begin_erasing(night.store(), b"nobody", "user", requested_at=1.0)
 
     (standing,) = settled(night)
 
@@ -315,7 +315,7 @@ def test_a_user_without_a_record_is_still_found_in_the_partition(night: NightCon
     generation = publish_night(night, NEXT)
     assert not has(night, generation, "lurker")
 
-    begin_erasing(night.store(), b"lurker", "user", at=1.0)
+    begin_erasing(night.store(), b"lurker", "user", requested_at=1.0)
 
     (standing,) = settled(night)
     assert [holder.generation for holder, _ in standing.holders] == [generation]
@@ -323,8 +323,8 @@ def test_a_user_without_a_record_is_still_found_in_the_partition(night: NightCon
 
 def test_unblocking_resurrects_no_entity_and_forgetting_needs_a_reason(night: NightConfig) -> None:
     store = night.store()
-    begin_erasing(store, b"u1", "user", at=1.0)
-    begin_erasing(store, b"i1", "item", at=1.0)
+    begin_erasing(store, b"u1", "user", requested_at=1.0)
+    begin_erasing(store, b"i1", "item", requested_at=1.0)
 
     with pytest.raises(Conflict, match="--forget --reason"):
         demand_unerased(store, [b"i1"])
@@ -335,13 +335,13 @@ def test_unblocking_resurrects_no_entity_and_forgetting_needs_a_reason(night: Ni
 
     refused = shell(night, "erase", "u1", "--forget")
     assert refused.returncode == 1 and "--reason" in refused.stderr
-    forget(store, b"u1", "user", at=2.0, reason="consented again")
+    readmit_entity(store, b"u1", "user", forgotten_at=2.0, reason="consented again")
     with pytest.raises(Conflict, match="not erased"):
-        forget(store, b"u1", "user", at=3.0, reason="twice")
+        readmit_entity(store, b"u1", "user", forgotten_at=3.0, reason="twice")
 
     assert latest_blocklist(store).users == frozenset()
     assert [erasure.is_in_force for erasure in all_erasures(store)] == [False, True]
-    later_erasure, is_new = begin_erasing(store, b"u1", "user", at=4.0)
+    later_erasure, is_new = begin_erasing(store, b"u1", "user", requested_at=4.0)
     assert is_new and later_erasure.number == 3
 
 
@@ -349,8 +349,8 @@ def test_erasing_twice_is_one_request_and_an_item_of_the_same_id_is_left_alone(
     night: NightConfig,
 ) -> None:
     store = night.store()
-    first, _ = begin_erasing(store, b"42", "user", at=1.0)
-    repeated_erasure, is_new = begin_erasing(store, b"42", "user", at=2.0)
+    first, _ = begin_erasing(store, b"42", "user", requested_at=1.0)
+    repeated_erasure, is_new = begin_erasing(store, b"42", "user", requested_at=2.0)
 
     assert (repeated_erasure, is_new) == (first, False)
     blocked = latest_blocklist(store)
@@ -373,7 +373,7 @@ def test_a_refused_generation_that_holds_the_entity_keeps_it_pending(night: Nigh
     with open_releases(night) as releases:
         moves.refuse(releases, build["generation"], reason="a test says so", attempt="test")
         assert releases.state(build["generation"]) is GenerationState.REFUSED
-    begin_erasing(night.store(), min(histories(night)).encode(), "user", at=1.0)
+    begin_erasing(night.store(), min(histories(night)).encode(), "user", requested_at=1.0)
 
     (standing,) = settled(night)
 
@@ -395,7 +395,7 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
         for name in ("worker", "other")
     )
     build = begin.run(worker, data_until=DATA_UNTIL, run_after=None)
-    begin_erasing(worker.store(), min(histories(night)).encode(), "user", at=1.0)
+    begin_erasing(worker.store(), min(histories(night)).encode(), "user", requested_at=1.0)
     with open_releases(other_host) as releases:
         moves.refuse(releases, build["generation"], reason="a test says so", attempt="test")
 

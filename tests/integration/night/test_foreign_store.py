@@ -9,8 +9,8 @@ import pytest
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import connect
 from cache.store.releases import Pointer
-from infra.cli.check import look_at_store
-from precompute.cli.parser import parser_of_commands
+from infra.cli.check import check_store
+from precompute.cli.parser import build_command_parser
 from precompute.config.settings import night_config
 from serving.cli import tokens
 from tests.integration.shell import shell
@@ -30,7 +30,7 @@ WORDS: dict[str, list[str]] = {
 def commands() -> dict[str, argparse.ArgumentParser]:
     (action,) = (
         action
-        for action in parser_of_commands()._actions
+        for action in build_command_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     )
     return dict(action.choices)
@@ -82,7 +82,7 @@ def test_a_token_is_not_made_then(
 def test_check_says_so_and_makes_no_store(environ: dict[str, str], tmp_path: Path) -> None:
     config = night_config(None, environ)
 
-    state, told = look_at_store(config)
+    state, told = check_store(config)
 
     assert state == "to do" and "no release record explains" in told
     assert not (tmp_path / "wrong").exists()

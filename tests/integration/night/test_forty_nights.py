@@ -20,7 +20,7 @@ from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer
 from cache.store.releases import all_releases
 from precompute.config.progress import Progress
-from precompute.config.settings import NightConfig, generations_at_peak
+from precompute.config.settings import (NightConfig, peak_generation_count)
 from precompute.gates.judge import GATES
 from precompute.planning.capacity import CapacityLimits, find_limits
 from precompute.planning.forecast import forecast, judge_forecast
@@ -116,7 +116,7 @@ def planned_bytes(config: NightConfig) -> tuple[int, int]:
     plan = forecast(config, PlanParameters(seconds=0.2, sample=0.5))
     record_bytes = max(layout.size_bytes for _, layout in plan.shape.layouts.values())
     (node,) = find_limits(config, record_bytes=record_bytes).nodes
-    planned = node.other_bytes + generations_at_peak(config.keep) * plan.redis_bytes
+    planned = node.other_bytes + peak_generation_count(config.keep) * plan.redis_bytes
     print(f"planned are {planned:,} bytes, {plan.redis_bytes:,} a generation")
     limit = int(planned / config.gates.redis_headroom) + 1
     for size, fits in ((limit, True), (limit - 20, False)):
@@ -156,7 +156,7 @@ def test_forty_nights_fit_what_plan_asked_for_and_need_no_operator(tmp_path, own
             print(
                 f"night {number} {outcomes[-1]}, Redis hung at gate {at}; {used:,} bytes, {generation_ids}"
             )
-            assert len(generation_ids) <= generations_at_peak(config.keep)
+            assert len(generation_ids) <= peak_generation_count(config.keep)
         peak = client.info("memory")["used_memory_peak"]
 
     week = ["published"] * (BAD_EVERY - 1) + ["coverage_of_live"]

@@ -17,7 +17,7 @@ from cache.process.redis_server import join_or_start_server
 from cache.store.artefacts import read_manifest
 from cache.store.releases import all_releases
 from precompute.bulk.load import unlink_pages
-from precompute.bulk.reload import damaged
+from precompute.bulk.reload import (find_damaged_pages)
 from precompute.config.settings import ReferenceConfig
 from precompute.gates.judge import GATES, LIVE_FILES_RULE, OVERRIDABLE_RULES
 from precompute.steps import verify
@@ -210,7 +210,7 @@ def test_pages_that_redis_lost_or_changed_are_loaded_again_and_refuse_nothing(
     assert "loaded once more" in verdicts["pages_in_redis"]["note"]
     with connect(bench.config.redis_url, 5.0) as client:
         control = Control(client, bench.config.keyspace())
-        assert not damaged(control, bench.config.store(), bench.generation)
+        assert not find_damaged_pages(control, bench.config.store(), bench.generation)
         assert control.rows()[bench.generation].state is GenerationState.VERIFIED
 
 

@@ -25,7 +25,7 @@ from cache.store.releases import all_releases
 from precompute.builds.build import Build
 from precompute.builds.reports import LOAD_REPORT, BuildId
 from precompute.builds.seal import write_manifest
-from precompute.bulk.load import PageStream, Part, loaded_pages, page_keys, parts_of, unlink_pages
+from precompute.bulk.load import (PageStream, Part, count_loaded_pages, page_keys, parts_of, unlink_pages)
 from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
@@ -310,7 +310,7 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
 ):
     """Resuming is exact: what is done again is less than what lies between two notes."""
     governor = replace(night.config.governor, readers=readers, piece_bytes=1024, idle_s=0.05)
-    monkeypatch.setattr("precompute.bulk.load.NOTED_BYTES", 8192)
+    monkeypatch.setattr("precompute.bulk.load.PROGRESS_NOTE_BYTES", 8192)
 
     def fail() -> None:
         raise KeyboardInterrupt
@@ -324,7 +324,7 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
         keys = night.config.keyspace()
         loaded_part_names = set(client.hgetall(keys.loaded(night.build["generation"])))
         noted_count = sum(
-            loaded_pages(client, keys, manifest, part)
+            count_loaded_pages(client, keys, manifest, part)
             for part in parts_of(manifest)
             if part.name.encode() not in loaded_part_names
         )

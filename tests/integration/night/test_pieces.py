@@ -19,14 +19,14 @@ from cache.store.releases import Pointer
 from precompute.bulk.governor import Governor, IdlePriority, open_governor
 from precompute.bulk.load import Part, load_part, page_keys, parts_of, unlink_pages
 from precompute.bulk.readback import (
-    UNANSWERED_PIECES,
+    UNANSWERED_PIECES_MAX,
     PageDigest,
     PieceReader,
-    lengths,
+    read_page_lengths,
     verify_part,
 )
-from precompute.bulk.reload import load_missing, repair
-from precompute.bulk.watch import FOREIGN_READS_S, Watcher
+from precompute.bulk.reload import load_missing, repair_pages
+from precompute.bulk.watch import FOREIGN_READS_PER_S_MIN, Watcher
 from tests.integration.release_world import A, World
 from tests.polling import poll_until
 
@@ -90,7 +90,7 @@ def test_pages_in_pieces_are_byte_for_byte_the_pages_sent_whole(world, small):
     assert small.pieces - paced == 2 * (5 * 4 + 3)
     for part in parts_of(manifest):
         assert verify_part(world.client, world.keys, manifest, root, part, governor=small) == 6
-        assert dict(lengths(world.client, world.keys, manifest, part)) == {
+        assert dict(read_page_lengths(world.client, world.keys, manifest, part)) == {
             page: part.size_of(page) for page in range(6)
         }
 
@@ -123,7 +123,7 @@ def test_pieces_are_asked_for_ahead_of_their_replies(world, small, monkeypatch):
     ahead, receive_piece = [], PieceReader._receive_piece
 
     def note_and_receive(reader: PieceReader) -> Iterator[PageDigest]:
-        ahead.append(len(reader._waiting))
+        ahead.append(len(reader._unanswered_requests))
         return receive_piece(reader)
 
     monkeypatch.setattr(PieceReader, "_receive_piece", note_and_receive)
@@ -133,8 +133,8 @@ def test_pieces_are_asked_for_ahead_of_their_replies(world, small, monkeypatch):
 
     pieces = 5 * 4 + 3
     assert len(ahead) == pieces
-    assert ahead[: pieces - UNANSWERED_PIECES] == [UNANSWERED_PIECES + 1] * (
-        pieces - UNANSWERED_PIECES
+    assert ahead[: pieces - UNANSWERED_PIECES_MAX] == [UNANSWERED_PIECES_MAX + 1] * (
+        pieces - UNANSWERED_PIECES_MAX
     )
 
 
@@ -184,11 +184,11 @@ def test_a_damaged_page_is_found_in_pieces_and_mended_where_it_lies(world, small
     with pytest.raises(CorruptArtefact, match="load again"):
         verify_part(world.client, world.keys, manifest, root, part, governor=small)
 
-    assert repair(world.control, world.store, A, governor=small) == [name]
+    assert repair_pages(world.control, world.store, A, governor=small) == [name]
 
     assert values(world, manifest) == sound
     assert calls(world, "del") + calls(world, "unlink") == deleted
-    assert repair(world.control, world.store, A) == []
+    assert repair_pages(world.control, world.store, A) == []
     assert load_missing(world.control, world.store, A) == 0
 
 
@@ -227,7 +227,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
             )
             observation = watch.get_latest_observation()
             assert observation is not None and observation.replicas == 0
-            assert (observation.foreign_s or 0.0) <= FOREIGN_READS_S
+            assert (observation.foreign_s or 0.0) <= FOREIGN_READS_PER_S_MIN
             round_trips_s: list[float] = []
 
             def has_many() -> bool:
@@ -250,7 +250,10 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
                 for _ in range(50):
                     client.get("anything")
                 observation = watch.get_latest_observation()
-                return observation is not None and (observation.foreign_s or 0.0) > FOREIGN_READS_S
+                return (
+                    observation is not None
+                    and (observation.foreign_s or 0.0) > FOREIGN_READS_PER_S_MIN
+                )
 
             assert poll_until(noticed)
             pings_before = client.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
@@ -327,7 +330,7 @@ def test_files_that_are_retired_while_they_are_read_are_a_conflict(
         return read_sums(self, folder)
 
     monkeypatch.setattr(Part, "read_sums", retired)
-    act = load_missing if how == "streamed" else repair
+    act = load_missing if how == "streamed" else repair_pages
     with pytest.raises(
         Conflict, match=r"\.sums of .* is gone from .* so its pages cannot be loaded"
     ) as caught:

@@ -37,7 +37,7 @@ from cache.store.artefacts import ArtefactStore, read_manifest, sha256_of
 from cache.store.releases import all_releases
 from precompute.builds.build import Build, record_copies
 from precompute.builds.reports import ASSEMBLE_REPORT, BEGIN_REPORT, BuildId
-from precompute.bulk.headroom import REDIS_USED_MAX
+from precompute.bulk.headroom import (REDIS_USED_SHARE_MAX)
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import GateThresholds, Sources, TableConfig
@@ -725,7 +725,7 @@ def test_overlays_make_way_for_pages(config, own_redis):
                 name = f"larder:1:{config.namespace}:w:old:user_topk:{number}"
                 pipe.set(name, b"x" * 700, ex=3600)
             pipe.execute()
-        assert client.info("memory")["used_memory"] > REDIS_USED_MAX * limit
+        assert client.info("memory")["used_memory"] > REDIS_USED_SHARE_MAX * limit
     assert publish_night(config, DATA_UNTIL) == live(config)
 
 

@@ -16,7 +16,7 @@ from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer
 from cache.store.releases import all_releases
 from precompute.cli import commands
-from precompute.cli.parser import parser_of_commands
+from precompute.cli.parser import build_command_parser
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure import erasing
@@ -55,8 +55,8 @@ def tried(nights_of: tuple[NightConfig, str, str]) -> Iterator[tuple[NightConfig
 
 
 def run(config: NightConfig, *line: str) -> Any:
-    arguments = parser_of_commands().parse_args(line)
-    return arguments.run.load()(config, arguments, quiet)
+    arguments = build_command_parser().parse_args(line)
+    return arguments.run.import_command()(config, arguments, quiet)
 
 
 def test_a_canary_is_ended_only_under_its_own_name(tried: tuple[NightConfig, str]) -> None:
@@ -91,8 +91,8 @@ def test_a_reason_that_says_nothing_is_refused_everywhere(
             lambda reason=reason: run(config, "roll-back", "--reason", reason),
             lambda reason=reason: run(config, "canary", "abandon", "--reason", reason),
             lambda reason=reason: run(config, "restore", "--adopt", "--reason", reason),
-            lambda reason=reason: erasing.forget(
-                config.store(), b"u1", "user", at=0.0, reason=reason
+            lambda reason=reason: erasing.readmit_entity(
+                config.store(), b"u1", "user", forgotten_at=0.0, reason=reason
             ),
         ):
             with pytest.raises(ConfigError, match="reason"):
@@ -181,7 +181,7 @@ def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(
 
 
 def test_the_commands_are_those_of_the_parser() -> None:
-    assert parser_of_commands().parse_args(["warm", "x"]).run.load() is commands.warm
+    assert build_command_parser().parse_args(["warm", "x"]).run.import_command() is commands.warm
 
 
 def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(

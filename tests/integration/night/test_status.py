@@ -22,7 +22,7 @@ from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer, join_or_start_server, running_server
 from precompute import __main__ as shell
 from precompute.cli.status import read_state, render_status, report_status
-from precompute.cli.temporary_redis import redis_for
+from precompute.cli.temporary_redis import open_redis_for_command
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
@@ -290,13 +290,13 @@ def test_a_redis_of_our_own_that_was_killed_is_told_and_not_restored_for_nobody(
         arguments = SimpleNamespace(redis="running")
         with (
             pytest.raises(ConfigError, match="is gone"),
-            redis_for(alone, cast(Any, arguments), quiet),
+            open_redis_for_command(alone, cast(Any, arguments), quiet),
         ):
             pass
     (alone.path(alone.state) / "redis.json").unlink(missing_ok=True)
     with (
         pytest.raises(ConfigError, match="none runs here"),
-        redis_for(alone, cast(Any, arguments), quiet),
+        open_redis_for_command(alone, cast(Any, arguments), quiet),
     ):
         pass
 

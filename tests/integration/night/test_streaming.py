@@ -276,7 +276,7 @@ def test_a_shard_scored_alone_takes_the_least_busy_device(
         scorer_arguments.append((device, tasks))
         return Scorers()
 
-    monkeypatch.setattr(score, "least_busy", least_busy)
+    monkeypatch.setattr(score, "claim_least_busy_device", least_busy)
     monkeypatch.setattr(score, "Scorers", scorers)
 
     score.run_shard(config, build, 1)

@@ -17,7 +17,7 @@ from cache.records import ABSENT_FLAGS
 from precompute.bundles.bundle import Bundle, write_bundle
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import TableConfig
-from precompute.erasure.holders import holders
+from precompute.erasure.holders import holders_by_erasure_number
 from precompute.partitions import catalogue
 from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import Erasure, request_erasure
@@ -329,7 +329,7 @@ def test_an_id_that_a_report_names_is_held_until_that_generation_is_gone(config,
     assert ids_named_in(read_begin_report(root)["unusable"]) == {"shy", item}
 
     erasures = [Erasure(1, "shy", "user", 0.0), Erasure(2, "nobody", "user", 0.0)]
-    holders_by_erasure = holders(config.store(), erasures, {})
+    holders_by_erasure = holders_by_erasure_number(config.store(), erasures, {})
 
     generations_by_erasure = {
         number: [holder.generation for holder in erasure_holders]

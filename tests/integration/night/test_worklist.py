@@ -16,7 +16,7 @@ from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure.erasing import begin_erasing
 from precompute.partitions.holdout import (HOLDOUT_FILE)
-from precompute.usage.worklist import WorklistRow, lines, read, worklist
+from precompute.usage.worklist import (WorklistRow, make_rows, read_cold_counts, worklist)
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import Running, eventually, serving
 from tests.opened import open_generation
@@ -32,7 +32,7 @@ def read_worklist(night: NightConfig) -> list[WorklistRow]:
         control = Control(client, night.keyspace())
         pointer = control.read_pointer()
         assert pointer is not None
-        return lines(night.store(), read(control), pointer.generation)
+        return make_rows(night.store(), read_cold_counts(control), pointer.generation)
 
 
 async def look_up(app: Running, ids: list[str]) -> None:
@@ -71,7 +71,7 @@ async def test_blocked_and_erased_ids_are_neither_kept_nor_listed(night: NightCo
         )
 
         change_blocklist(night.store(), block_users=[b"blocked"])
-        begin_erasing(night.store(), b"erased", "user", at=1.0)
+        begin_erasing(night.store(), b"erased", "user", requested_at=1.0)
 
         assert await eventually(lambda: has_read_counts(night, {"stays": 1}))
 

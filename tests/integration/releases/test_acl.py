@@ -27,7 +27,7 @@ from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SERVER_SETTINGS, find_server
 from cache.store.releases import Pointer
 from cache.usage.hot_keys import COLD_WINDOW, HotKeyReport, SharedHotKeys
-from infra.cli.check import look_at_redis
+from infra.cli.check import check_redis
 from precompute.config.settings import NightConfig
 from precompute.releases.staging import StagingNote
 from tests.l2_reads import answers_of
@@ -364,7 +364,7 @@ def test_the_embedded_server_and_the_file_agree(loader: redis.Redis) -> None:
 def test_the_check_names_the_rights_that_a_user_lacks(socket: Path, loader: redis.Redis) -> None:
     def redis_line(user: str, namespace: str = "default") -> tuple[str, str]:
         url = f"unix://{user}@{socket}"
-        return look_at_redis(NightConfig(namespace=namespace, redis_url=url))
+        return check_redis(NightConfig(namespace=namespace, redis_url=url))
 
     assert redis_line("larder-loader:loads")[0] == "ok"
     assert not loader.exists(KEYS.page("check", "check", 0), f"{KEYS.generations}:check")

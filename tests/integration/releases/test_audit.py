@@ -12,7 +12,7 @@ from cache.errors import ConfigError, Conflict, LarderError
 from cache.store.audit import ACTIONS, AuditRecord, audit_records, entity_digest
 from precompute.cli.commands import _audit_table
 from precompute.cli.override import override
-from precompute.cli.parser import parser_of_commands
+from precompute.cli.parser import build_command_parser
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.releases.recovery import roll_back
@@ -28,8 +28,8 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 def run(config: NightConfig, *line: str) -> object:
     """A command of the shell, as `main` runs it."""
-    arguments = parser_of_commands().parse_args(line)
-    return arguments.run.load()(config, arguments, quiet)
+    arguments = build_command_parser().parse_args(line)
+    return arguments.run.import_command()(config, arguments, quiet)
 
 
 def latest_audit_records(config: NightConfig, count: int = 1) -> list[AuditRecord]:

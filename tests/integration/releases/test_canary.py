@@ -172,17 +172,19 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
     assert await asyncio.to_thread(poll_until, lambda: trial.is_over(config, tried))
     print(trial.status(config))
 
-    conclusion = await asyncio.to_thread(trial.conclude, config, tried, attempt="conclude")
+    conclusion = await asyncio.to_thread(
+        trial.publish_or_abandon, config, tried, attempt="conclude"
+    )
     await asyncio.to_thread(follow, config)
 
     assert conclusion["published"] and live_of(config) == tried
     # A retry finds its own work.
-    assert trial.conclude(config, tried, attempt="conclude")["published"]
+    assert trial.publish_or_abandon(config, tried, attempt="conclude")["published"]
     assert trial.is_over(config, tried)
     unasked = await asyncio.to_thread(verified, config)
     await asyncio.to_thread(start, config, unasked)
     with pytest.raises(Conflict, match="at least 20 are needed"):
-        await asyncio.to_thread(trial.conclude, config, unasked, attempt="conclude-2")
+        await asyncio.to_thread(trial.publish_or_abandon, config, unasked, attempt="conclude-2")
     # Silence is no evidence: it goes on, and waiting for it ends some day.
     assert not trial.is_over(config, unasked)
     patience = replace(config, canary=replace(config.canary, wait_max_s=1.0))
@@ -193,7 +195,7 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
         assert (pointer.generation, pointer.canary.generation) == (tried, unasked)
     await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="conclude-2")
     with pytest.raises(Refused, match="was abandoned"):
-        await asyncio.to_thread(trial.conclude, config, unasked, attempt="conclude-2")
+        await asyncio.to_thread(trial.publish_or_abandon, config, unasked, attempt="conclude-2")
 
 
 async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_named(

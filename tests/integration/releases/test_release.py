@@ -277,7 +277,7 @@ def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_
     world, monkeypatch
 ):
     world.publish(A, B)
-    monkeypatch.setattr("precompute.bulk.reload.PAGES_PROBED", 4)
+    monkeypatch.setattr("precompute.bulk.reload.PROBED_PAGES_MAX", 4)
     pages = sorted(pages_of(world, A), key=lambda page_key: int(page_key.rsplit(":", 1)[1]))
     inner = pages[1]
     sound = world.client.get(inner)
@@ -293,7 +293,7 @@ def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_
 
 def test_a_roll_back_that_misses_one_page_looks_at_all(world, monkeypatch):
     world.publish(A, B)
-    monkeypatch.setattr("precompute.bulk.reload.PAGES_PROBED", 2)
+    monkeypatch.setattr("precompute.bulk.reload.PROBED_PAGES_MAX", 2)
     pages = pages_of(world, A)
     world.client.delete(*pages)
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import newest_release
 from precompute.releases import moves
-from precompute.releases.recovery import _ended_overrides, restore_redis
+from precompute.releases.recovery import (_describe_ended_overrides, restore_redis)
 from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile
 
@@ -182,7 +182,7 @@ def test_an_override_is_kept_with_its_reason_until_its_generation_is_rolled_back
     assert world.releases.ledger().overrides_by_generation == {B: {"score_psi": "retrained"}}
     moved = moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
     assert world.releases.ledger().overrides_by_generation == {}
-    (note,) = _ended_overrides(world.releases.history(), moved.pointer.epoch)
+    (note,) = _describe_ended_overrides(world.releases.history(), moved.pointer.epoch)
     assert note.startswith(f"the override of score_psi for {B} has ended with this roll back")
 
 

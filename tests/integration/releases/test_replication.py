@@ -13,7 +13,7 @@ from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer, join_or_start_server
 from cache.store.artefacts import ArtefactStore
 from precompute.releases import moves, replication
-from precompute.releases.replication import UNREACHABLE, confirm, run_ids, wait_for_replicas
+from precompute.releases.replication import UNREACHABLE, confirm_pages, run_ids, wait_for_replicas
 from tests.conftest import redis_binary
 from tests.integration.release_world import A, B, World, pages_of
 from tests.integration.releases.test_restore import Paced
@@ -55,14 +55,14 @@ def spoil(world, generation):
 def test_without_replicas_and_with_the_same_primary_nothing_is_read_back(primary, monkeypatch):
     primary.load(B)
     monkeypatch.setattr(replication, "reload", lambda *_arguments, **_options: pytest.fail("read"))
-    assert confirm(primary.releases, B, report(primary), timeout_s=1.0) == []
+    assert confirm_pages(primary.releases, B, report(primary), timeout_s=1.0) == []
 
 
 @pytest.mark.parametrize("verified", [None, {}, {"run_ids": {"primary": "another"}}])
 def test_pages_are_read_back_when_the_primary_is_not_the_one_that_was_verified(primary, verified):
     primary.load(B)
     page, sound = spoil(primary, B)
-    assert confirm(primary.releases, B, verified, timeout_s=1.0) == ["primary"]
+    assert confirm_pages(primary.releases, B, verified, timeout_s=1.0) == ["primary"]
     assert primary.client.get(page) == sound
 
 
@@ -70,7 +70,7 @@ def test_reading_pages_back_is_paced_for_the_readers(primary):
     primary.load(B)
     governor = Paced()
 
-    confirm(primary.releases, B, None, timeout_s=1.0, governor=governor)
+    confirm_pages(primary.releases, B, None, timeout_s=1.0, governor=governor)
 
     assert governor.paced > 0
 
@@ -92,7 +92,7 @@ def test_a_primary_restarted_between_verify_and_publish_is_noticed(tmp_path, key
                 client.restore(key, 0, value)
             second_world = World(world.store, client, keyspace)
             page, sound = spoil(second_world, A)
-            assert confirm(second_world.releases, A, verified, timeout_s=1.0) == ["primary"]
+            assert confirm_pages(second_world.releases, A, verified, timeout_s=1.0) == ["primary"]
             assert client.get(page) == sound
 
 
@@ -100,7 +100,7 @@ def test_replicas_are_known_by_their_run_ids_and_waited_for(primary, replica):
     primary.load(B)
     verified = report(primary)
     assert len(verified["run_ids"]) == 2 and UNREACHABLE not in verified["run_ids"].values()
-    assert confirm(primary.releases, B, verified, timeout_s=5.0) == []
+    assert confirm_pages(primary.releases, B, verified, timeout_s=5.0) == []
     assert wait_for_replicas(primary.client, timeout_s=5.0) == 1
     with connect(replica.url, 5.0) as client:
         replica_keys: Any = client.keys("*:g:*:score:*")
@@ -117,10 +117,10 @@ def test_a_replica_that_lags_or_hangs_is_a_conflict_and_nothing_is_published(pri
     try:
         primary.client.set(primary.keys.next, b"written after it stopped")
         with pytest.raises(Conflict, match="0 of 1 Redis replicas"):
-            confirm(primary.releases, B, verified, timeout_s=0.3)
+            confirm_pages(primary.releases, B, verified, timeout_s=0.3)
     finally:
         os.kill(process, signal.SIGCONT)
     assert primary.live().generation == A
-    confirm(primary.releases, B, verified, timeout_s=20.0)
+    confirm_pages(primary.releases, B, verified, timeout_s=20.0)
     moves.publish(primary.releases, B, attempt="again")
     assert primary.live().generation == B

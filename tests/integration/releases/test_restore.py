@@ -21,7 +21,7 @@ from cache.store.releases import (
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import page_keys
 from precompute.releases import moves
-from precompute.releases.recovery import forgotten_in_words, restore_redis
+from precompute.releases.recovery import describe_forgotten_facts, restore_redis
 from precompute.releases.sweep import retire
 from tests.integration.release_world import A, B, C, D, World, keep_intents, lose_redis, pages_of
 
@@ -130,13 +130,13 @@ def test_a_restore_names_what_redis_alone_knew(world):
 
     pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
-    canary, verified = forgotten_in_words(world.releases, view_before, pointer)
+    canary, verified = describe_forgotten_facts(world.releases, view_before, pointer)
     assert f"the canary of {B} has ended" in canary
     assert f"{B} was verified: run `load {B}` and `verify {B}`" in verified
     # Nothing was lost: nothing is named.
     view_before = world.releases.view()
     pointer, _, _ = restore_redis(world.releases, attempt="again", chunk_bytes=1000)
-    assert forgotten_in_words(world.releases, view_before, pointer) == []
+    assert describe_forgotten_facts(world.releases, view_before, pointer) == []
 
 
 def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):

@@ -18,15 +18,15 @@ from cache.store.releases import (
     all_releases,
 )
 from precompute.bulk.load import parts_of
-from precompute.config.settings import generations_at_peak
+from precompute.config.settings import peak_generation_count
 from precompute.releases import moves
 from precompute.releases.sweep import (
     drop_old_rows,
-    is_back,
+    has_pages_again,
     note_loaded,
     retire,
     sweepable,
-    take_back,
+    unlink_if_retired,
 )
 from tests.integration.release_world import A, B, C, D, World, pages_of
 from tests.integration.releases.test_restore import Paced
@@ -84,7 +84,7 @@ def test_deleting_pages_that_came_back_is_paced_for_the_readers(world):
         world.client.set(part.key(world.keys, A, 0), b"page")
     governor = Paced()
 
-    take_back(world.releases, A, governor=governor)
+    unlink_if_retired(world.releases, A, governor=governor)
 
     assert governor.paced >= len(parts_of(manifest)) * governor.piece_bytes
     assert not world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*")
@@ -95,11 +95,11 @@ def test_marks_alone_say_that_a_retired_generation_is_back(world):
     world.clock.now_s += 100
     retire(world.releases, A, attempt=world.attempt())
     history = world.releases.view().history
-    assert not is_back(world.releases, A, history)
+    assert not has_pages_again(world.releases, A, history)
 
     world.client.hset(world.keys.loaded(A), "user_topk/0", "mark")
 
-    assert is_back(world.releases, A, history)
+    assert has_pages_again(world.releases, A, history)
 
 
 def test_a_roll_back_names_no_previous_that_was_retired_while_it_looked(world, monkeypatch):
@@ -244,11 +244,11 @@ def test_an_unpublished_night_goes_at_once_when_a_newer_one_is_made(world, state
         world.load(generation)
         world.control.set_row(generation, RegistryRow(state, world.clock()))
     assert sweepable(world.releases, keep=1, grace_s=60) == []
-    assert sweepable(world.releases, keep=1, grace_s=60, making=C) == [B]
+    assert sweepable(world.releases, keep=1, grace_s=60, generation_being_made=C) == [B]
     with pytest.raises(Conflict):
         retire(world.releases, B, attempt="sweep")
 
-    retire(world.releases, B, attempt="sweep", making=C)
+    retire(world.releases, B, attempt="sweep", generation_being_made=C)
 
     assert world.store.names("generations") == [A, C, D] and not pages_of(world, B)
     assert world.releases.state(B) is GenerationState.RETIRED
@@ -259,8 +259,8 @@ def test_a_refused_night_that_is_made_again_is_not_swept_from_under_itself(world
     world.load(B)
     moves.refuse(world.releases, B, reason="bad", attempt=world.attempt())
 
-    assert sweepable(world.releases, keep=1, grace_s=60, making=B) == []
-    assert sweepable(world.releases, keep=1, grace_s=60, making=C) == [B]
+    assert sweepable(world.releases, keep=1, grace_s=60, generation_being_made=B) == []
+    assert sweepable(world.releases, keep=1, grace_s=60, generation_being_made=C) == [B]
 
 
 @pytest.mark.parametrize(("keep", "swept"), [(0, [A, B]), (1, [A, B]), (2, [A])])
@@ -269,7 +269,7 @@ def test_a_sweep_leaves_as_many_superseded_generations_as_the_plan_counts(world,
     world.clock.now_s += 100
 
     assert sweepable(world.releases, keep=keep, grace_s=60) == swept
-    assert 4 - len(swept) + 2 == generations_at_peak(keep)
+    assert 4 - len(swept) + 2 == peak_generation_count(keep)
 
 
 def test_a_held_or_pinned_unfinished_night_stays(world):

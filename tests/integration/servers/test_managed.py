@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.cli.check import CHECKS
+from infra.cli.check import CHECK_BY_SUBJECT
 from precompute.releases.recovery import restore
 from tests.integration.events.intakes import event
 from tests.integration.nights import DATA_UNTIL, histories, prepare, publish_night
@@ -64,5 +64,5 @@ def test_a_night_and_the_service_work_within_the_limits_of_managed_offerings(
             for declared, command in keys_and_commands:
                 assert keys_of(client, command) <= declared, command
 
-        state, check_message = CHECKS["redis"](config)
+        state, check_message = CHECK_BY_SUBJECT["redis"](config)
         assert state == "ok" and "without CONFIG" in check_message, check_message

@@ -11,7 +11,7 @@ import redis
 
 from cache.process.redis_server import RedisServer
 from infra.cli import check
-from infra.cli.check import CHECKS, DISPENSABLE_COMMANDS, NEEDED_COMMANDS, redis_kind_of
+from infra.cli.check import CHECK_BY_SUBJECT, LACK_EFFECT_BY_COMMAND, NEEDED_COMMANDS, inspect_redis
 from precompute.config.settings import NightConfig
 from tests.integration.events.durable_redis import DurableRedis
 from tests.integration.program import ROOT
@@ -37,13 +37,13 @@ def lacking(folder: Path, *commands: str) -> Iterator[redis.Redis]:
 
 def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServer) -> None:
     with redis.Redis.from_url(redis_server.url, protocol=2) as client:
-        server_kind = redis_kind_of(client)
+        server_kind = inspect_redis(client)
 
     assert server_kind.name in ("Redis", "Valkey") and re.fullmatch(
         r"\d+\.\d+\.\d+", server_kind.version
     )
     assert (server_kind.missing, server_kind.without) == ((), ())
-    state, check_message = CHECKS["redis"](NightConfig(redis_url=redis_server.url))
+    state, check_message = CHECK_BY_SUBJECT["redis"](NightConfig(redis_url=redis_server.url))
     assert state == "ok" and check_message.endswith(f"; {server_kind}")
 
 
@@ -51,11 +51,13 @@ def test_the_check_asks_for_missing_commands_and_names_those_that_larder_does_wi
     tmp_path: Path,
 ) -> None:
     with lacking(tmp_path / "eval", "EVAL", "XAUTOCLAIM") as client:
-        server_kind = redis_kind_of(client)
+        server_kind = inspect_redis(client)
         port = client.connection_pool.connection_kwargs["port"]
-        state, check_message = CHECKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
+        state, check_message = CHECK_BY_SUBJECT["redis"](
+            NightConfig(redis_url=f"redis://127.0.0.1:{port}")
+        )
     with lacking(tmp_path / "config", "CONFIG") as client:
-        without = redis_kind_of(client)
+        without = inspect_redis(client)
 
     assert server_kind.missing[0].startswith("scripts with flags")
     assert set(server_kind.missing[1:]) == {"EVAL", "XAUTOCLAIM"}
@@ -78,7 +80,9 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
     with lacking(tmp_path / "none") as client:
         client.execute_command(*command)
         port = client.connection_pool.connection_kwargs["port"]
-        state, check_message = CHECKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
+        state, check_message = CHECK_BY_SUBJECT["redis"](
+            NightConfig(redis_url=f"redis://127.0.0.1:{port}")
+        )
 
     assert state == "to do" and text in check_message and "scripts with flags" not in check_message
 
@@ -111,6 +115,6 @@ def test_the_commands_looked_for_are_those_that_the_users_may_send() -> None:
     }
 
     # Where a user may read settings, no event has to wait for the disk.
-    assert granted - CONNECTING - OF_THE_RUNBOOK == {*NEEDED_COMMANDS, *DISPENSABLE_COMMANDS} - {
+    assert granted - CONNECTING - OF_THE_RUNBOOK == {*NEEDED_COMMANDS, *LACK_EFFECT_BY_COMMAND} - {
         "waitaof"
     }

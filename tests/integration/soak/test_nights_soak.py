@@ -22,7 +22,7 @@ from cache.process.redis_server import RedisServer
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.steps import take_events
-from precompute.steps.night import Night, step_in_night
+from precompute.steps.night import Night, find_step
 from tests.http_connection import get
 from tests.integration import troubled_service
 from tests.integration.nights import DATA_UNTIL, environment, histories, prepare, top_lists
@@ -67,7 +67,7 @@ class Soak:
             if name == "publish":
                 generation = night.generation
                 self.load.lists = {**self.load.lists, generation: self._lists(generation)}
-            row = step_in_night(name)(night)
+            row = find_step(name)(night)
             if not night.generation:
                 night = replace(night, generation=row.result["generation"])
         self.nights += 1

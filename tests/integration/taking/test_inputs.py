@@ -15,7 +15,7 @@ from cache.format.seen_items import SeenItems, UserInput
 from cache.format.stream_position import Position
 from cache.store.artefacts import read_manifest
 from precompute.config.settings import NightConfig
-from precompute.events.files import last_taken
+from precompute.events.files import (last_taken_position)
 from tests.integration import nights
 from tests.integration.changed.month import Month, spoil
 from tests.integration.taking.clicking import click, draw_mixed_events, microseconds
@@ -56,7 +56,7 @@ def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(mon
     first, second = (read_manifest(store, generation) for generation in (earlier_generation, after))
     assert first.events is not None and second.events is not None
     assert second.format == FORMAT_WITH_EVENTS and second.events.history_limit == limit
-    assert second.events.until == str(positions[-1]) == str(last_taken(store))
+    assert second.events.until == str(positions[-1]) == str(last_taken_position(store))
     assert Position.parse(first.events.until) < positions[0]
 
     # and: each user's input is what merging gives

@@ -16,8 +16,8 @@ from precompute.builds.build import Build
 from precompute.builds.reports import BEGIN_REPORT
 from precompute.bundles.bundle_store import bundles_from_tables
 from precompute.config.settings import NightConfig, TableConfig
-from precompute.erasure.erasing import begin_erasing, settle
-from precompute.events.event_trials import BEYOND_TABLE, WIDTH
+from precompute.erasure.erasing import (begin_erasing, settle_erasures)
+from precompute.events.event_trials import (BEYOND_TABLE_REASON, WRONG_WIDTH_REASON)
 from precompute.releases.release_log import open_releases
 from precompute.steps import take_events
 from tests.integration import nights
@@ -79,8 +79,8 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(
     } == {"events.item_vectors": 3}
     reasons = unusable_by_source["events.item_vectors"]["reasons"]
     assert {reason: reason_entry["rows"] for reason, reason_entry in reasons.items()} == {
-        BEYOND_TABLE: 2,
-        WIDTH: 1,
+        BEYOND_TABLE_REASON: 2,
+        WRONG_WIDTH_REASON: 1,
     }
     assert manifest_before.items.count == after.items.count == ITEMS + 1
     assert manifest_before.models["user_tower"].digest == after.models["user_tower"].digest
@@ -102,13 +102,13 @@ def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
         return [path for path in files if row in path.read_bytes()]
 
     assert list_files_with_vector()
-    begin_erasing(store, b"gone", "item", at=1.0)
+    begin_erasing(store, b"gone", "item", requested_at=1.0)
     with open_releases(config) as releases:
-        settle(config, releases)
+        settle_erasures(config, releases)
         assert not list_files_with_vector() and not bundles_from_tables(store)
         nights.publish_night(config, SECOND)
         table_bundles = bundles_from_tables(store)
-        (standing,) = settle(config, releases)
+        (standing,) = settle_erasures(config, releases)
 
     # The first generation still holds it; the bundle of the second one stays.
     assert standing.state == "pending" and len(table_bundles) == 1

@@ -15,7 +15,7 @@ from precompute.builds.build import (Build, data_until_of)
 from precompute.builds.reports import (BEGIN_REPORT)
 from precompute.events import files as event_files
 from precompute.events import stream
-from precompute.events.files import FOLDER
+from precompute.events.files import EVENTS_FOLDER
 from precompute.events.stream import EventStores
 from precompute.steps import begin, take_events
 from tests.integration.changed.month import Month, files_of, same_file, scored
@@ -98,7 +98,7 @@ def test_nights_that_copy_have_the_bytes_of_full_ones(month: Month) -> None:
 def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
     featured: Month, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "FILES_MERGED", 2)
+    monkeypatch.setattr(stream, "FILES_PER_MERGE", 2)
     # As if older ones were retired, which takes a minute.
     original_method = EventStores.iter_generation_positions
     monkeypatch.setattr(
@@ -114,7 +114,7 @@ def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
 
         generation = featured.publish()
 
-        shutil.copytree(copying_folder / FOLDER, theirs / FOLDER, dirs_exist_ok=True)
+        shutil.copytree(copying_folder / EVENTS_FOLDER, theirs / EVENTS_FOLDER, dirs_exist_ok=True)
         assert featured.differences(generation, scored(featured.full, featured.cut)) == []
     merged, *remaining_files = event_files.list_taken_files(featured.config.store())
     assert merged.until_position is not None and len(remaining_files) == 2

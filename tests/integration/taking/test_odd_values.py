@@ -48,7 +48,9 @@ def test_nights_with_odd_values_copy_as_full_nights_compute(featured: Month) -> 
             BEGIN_REPORT
         )["unusable"]
         assert (
-            unusable_by_source["events.user_tower"]["reasons"][event_trials.RAISES]["rows"]
+            unusable_by_source["events.user_tower"]["reasons"][event_trials.MODEL_RAISES_REASON][
+                "rows"
+            ]
             == 3 + number
         )
         assert unusable_by_source["events.item_tower"]["left_out"] == 1 + number

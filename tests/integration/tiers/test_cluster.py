@@ -10,7 +10,7 @@ from redis.crc import key_slot
 from cache.config.night import GovernorConfig
 from cache.store.artefacts import read_manifest
 from precompute.bulk.load import page_keys
-from precompute.bulk.reload import damaged
+from precompute.bulk.reload import find_damaged_pages
 from precompute.config.settings import NightConfig
 from precompute.releases.recovery import restore
 from precompute.releases.release_log import open_releases
@@ -163,7 +163,7 @@ async def test_a_killed_master_costs_only_its_own_keys(
 
     assert restored["generation"] == live(night) and await eventually(healed, 30.0)
     with open_releases(night) as releases:
-        assert not damaged(releases.control, night.store(), live(night))
+        assert not find_damaged_pages(releases.control, night.store(), live(night))
 
 
 async def test_a_master_that_hangs_costs_only_its_own_keys(

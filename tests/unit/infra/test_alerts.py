@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.cli.completion import whole_parser
+from infra.cli.completion import build_root_parser
 from tests.unit.infra.test_monitoring import ALERTS, INFRA
 from tests.unit.infra.test_prometheus import needs_promtool
 
@@ -105,7 +105,7 @@ def test_a_command_of_the_runbook_exists(command: str) -> None:
     arguments = shlex.split(command)
     match arguments[:3]:
         case ["larder", *_]:
-            whole_parser().parse_args(arguments[1:])
+            build_root_parser().parse_args(arguments[1:])
         case ["curl", "-s", address]:
             path = address.removeprefix("$LARDER")
             files = ("routes.py", "openapi.py")
@@ -120,4 +120,4 @@ def test_a_command_of_the_runbook_exists(command: str) -> None:
 def test_a_command_that_does_not_exist_would_be_found() -> None:
     for line in (["roll-back", "--because", "REASON"], ["roll-forward"]):
         with pytest.raises(SystemExit):
-            whole_parser().parse_args(line)
+            build_root_parser().parse_args(line)

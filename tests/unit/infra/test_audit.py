@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from infra.dependencies import audit
-from infra.dependencies.audit import SourceUnavailable, accepted, complaints, requirements
-from infra.dependencies.locks import NAMES, Pin, lock, pins
+from infra.dependencies.audit import (
+    SourceUnavailable,
+    accepted_advisories,
+    list_complaints,
+    make_requirement_files,
+)
+from infra.dependencies.locks import LOCK_NAMES, Pin, parse_pins, read_lock
 
 TODAY = date(2026, 11, 24)
 CANARY = {
@@ -29,7 +34,7 @@ ENTRY = '[[advisory]]\nid = "CVE-2"\nreason = "no uploads"\nuntil = {}\n'
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A pip-audit that tests write, in place of the installed one."""
     fake = tmp_path / "pip-audit"
-    monkeypatch.setattr(audit, "TOOL", fake)
+    monkeypatch.setattr(audit, "PIP_AUDIT_PATH", fake)
     return fake
 
 
@@ -54,13 +59,13 @@ def test_a_source_that_knows_nothing_bad_of_a_bad_version_was_not_asked(
     report(tool, *packages)
 
     with pytest.raises(SourceUnavailable):
-        complaints("pypi", "numpy==2\n", [])
+        list_complaints("pypi", "numpy==2\n", [])
 
 
 def test_open_advisories_and_unknown_packages_are_reported(tool: Path) -> None:
     report(tool, CANARY, WEAK, {"name": "x", "skip_reason": "?"})
 
-    assert complaints("pypi", "", []) == [
+    assert list_complaints("pypi", "", []) == [
         "x: unknown to the source, so not audited",
         "starlette 1.0: PYSEC-1, CVE-2; fixed in 1.1",
     ]
@@ -70,15 +75,15 @@ def test_the_tool_is_given_all_pins_and_the_known_bad_one(tool: Path) -> None:
     write(tool, 'for word; do case $word in *.txt) tr "\\n" " " <"$word" >&2;; esac; done; exit 2')
 
     with pytest.raises(RuntimeError, match=r"numpy==2 pycrypto==2\.6\.1"):
-        complaints("osv", "numpy==2\n", [])
+        list_complaints("osv", "numpy==2\n", [])
 
 
 def test_an_advisory_is_accepted_until_its_last_day() -> None:
     text = ENTRY.format("2026-11-24")
 
-    assert accepted(text, TODAY) == ["CVE-2"]
-    assert accepted(text, date(2026, 11, 25)) == []
-    assert accepted(audit.ACCEPTED.read_text(), TODAY) == []
+    assert accepted_advisories(text, TODAY) == ["CVE-2"]
+    assert accepted_advisories(text, date(2026, 11, 25)) == []
+    assert accepted_advisories(audit.ACCEPTED_FILE.read_text(), TODAY) == []
 
 
 @pytest.mark.parametrize("text", [
@@ -87,12 +92,12 @@ def test_an_advisory_is_accepted_until_its_last_day() -> None:
 ])  # fmt: skip
 def test_an_acceptance_without_reason_or_end_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="reason and until"):
-        accepted(text, TODAY)
+        accepted_advisories(text, TODAY)
 
 
 @pytest.mark.parametrize(("packages", "code"), [
-    ([], audit.NOT_ASKED), ([CANARY], 0), ([CANARY, WEAK], audit.OPEN),
-    ([CANARY, {"name": "x", "skip_reason": "?"}], audit.OPEN),
+    ([], audit.EXIT_NOT_ASKED), ([CANARY], 0), ([CANARY, WEAK], audit.EXIT_OPEN),
+    ([CANARY, {"name": "x", "skip_reason": "?"}], audit.EXIT_OPEN),
 ])  # fmt: skip
 def test_the_exit_code_tells_open_from_not_asked(
     tool: Path, packages: list[dict[str, Any]], code: int
@@ -106,7 +111,7 @@ def test_an_accepted_advisory_is_not_asked_for(
     tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "accepted.toml").write_text(ENTRY.format("2999-01-01"))
-    monkeypatch.setattr(audit, "ACCEPTED", tmp_path / "accepted.toml")
+    monkeypatch.setattr(audit, "ACCEPTED_FILE", tmp_path / "accepted.toml")
     open_text, accepted_text = (
         json.dumps({"dependencies": packages}) for packages in ([CANARY, WEAK], [CANARY])
     )
@@ -122,11 +127,11 @@ def test_a_source_that_hangs_or_is_not_reached_was_not_asked(
     tool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tool, "echo 'requests.exceptions.ConnectionError: no route' >&2; exit 1")
-    assert audit.main() == audit.NOT_ASKED
+    assert audit.main() == audit.EXIT_NOT_ASKED
 
-    monkeypatch.setattr(audit, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(audit, "SOURCE_TIMEOUT_S", 0.1)
     write(tool, "exec sleep 60")
-    assert audit.main() == audit.NOT_ASKED
+    assert audit.main() == audit.EXIT_NOT_ASKED
 
 
 def test_a_tool_that_breaks_is_neither(tool: Path) -> None:
@@ -137,19 +142,19 @@ def test_a_tool_that_breaks_is_neither(tool: Path) -> None:
 
 
 def test_versions_for_other_machines_are_asked_for_too() -> None:
-    two = requirements(
+    two = make_requirement_files(
         [Pin("numpy", "1"), Pin("numpy", "2", "python_version > '3.12'"), Pin("a", "1")]
     )
 
     assert two == ["a==1\nnumpy==1\n", "numpy==2\n"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LOCK_NAMES)
 def test_a_lock_pins_all_that_it_names_by_hash(name: str) -> None:
     text = Path(audit.__file__).parents[1].joinpath(f"locks/{name}.txt").read_text()
     heads = [line for line in text.splitlines() if not line.startswith(" ")]
 
-    assert len(lock(name)) == len(heads) > 3
+    assert len(read_lock(name)) == len(heads) > 3
     assert all(line.endswith("\\") for line in heads)
     with pytest.raises(ValueError, match="no pinned"):
-        pins("git+ssh://somewhere/numpy\n")
+        parse_pins("git+ssh://somewhere/numpy\n")

@@ -7,7 +7,7 @@ import pytest
 from cache.errors import ConfigError
 from infra.celery import airflow
 from infra.celery.__main__ import main
-from infra.celery.airflow import find_postgres, owner
+from infra.celery.airflow import find_postgres, postgres_account
 
 
 def programs(folder: Path) -> Path:
@@ -36,10 +36,10 @@ def test_without_a_postgresql_it_is_said_what_to_install(tmp_path: Path) -> None
 def test_postgresql_runs_as_ourselves_or_as_its_own_user_where_we_are_root() -> None:
     account = next(account for account in pwd.getpwall() if account.pw_uid != 0)
 
-    assert owner(account.pw_uid) == account
-    assert owner(0, account.pw_name) == account
+    assert postgres_account(account.pw_uid) == account
+    assert postgres_account(0, account.pw_name) == account
     with pytest.raises(ConfigError, match="useradd --system no-such-user"):
-        owner(0, "no-such-user")
+        postgres_account(0, "no-such-user")
 
 
 def test_a_package_that_is_not_there_is_named_before_anything_starts(
@@ -60,7 +60,9 @@ def test_airflows_own_settings_of_the_surroundings_do_not_choose_the_database() 
         "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "5",
     }
 
-    airflow_settings = airflow.settings("redis://broker", "postgresql+psycopg2://ours", environment)
+    airflow_settings = airflow.celery_settings(
+        "redis://broker", "postgresql+psycopg2://ours", environment
+    )
 
     assert airflow_settings["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"] == "postgresql+psycopg2://ours"
     assert airflow_settings["AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT"] == "5"
@@ -76,7 +78,7 @@ def test_folders_of_the_environment_do_not_depend_on_where_a_task_runs(
         "LARDER_NAMESPACE": "x",
     }
 
-    assert airflow.absolute(environment) == {
+    assert airflow.absolute_folders(environment) == {
         "LARDER_ARTIFACTS": os.fspath(tmp_path / "here"),
         "LARDER_STATE": "s3://there",
     }

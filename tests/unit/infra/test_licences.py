@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 
 from infra.dependencies import licences
-from infra.dependencies.licences import ALLOWED, LOCKS, PAGE, SHIPPED, installed, judge
-from infra.dependencies.locks import Pin, lock
+from infra.dependencies.licences import (
+    JUDGED_LOCKS,
+    PAGE_PATH,
+    RULES_FILE,
+    SHIPPED_LOCK,
+    judge_licences,
+    read_installed_licences,
+)
+from infra.dependencies.locks import Pin, read_lock
 
 RULES: dict[str, Any] = {"allowed": ["MIT", "BSD License"], "exceptions": {}, "elsewhere": {}}
 PIN = Pin("pytest", "9.0")
 
 
 def judged(licence: str, *, lock_name: str = "all", **rules: Any) -> list[str]:
-    _, complaints = judge({lock_name: [PIN]}, {"pytest": ("9.0", licence)}, RULES | rules)
+    _, complaints = judge_licences({lock_name: [PIN]}, {"pytest": ("9.0", licence)}, RULES | rules)
     return complaints
 
 
@@ -35,7 +42,7 @@ def test_a_package_that_is_not_there_or_of_another_version_is_named() -> None:
     packages = {"numpy": ("2.1", "MIT")}
     pins = [Pin("numpy", "2.0"), Pin("no-such", "1")]
 
-    assert judge({"all": pins}, packages, RULES) == (
+    assert judge_licences({"all": pins}, packages, RULES) == (
         {},
         ["no-such: nothing is installed, not 1", "numpy: 2.1 is installed, not 2.0"],
     )
@@ -44,8 +51,11 @@ def test_a_package_that_is_not_there_or_of_another_version_is_named() -> None:
 def test_a_package_for_other_machines_has_the_licence_that_is_said_of_it() -> None:
     pins = {"all": [Pin("numpy", "2", "sys_platform == 'plan9'")]}
 
-    assert judge(pins, {}, RULES)[1] == ["numpy: UNKNOWN, not allowed"]
-    assert judge(pins, {}, RULES | {"elsewhere": {"numpy": "MIT"}}) == ({"numpy": "MIT"}, [])
+    assert judge_licences(pins, {}, RULES)[1] == ["numpy: UNKNOWN, not allowed"]
+    assert judge_licences(pins, {}, RULES | {"elsewhere": {"numpy": "MIT"}}) == (
+        {"numpy": "MIT"},
+        [],
+    )
 
 
 def test_an_exception_holds_for_one_licence_with_a_reason_and_never_for_the_service() -> None:
@@ -53,7 +63,7 @@ def test_an_exception_holds_for_one_licence_with_a_reason_and_never_for_the_serv
 
     assert judged("GPL", exceptions=exceptions) == []
     assert judged("AGPL", exceptions=exceptions) == ["pytest: AGPL, excepted as GPL"]
-    assert judged("GPL", lock_name=SHIPPED, exceptions=exceptions) == [
+    assert judged("GPL", lock_name=SHIPPED_LOCK, exceptions=exceptions) == [
         "pytest: excepted, and shipped with the service"
     ]
     assert judged("GPL", exceptions={"pytest": {"licence": "GPL", "reason": ""}}) != []
@@ -65,21 +75,21 @@ def test_an_exception_holds_for_one_licence_with_a_reason_and_never_for_the_serv
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A pip-licenses that says of this environment what the page and `allowed.toml` say of the locks."""
-    rules = tomllib.loads(ALLOWED.read_text())
+    rules = tomllib.loads(RULES_FILE.read_text())
     on_page = dict(
-        row.strip("| ").split(" | ") for row in PAGE.read_text().splitlines() if " | " in row
+        row.strip("| ").split(" | ") for row in PAGE_PATH.read_text().splitlines() if " | " in row
     )
     licence_by_name = {
         name: exception["licence"] for name, exception in rules["exceptions"].items()
     }
     rows = [
         {"Name": pin.name, "Version": pin.version, "License": {**on_page, **licence_by_name}.get(pin.name, "MIT")}
-        for name in LOCKS for pin in lock(name) if pin.is_for_this_machine()
+        for name in JUDGED_LOCKS for pin in read_lock(name) if pin.is_for_this_machine()
     ]  # fmt: skip
     fake = tmp_path / "pip-licenses"
     fake.write_text(f"#!{sys.executable}\nprint({json.dumps(rows)!r})\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(licences, "TOOL", fake)
+    monkeypatch.setattr(licences, "PIP_LICENSES_PATH", fake)
     return fake
 
 
@@ -91,16 +101,20 @@ def test_the_page_of_what_is_shipped_is_held_against_the_lock(
 
     page = tmp_path / "licences.md"
     page.write_text("")
-    monkeypatch.setattr(licences, "PAGE", page)
+    monkeypatch.setattr(licences, "PAGE_PATH", page)
     assert licences.main([]) == 1
     assert licences.main(["--write"]) == 0
     assert licences.main([]) == 0
-    assert page.read_text() == PAGE.read_text()
+    assert page.read_text() == PAGE_PATH.read_text()
 
 
-@pytest.mark.skipif(not licences.TOOL.exists(), reason="no .venv-audit here: make advisories-env")
+@pytest.mark.skipif(
+    not licences.PIP_LICENSES_PATH.exists(), reason="no .venv-audit here: make advisories-env"
+)
 def test_every_licence_of_the_locks_is_allowed_or_excepted_with_a_reason() -> None:
-    rules = tomllib.loads(ALLOWED.read_text())
-    packages = installed()
+    rules = tomllib.loads(RULES_FILE.read_text())
+    packages = read_installed_licences()
 
-    assert judge({name: lock(name) for name in LOCKS}, packages, rules)[1] == []
+    assert (
+        judge_licences({name: read_lock(name) for name in JUDGED_LOCKS}, packages, rules)[1] == []
+    )

@@ -23,7 +23,7 @@ from cache.l2.resp import (
     reply_excerpt,
 )
 from cache.l2.sync_clients import clone_client, open_client
-from infra.cli.check import DISPENSABLE_COMMANDS, NEEDED_COMMANDS
+from infra.cli.check import (LACK_EFFECT_BY_COMMAND, NEEDED_COMMANDS)
 from tests.forged.proxy import Order, forging
 from tests.forged_redis import forged_redis
 
@@ -368,7 +368,7 @@ def allowed_by(file: str) -> set[str]:
 def test_every_command_that_is_allowed_or_needed_has_a_shape() -> None:
     allowed = allowed_by("infra/redis.conf") | allowed_by("infra/redis-events.conf")
     needed = {
-        FAMILIES.get(command, command) for command in (*NEEDED_COMMANDS, *DISPENSABLE_COMMANDS)
+        FAMILIES.get(command, command) for command in (*NEEDED_COMMANDS, *LACK_EFFECT_BY_COMMAND)
     }
     exempt = HANDSHAKE | READ_PATH | SUBSCRIBED | IN_SCRIPTS | BY_HAND | {"multi", "exec"}
     sent_commands = {command.replace("|", " ").upper() for command in (allowed | needed) - exempt}

@@ -115,7 +115,7 @@ def test_a_damaged_record_is_reported_and_never_packed(tmp_path):
 
 def test_erasing_blocks_before_it_reads_a_thousand_erasures_once(tmp_path):
     store = store_of(Counting, tmp_path)
-    begin_erasing(store, b"u0", "user", at=1.0)
+    begin_erasing(store, b"u0", "user", requested_at=1.0)
     for number in range(2, 1001):
         body = b'{"number": %d, "entity": "u%d", "kind": "user", "at": 1.0}' % (number, number)
         store.write(f"erasures/{number:012d}.json", body)
@@ -124,7 +124,7 @@ def test_erasing_blocks_before_it_reads_a_thousand_erasures_once(tmp_path):
     assert sum(listed_erasure.is_pending for listed_erasure in all_erasures(store)) == 102
 
     with requests() as request_counts:
-        erasure, is_new = begin_erasing(store, b"somebody", "user", at=3.0)
+        erasure, is_new = begin_erasing(store, b"somebody", "user", requested_at=3.0)
 
     assert is_new and erasure.number == 1001
     puts = [path for operation, path in Counting.log if operation == "put"]

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from cache.errors import BundleError
-from infra.cli.check import look_at_bundle
+from infra.cli.check import check_bundle
 from precompute.bundles.bundle import BUNDLE_FILE
 from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import NightConfig
@@ -16,7 +16,7 @@ from tests.models import train_small
 def test_a_bundle_whose_models_open_is_ok(tmp_path: Path) -> None:
     bundle = train_small(tmp_path / "bundle")
 
-    state, message = look_at_bundle(NightConfig(base=str(tmp_path), bundle="bundle"))
+    state, message = check_bundle(NightConfig(base=str(tmp_path), bundle="bundle"))
 
     assert state == "ok"
     assert message == f"{bundle.path}: {bundle.name} {bundle.version}"
@@ -29,7 +29,7 @@ def test_a_model_that_is_not_what_the_bundle_says_is_named(tmp_path: Path) -> No
     (tmp_path / "bundle" / BUNDLE_FILE).write_bytes(orjson.dumps(bundle_json))
 
     with pytest.raises(BundleError, match="item_tower"):
-        look_at_bundle(NightConfig(base=str(tmp_path), bundle="bundle"))
+        check_bundle(NightConfig(base=str(tmp_path), bundle="bundle"))
 
 
 def test_a_bundle_that_another_one_followed_is_told_before_the_night(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_bundle_that_another_one_followed_is_told_before_the_night(tmp_path: P
     for bundle in (old, new):
         hand_over(config.store(), bundle)
 
-    state, message = look_at_bundle(config)
+    state, message = check_bundle(config)
 
     assert state == "to do"
     assert new.digest[:12] in message and f"larder hand-over {old.path}" in message

@@ -6,7 +6,7 @@ import pytest
 
 from cache.config.night import NightConfig
 from infra.cli import check
-from infra.cli.check import CHECKS
+from infra.cli.check import CHECK_BY_SUBJECT
 
 TRANSPORT, EXTRACTORS = "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__EXTRACTORS"
 PROVIDER = "apache-airflow-providers-openlineage"
@@ -43,7 +43,7 @@ def test_what_is_missing_is_named(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
 
-    finding = CHECKS["lineage"](NightConfig())
+    finding = CHECK_BY_SUBJECT["lineage"](NightConfig())
 
     assert finding[0] == state and expected_message in finding[1]
 
@@ -53,6 +53,6 @@ def test_openlineages_own_client_is_no_provider(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(EXTRACTORS, NIGHT_EXTRACTOR)
     installed(monkeypatch, "openlineage-python")
 
-    state, message = CHECKS["lineage"](NightConfig())
+    state, message = CHECK_BY_SUBJECT["lineage"](NightConfig())
 
     assert state == "to do" and PROVIDER in message and "larder-predictions[lineage]" in message

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import SourceError
-from infra.cli.check import CheckResult, _run_check, look_at_sources
+from infra.cli.check import CheckResult, _run_check, check_sources
 from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import GateThresholds, NightConfig, Sources
 from precompute.sources.readers import read_interactions
@@ -19,7 +19,7 @@ from tests.models import train_small
 def check(folder: Path, rows: list[str], **sources: Any) -> CheckResult:
     (folder / "a.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
     config = NightConfig(base=str(folder), sources=Sources(interactions=("a.csv",), **sources))
-    return look_at_sources(config)
+    return check_sources(config)
 
 
 def clicks(count: int = 1000) -> list[str]:
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_read_is_told_as_by_a_night(
     config = NightConfig(base=str(tmp_path), sources=Sources(interactions=(name,)))
 
     with pytest.raises(SourceError, match=expected_message):
-        look_at_sources(config)
+        check_sources(config)
     with pytest.raises(SourceError, match=expected_message):
         list(read_interactions(config.sources, tmp_path))
 
@@ -152,7 +152,7 @@ def test_a_copy_of_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text(text.replace("u1", "v1"))
     config = NightConfig(base=str(tmp_path), sources=Sources(interactions=("*.csv",)))
 
-    state, message = look_at_sources(config)
+    state, message = check_sources(config)
 
     assert state == "ok"
     assert message.endswith(
@@ -166,7 +166,7 @@ def test_days_with_a_header_alone_are_no_copies(tmp_path: Path) -> None:
     (tmp_path / "16.csv").write_text("user,item,timestamp\n" + "\n".join(clicks()) + "\n")
     config = NightConfig(base=str(tmp_path), sources=Sources(interactions=("*.csv",)))
 
-    assert "same bytes" not in look_at_sources(config)[1]
+    assert "same bytes" not in check_sources(config)[1]
 
 
 @pytest.mark.parametrize(
@@ -237,9 +237,9 @@ def test_a_file_beside_itself_compressed_and_exports_that_overlap_are_said(tmp_p
     (tmp_path / "b.csv").write_text(header + "\n".join(clicks(1100)[950:]) + "\n")
     sources = Sources(interactions=("a.csv", "b.csv"))
 
-    _, overlap = look_at_sources(NightConfig(base=str(tmp_path), sources=sources))
+    _, overlap = check_sources(NightConfig(base=str(tmp_path), sources=sources))
     sources = Sources(interactions=("a.csv", "a.csv.gz"))
-    _, copy = look_at_sources(NightConfig(base=str(tmp_path), sources=sources))
+    _, copy = check_sources(NightConfig(base=str(tmp_path), sources=sources))
 
     assert (
         "a.csv and b.csv hold 50 rows in common (user, item and time), which count twice" in overlap
@@ -260,7 +260,7 @@ def test_a_cut_where_no_row_has_a_time_is_to_do(tmp_path: Path, spoil: str) -> N
         sources=Sources(interactions=("a.csv",), timestamp_column=column),
     )
 
-    line = _run_check("sources", lambda: look_at_sources(config))
+    line = _run_check("sources", lambda: check_sources(config))
 
     assert line.state == "to do"
     assert line.told.startswith("data_until is 2024-01-01T00:00:00Z, but no interaction has a time")
@@ -320,7 +320,7 @@ def test_rows_that_would_refuse_the_night_are_to_do(tmp_path: Path, threshold: f
         gates=GateThresholds(unusable_rows=threshold),
     )
 
-    state, message = look_at_sources(config)
+    state, message = check_sources(config)
 
     assert "50 rows that cannot be used: 50 user: an id of 0" in message
     assert (state, "a night refuses more than 0.001 of them" in message) == (
@@ -347,4 +347,4 @@ def test_a_bundle_in_the_store_alone_is_compared_with_too(tmp_path: Path) -> Non
     rows = [row.replace(",i", ",sku-") for row in clicks()]
     (tmp_path / "a.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
 
-    assert "name items that the model does not have" in look_at_sources(config)[1]
+    assert "name items that the model does not have" in check_sources(config)[1]

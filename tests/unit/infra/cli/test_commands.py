@@ -13,8 +13,15 @@ import pytest
 
 from cache.formats import THIS_RELEASE
 from infra.cli.__main__ import main
-from infra.cli.commands import BY_NAME, ENTRIES, EXTRAS, GROUPS, NIGHT, help_page
-from infra.cli.night_commands import commands_of
+from infra.cli.commands import (
+    ENTRIES,
+    ENTRY_BY_NAME,
+    GROUPS,
+    MODULES_BY_EXTRA,
+    NIGHT_COMMANDS_MODULE,
+    help_page,
+)
+from infra.cli.night_commands import parsers_by_command
 from serving.__main__ import _COMMANDS
 from tests.unit.test_layering import ROOT
 
@@ -74,11 +81,11 @@ def test_the_version_is_that_of_the_release(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_command_stands_once_and_in_a_group_of_the_help() -> None:
-    assert len(BY_NAME) == len(ENTRIES)
+    assert len(ENTRY_BY_NAME) == len(ENTRIES)
     assert {entry.group for entry in ENTRIES} == set(GROUPS)
     groups = [entry.group for entry in ENTRIES]
     assert groups == sorted(groups, key=GROUPS.index)
-    assert {extra for entry in ENTRIES for extra in entry.needs} == set(EXTRAS)
+    assert {extra for entry in ENTRIES for extra in entry.needs} == set(MODULES_BY_EXTRA)
 
 
 def test_the_page_has_every_command() -> None:
@@ -87,11 +94,13 @@ def test_the_page_has_every_command() -> None:
         name.split()[0] for name in re.findall(r"`([^`]+)`", rows.partition("\n## ")[0])
     }
 
-    assert set(BY_NAME) <= documented_names
+    assert set(ENTRY_BY_NAME) <= documented_names
 
 
 def test_every_command_of_the_modules_can_be_reached() -> None:
-    assert {entry.name for entry in ENTRIES if entry.module == NIGHT} == set(commands_of("larder"))
+    assert {entry.name for entry in ENTRIES if entry.module == NIGHT_COMMANDS_MODULE} == set(
+        parsers_by_command("larder")
+    )
     assert set(_COMMANDS.items()) <= {(entry.name, entry.module) for entry in ENTRIES}
 
 
@@ -116,7 +125,7 @@ def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 @pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if entry.name not in WATCHED])
 def test_a_command_tells_programs_in_json(name: str) -> None:
-    parser = import_module(BY_NAME[name].module).argument_parser(f"larder {name}")
+    parser = import_module(ENTRY_BY_NAME[name].module).argument_parser(f"larder {name}")
 
     for leaf in leaves(parser):
         assert "--json" in leaf._option_string_actions, leaf.prog

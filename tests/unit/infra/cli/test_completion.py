@@ -8,7 +8,7 @@ import pytest
 
 from infra.cli.__main__ import main
 from infra.cli.commands import ENTRIES
-from infra.cli.completion import SHELLS
+from infra.cli.completion import INSTALL_LINE_BY_SHELL
 
 pytest.importorskip("shtab")
 
@@ -20,7 +20,7 @@ echo "${{COMPREPLY[@]}}"
 """
 
 
-@pytest.fixture(params=list(SHELLS))
+@pytest.fixture(params=list(INSTALL_LINE_BY_SHELL))
 def script(
     request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> tuple[str, Path]:

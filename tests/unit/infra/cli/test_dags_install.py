@@ -9,10 +9,10 @@ import pytest
 
 from cache.config.night import NightConfig
 from infra.cli.__main__ import main
-from infra.cli.check import CHECKS
-from infra.cli.dags import PACKAGED
+from infra.cli.check import CHECK_BY_SUBJECT
+from infra.cli.dags import PACKAGED_DAGS_FOLDER
 
-NAMES = sorted(file.name for file in PACKAGED.glob("*.py") if file.stem != "__init__")
+NAMES = sorted(file.name for file in PACKAGED_DAGS_FOLDER.glob("*.py") if file.stem != "__init__")
 
 
 @pytest.fixture
@@ -38,7 +38,8 @@ def test_every_dag_file_is_written_and_keeps_its_docstring(folder: Path) -> None
     assert [installed_file.name for installed_file in written] == NAMES
     for installed_file in written:
         trees = [
-            ast.parse(file.read_text()) for file in (installed_file, PACKAGED / installed_file.name)
+            ast.parse(file.read_text())
+            for file in (installed_file, PACKAGED_DAGS_FOLDER / installed_file.name)
         ]
         assert ast.dump(trees[0]) == ast.dump(trees[1])
 
@@ -181,7 +182,7 @@ def test_check_says_which_airflow_is_there(
     monkeypatch.setenv("AIRFLOW__CORE__DAGS_FOLDER", str(folder))
     has_airflow(monkeypatch, installed)
 
-    actual_state, message = CHECKS["airflow"](NightConfig())
+    actual_state, message = CHECK_BY_SUBJECT["airflow"](NightConfig())
 
     assert actual_state == state and f"Airflow {installed}" in message
 
@@ -193,6 +194,6 @@ def test_check_names_an_airflow_that_no_dags_were_copied_to(
         monkeypatch.delenv(name, raising=False)
     has_airflow(monkeypatch, "2.10.5")
 
-    state, message = CHECKS["airflow"](NightConfig())
+    state, message = CHECK_BY_SUBJECT["airflow"](NightConfig())
 
     assert state == "not used" and "Airflow 2.10.5" in message and "larder night" in message

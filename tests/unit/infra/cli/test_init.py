@@ -15,7 +15,7 @@ import pytest
 
 from cache.errors import SourceError
 from infra.cli.__main__ import main
-from infra.cli.init.guesses import roles_of
+from infra.cli.init.guesses import guess_roles
 from infra.cli.init.tables import ColumnKind
 from precompute.config.settings import night_config
 from precompute.sources.readers import read_interactions
@@ -105,7 +105,7 @@ def test_usual_names_are_recognised_and_can_be_read(
 def test_a_length_of_time_is_no_moment() -> None:
     kinds: dict[str, ColumnKind] = {"user": "text", "item": "text", "watch_time": "integer"}
 
-    assert roles_of(kinds).columns == {"user": "user", "item": "item"}
+    assert guess_roles(kinds).columns == {"user": "user", "item": "item"}
 
 
 def test_feature_tables_are_recognised_and_few_items_get_a_small_model(
@@ -266,7 +266,7 @@ def test_what_could_not_be_guessed_is_said_with_what_to_write(
 
 
 def test_the_one_column_that_is_left_is_reported_as_a_guess() -> None:
-    roles = roles_of({"uid": "text", "thing": "text", "ts": "integer", "price": "float"})
+    roles = guess_roles({"uid": "text", "thing": "text", "ts": "integer", "price": "float"})
 
     assert roles.columns == {"user": "uid", "item": "thing", "timestamp": "ts"}
     assert roles.guessed == ("item",)

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import BundleError, ConfigError, LarderError, SourceError
 from cache.model.tower import Tower
-from infra.cli.check import look_at_bundle
+from infra.cli.check import check_bundle
 from precompute.adapters.classifiers import from_classifier
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import all_handovers, chosen_bundle, hand_over
@@ -431,7 +431,7 @@ def test_a_table_of_a_value_that_the_bundle_lacks_is_named_by_check(tmp_path: Pa
     with pytest.raises(
         ConfigError, match=r"\[tables\.risk\] is of the value 'danger', .*\(it has risk\)"
     ):
-        look_at_bundle(night_config(str(settings)))
+        check_bundle(night_config(str(settings)))
 
 
 @pytest.mark.parametrize(

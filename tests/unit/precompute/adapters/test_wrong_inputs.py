@@ -12,7 +12,7 @@ import scipy.sparse as sp
 
 from cache.errors import LarderError
 from cache.store.artefacts import sha256_of
-from infra.cli.__main__ import USAGE, main
+from infra.cli.__main__ import EXIT_USAGE, main
 from precompute.adapters.factorisations import from_implicit
 from precompute.adapters.vectors import from_vectors
 from precompute.bundles.bundle import Bundle
@@ -151,7 +151,7 @@ def test_larder_import_says_the_same(name, tmp_path, capsys):
     code = main(["import", *wrong.command_arguments])
 
     stdout, err = capsys.readouterr()
-    assert (code, stdout, err) == (USAGE, "", f"larder: {read_documented_messages()[name]}\n")
+    assert (code, stdout, err) == (EXIT_USAGE, "", f"larder: {read_documented_messages()[name]}\n")
     assert sorted(tmp_path.iterdir()) == files_before
 
 

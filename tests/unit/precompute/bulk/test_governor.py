@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from cache.config.night import GovernorConfig
 from cache.errors import ConfigError
 from precompute.bulk.governor import (
-    JUDGED_MIN,
+    COMPARED_STEPS_MIN,
+    IDLE_ROUND_TRIPS_MIN,
     MIB,
     REST_S,
     STEP_S,
-    STEPS_MIN,
     WORK_S,
     Governor,
     Signals,
@@ -313,13 +313,18 @@ def test_never_is_an_open_loop_and_always_paces_without_readers():
 
 def throttle() -> Throttle:
     calibrated_throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
-    calibrated_throttle.calibrate([IDLE_S] * JUDGED_MIN, {"a": 1.0})
+    calibrated_throttle.calibrate([IDLE_S] * IDLE_ROUND_TRIPS_MIN, {"a": 1.0})
     return calibrated_throttle
 
 
 def step(throttle: Throttle, worked: list[float], **more: Any) -> float:
     """One step in which the whole rate was used."""
-    signal_fields = {"done_bytes": 10**9, "spent_s": 0.1, "rested": [IDLE_S] * 20, **more}
+    signal_fields = {
+        "done_bytes": 10**9,
+        "spent_s": 0.1,
+        "resting_round_trips_s": [IDLE_S] * 20,
+        **more,
+    }
     return throttle.step(Signals(worked, **signal_fields), readers=True)
 
 
@@ -327,18 +332,20 @@ def test_a_replicas_own_p99_counts_when_it_is_clearly_above_what_it_was():
     calibrated_throttle = throttle()
     rate = calibrated_throttle.rate
 
-    assert step(calibrated_throttle, [IDLE_S] * JUDGED_MIN, replicas_ms={"a": 1.2}) > rate
+    assert step(calibrated_throttle, [IDLE_S] * IDLE_ROUND_TRIPS_MIN, replicas_ms={"a": 1.2}) > rate
     rate = calibrated_throttle.rate
-    assert step(calibrated_throttle, [IDLE_S] * JUDGED_MIN, replicas_ms={"a": 3.0}) < rate
+    assert step(calibrated_throttle, [IDLE_S] * IDLE_ROUND_TRIPS_MIN, replicas_ms={"a": 3.0}) < rate
     assert calibrated_throttle.reason == "p99 of a"
 
 
 def test_one_late_reply_of_many_moves_nothing_and_one_in_ten_is_enough_to_fall():
     calibrated_throttle = throttle()
-    rates = [step(calibrated_throttle, [*[IDLE_S] * 99, 1.0]) for _ in range(2 * STEPS_MIN)]
+    rates = [
+        step(calibrated_throttle, [*[IDLE_S] * 99, 1.0]) for _ in range(2 * COMPARED_STEPS_MIN)
+    ]
     assert rates == sorted(rates) and rates[-1] > rates[0]
 
-    for _ in range(2 * STEPS_MIN):
+    for _ in range(2 * COMPARED_STEPS_MIN):
         step(calibrated_throttle, [*[IDLE_S] * 90, *[1.0] * 10])
         if calibrated_throttle.reason:
             break
@@ -358,8 +365,8 @@ def test_what_is_as_late_at_rest_is_not_the_works_doing():
     calibrated_throttle = throttle()
     slow = [*[IDLE_S] * 14, *[1.0] * 6]
 
-    for _ in range(4 * STEPS_MIN):
-        step(calibrated_throttle, slow * 5, rested=slow)
+    for _ in range(4 * COMPARED_STEPS_MIN):
+        step(calibrated_throttle, slow * 5, resting_round_trips_s=slow)
         assert not calibrated_throttle.reason
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cache.control.control_keys import Control
 from cache.format.redis_keys import Keyspace
-from precompute.bulk.watch import Watcher, is_whole
+from precompute.bulk.watch import Watcher, is_complete_reply
 from tests.polling import poll_until
 
 
@@ -16,14 +16,14 @@ from tests.polling import poll_until
 def test_a_reply_is_whole_only_with_its_last_byte(value):
     reply = b"$%d\r\n%b\r\n" % (len(value), value)
 
-    assert not any(is_whole(reply[:end]) for end in range(len(reply)))
-    assert is_whole(reply)
+    assert not any(is_complete_reply(reply[:end]) for end in range(len(reply)))
+    assert is_complete_reply(reply)
 
 
 @pytest.mark.parametrize("reply", [b"-NOPERM no\r\n", b":1\r\n", b"_\r\n", b"$x\r\n\r\n"])
 def test_what_is_no_bulk_string_is_said_to_be_none(reply):
     with pytest.raises(ValueError):
-        is_whole(reply)
+        is_complete_reply(reply)
 
 
 def test_a_watch_that_meets_an_unexpected_error_tells_it_in_a_sentence_and_goes_on(caplog):

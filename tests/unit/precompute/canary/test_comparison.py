@@ -114,8 +114,8 @@ def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
 
     total = CanaryArmTotals.of(replica_counts.to_json() for replica_counts in counts)
 
-    assert total.certain == pytest.approx(300, rel=0.1)
-    assert total.different == pytest.approx(300, rel=0.1)
+    assert total.effective_keys == pytest.approx(300, rel=0.1)
+    assert total.different_keys == pytest.approx(300, rel=0.1)
 
 
 @pytest.mark.parametrize("replica_count", [1, 2, 5])
@@ -128,7 +128,7 @@ def test_keys_that_replicas_share_out_are_counted_together(replica_count: int) -
 
     comparison = ArmComparison.of(total, total)
     assert comparison.keys["live"] == pytest.approx(40, rel=0.1)
-    assert total.certain == pytest.approx(40, rel=0.3)
+    assert total.effective_keys == pytest.approx(40, rel=0.3)
 
 
 def test_keys_of_replicas_that_send_no_sketch_may_be_the_same() -> None:
@@ -140,7 +140,7 @@ def test_keys_of_replicas_that_send_no_sketch_may_be_the_same() -> None:
 
     total = CanaryArmTotals.of(heartbeat_counts)
 
-    assert (total.different, total.certain) == (20, 20)
+    assert (total.different_keys, total.effective_keys) == (20, 20)
 
 
 def test_more_keys_than_are_kept_are_sampled_without_regard_to_how_busy_they_are() -> None:

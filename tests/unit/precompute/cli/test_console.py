@@ -4,14 +4,14 @@ from typing import Any
 
 from rich.console import Console
 
-from precompute.config.console import show
+from precompute.config.console import print_output
 
 
 def lines(command_result: dict[str, Any]) -> list[str]:
     """The lines that a command prints of it."""
     console = Console(width=100, no_color=True, force_terminal=True)
     with console.capture() as captured:
-        show(command_result, console)
+        print_output(command_result, console)
     return [" ".join(line.split()) for line in captured.get().splitlines()]
 
 

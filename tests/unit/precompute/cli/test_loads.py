@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 
-from precompute.cli.parser import parser_of_commands
+from precompute.cli.parser import build_command_parser
 from precompute.config.console import CommandPlace
 from tests.unit.test_layering import ROOT
 
@@ -20,7 +20,7 @@ for line in sys.stdin:
     if not os.fork():
         code = 1
         try:
-            command = CommandPlace(name, tuple(loads)).load()
+            command = CommandPlace(name, tuple(loads)).import_command()
             for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(command)))):
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     exec(ast.unparse(node), {})
@@ -39,7 +39,7 @@ def list_command_places() -> list[CommandPlace]:
     """Places of all commands, each once."""
     (commands,) = (
         action
-        for action in parser_of_commands()._actions
+        for action in build_command_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     )
     return sorted(
@@ -51,7 +51,7 @@ def loaded(command_places: list[CommandPlace]) -> tuple[list[int], str]:
     """Exit status of the load of each, and what was said of those that failed."""
     completed_process = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input="".join(f"{command_place.name} {' '.join(command_place.loads)}\n" for command_place in command_places),
+        input="".join(f"{command_place.name} {' '.join(command_place.imports)}\n" for command_place in command_places),
         cwd=ROOT, capture_output=True, text=True,
         timeout=240, check=True,
     )  # fmt: skip

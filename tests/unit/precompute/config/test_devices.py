@@ -29,12 +29,12 @@ def test_a_machine_without_a_gpu_never_imports_torch():
     code = (
         "import sys\n"
         "from cache.config.timetable import NIGHT_STEPS\n"
-        "from precompute.steps.night import step_in_night\n"
-        "assert [step_in_night(name) for name in NIGHT_STEPS]\n"
+        "from precompute.steps.night import find_step\n"
+        "assert [find_step(name) for name in NIGHT_STEPS]\n"
         "from precompute.config import devices\n"
-        "devices._SIGNS = ()\n"
+        "devices._GPU_DEVICE_FILES = ()\n"
         "assert devices.devices('auto') == devices.devices('off') == ()\n"
-        "assert devices.device_of('auto', 3) is None\n"
+        "assert devices.device_for_shard('auto', 3) is None\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -42,7 +42,7 @@ def test_a_machine_without_a_gpu_never_imports_torch():
 
 def test_a_gpu_without_torch_is_said_and_left(monkeypatch, caplog, tmp_path):
     (tmp_path / "gpu").touch()
-    monkeypatch.setattr(devices, "_SIGNS", (str(tmp_path / "gpu"),))
+    monkeypatch.setattr(devices, "_GPU_DEVICE_FILES", (str(tmp_path / "gpu"),))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
     assert devices.devices("auto") == ()
@@ -65,18 +65,18 @@ def test_a_gpu_that_is_demanded_must_be_there():
 def test_several_gpus_take_the_shards_in_turn(monkeypatch, tmp_path):
     torch = pytest.importorskip("torch", reason="make torch-env")
     (tmp_path / "gpu").touch()
-    monkeypatch.setattr(devices, "_SIGNS", (str(tmp_path / "gpu"),))
+    monkeypatch.setattr(devices, "_GPU_DEVICE_FILES", (str(tmp_path / "gpu"),))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(shard, "share_memory", lambda *_: 0)
+    monkeypatch.setattr(shard, "limit_gpu_memory", lambda *_: 0)
     scorers = Scorers("auto")
 
     assert devices.devices("auto") == ("cuda:0", "cuda:1")
-    assert [devices.device_of("auto", shard_number) for shard_number in range(3)] == [
+    assert [devices.device_for_shard("auto", shard_number) for shard_number in range(3)] == [
         "cuda:0",
         "cuda:1",
         "cuda:0",
     ]
-    assert devices.device_of("cuda:1", 0) == "cuda:1"
+    assert devices.device_for_shard("cuda:1", 0) == "cuda:1"
     assert scorers.at(0) is not scorers.at(1)
     assert scorers.at(0) is scorers.at(2) is scorers.at(0)
     assert scorers.at(1).device == "cuda:1"
@@ -95,7 +95,7 @@ def test_the_device_decides_nothing_of_a_generation():
 
 def test_a_gpu_that_is_done_takes_the_next_shard(monkeypatch):
     monkeypatch.setattr(shard, "devices", lambda device_setting: ("cuda:0", "cuda:1"))
-    monkeypatch.setattr(shard, "share_memory", lambda *_: 0)
+    monkeypatch.setattr(shard, "limit_gpu_memory", lambda *_: 0)
     scorers = Scorers("auto")
 
     assert [scorers.at(shard_number).device for shard_number in range(4)] == [
@@ -120,7 +120,7 @@ def share_memory(device, tasks):
         patch.setattr(
             torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 << 30)
         )
-        return devices.share_memory(device, tasks), fraction_calls
+        return devices.limit_gpu_memory(device, tasks), fraction_calls
 
 
 def test_tasks_that_share_a_gpu_share_its_memory_by_declaration():
@@ -146,7 +146,7 @@ def test_a_gpu_has_one_name_whatever_a_process_sees(monkeypatch, visible, names)
         lambda device: SimpleNamespace(uuid=f"UUID {device[-1]}"),
     )
 
-    assert [devices.identity(f"cuda:{number}") for number in range(2)] == names
+    assert [devices.gpu_identity(f"cuda:{number}") for number in range(2)] == names
 
 
 SCORING_PROGRAM = """
@@ -154,8 +154,8 @@ import sys
 from pathlib import Path
 from precompute.config import devices
 devices.devices = lambda wanted: ("cuda:0", "cuda:1", "cuda:2")
-devices.identity = lambda device: device[-1]
-with devices.least_busy("auto", int(sys.argv[2]), 2, Path(sys.argv[1])) as device:
+devices.gpu_identity = lambda device: device[-1]
+with devices.claim_least_busy_device("auto", int(sys.argv[2]), 2, Path(sys.argv[1])) as device:
     print(device, flush=True)
     sys.stdin.read()
 """
@@ -176,10 +176,10 @@ def scoring_process(folder, shard_number):
 def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_path, caplog):
     """Shards 0 and 2 ran on GPU 0 while GPU 1 idled."""
     monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:0", "cuda:1", "cuda:2"))
-    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+    monkeypatch.setattr(devices, "gpu_identity", lambda device: device[-1])
 
     def choose_device(number):
-        with devices.least_busy("auto", number, 2, tmp_path) as device:
+        with devices.claim_least_busy_device("auto", number, 2, tmp_path) as device:
             return device
 
     with ExitStack() as stack:
@@ -192,7 +192,7 @@ def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_
             killed[0].kill()
             killed[0].wait()
         assert choose_device(1) == "cuda:0"  # its claims are gone with it
-        with devices.least_busy("auto", 0, 2, tmp_path) as first:
+        with devices.claim_least_busy_device("auto", 0, 2, tmp_path) as first:
             assert first == "cuda:0"
             assert [choose_device(number) for number in (0, 1, 2)] == ["cuda:0", "cuda:1", "cuda:2"]
         assert "device_tasks" not in caplog.text
@@ -210,22 +210,24 @@ def test_no_gpu_is_taken_without_a_lock(monkeypatch, tmp_path):
             "devices",
             lambda device_setting, visible_devices=visible_devices: visible_devices,
         )
-        with devices.least_busy("auto", 3, 1, tmp_path) as device:
+        with devices.claim_least_busy_device("auto", 3, 1, tmp_path) as device:
             assert device == expected_device
     assert not list(tmp_path.iterdir())
 
 
 def test_more_tasks_than_declared_on_the_one_gpu_are_reported(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:1",))
-    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+    monkeypatch.setattr(devices, "gpu_identity", lambda device: device[-1])
 
     with ExitStack() as stack:
         claimed_devices = [
-            stack.enter_context(devices.least_busy("auto", number, 2, tmp_path))
+            stack.enter_context(devices.claim_least_busy_device("auto", number, 2, tmp_path))
             for number in range(2)
         ]
         assert not caplog.text
-        claimed_devices.append(stack.enter_context(devices.least_busy("auto", 2, 2, tmp_path)))
+        claimed_devices.append(
+            stack.enter_context(devices.claim_least_busy_device("auto", 2, 2, tmp_path))
+        )
 
     assert claimed_devices == ["cuda:1"] * 3
     assert "3 processes score on cuda:1, and device_tasks is 2" in caplog.text
@@ -233,7 +235,7 @@ def test_more_tasks_than_declared_on_the_one_gpu_are_reported(monkeypatch, tmp_p
 
 def test_a_process_that_keeps_the_choice_is_named_and_not_waited_for(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:0", "cuda:1"))
-    monkeypatch.setattr(devices, "_CHOICE_S", 0.0)
+    monkeypatch.setattr(devices, "_CHOICE_WAIT_S_MAX", 0.0)
     path = tmp_path / devices._lock_name("choice")
 
     def identity(device):
@@ -241,14 +243,14 @@ def test_a_process_that_keeps_the_choice_is_named_and_not_waited_for(monkeypatch
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return device[-1]
 
-    monkeypatch.setattr(devices, "identity", identity)
-    with devices.least_busy("auto", 1, 1, tmp_path) as device:
+    monkeypatch.setattr(devices, "gpu_identity", identity)
+    with devices.claim_least_busy_device("auto", 1, 1, tmp_path) as device:
         assert device == "cuda:1" and not caplog.text
 
-    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+    monkeypatch.setattr(devices, "gpu_identity", lambda device: device[-1])
     with path.open("a") as stuck:
         fcntl.flock(stuck, fcntl.LOCK_EX)
-        with devices.least_busy("auto", 3, 1, tmp_path) as device:
+        with devices.claim_least_busy_device("auto", 3, 1, tmp_path) as device:
             assert device == "cuda:1" and f"{path} is locked" in caplog.text
 
 
@@ -259,12 +261,12 @@ def test_no_lock_follows_a_link_that_another_user_has_laid(monkeypatch, tmp_path
     for name in ("choice", "0.0"):
         (shared / f"larder-{os.getuid()}-{name}.lock").symlink_to(victim)
     monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:0", "cuda:1"))
-    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+    monkeypatch.setattr(devices, "gpu_identity", lambda device: device[-1])
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(shared))
 
     with (
-        devices.least_busy("auto", 0, 1) as first,
-        devices.least_busy("auto", 0, 1) as second,
+        devices.claim_least_busy_device("auto", 0, 1) as first,
+        devices.claim_least_busy_device("auto", 0, 1) as second,
     ):
         assert (first, second) == ("cuda:0", "cuda:1")
 
@@ -287,10 +289,10 @@ def test_a_folder_for_locks_that_others_may_enter_is_named_and_not_used(
         lock_folder.mkdir()
         lock_folder.chmod(0o777)
     monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:0", "cuda:1"))
-    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+    monkeypatch.setattr(devices, "gpu_identity", lambda device: device[-1])
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
 
-    with devices.least_busy("auto", 3, 1) as device:
+    with devices.claim_least_busy_device("auto", 3, 1) as device:
         assert device == "cuda:1"
 
     assert f"{lock_folder} is no folder that this user alone may enter" in caplog.text

@@ -226,7 +226,7 @@ def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
     model: Any = SimpleNamespace(name="user_tower", program=None)
     build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=1))
-    monkeypatch.setattr(towers, "share_memory", lambda *_: 0)
+    monkeypatch.setattr(towers, "limit_gpu_memory", lambda *_: 0)
 
     refusal_reason = towers._open_on_device(build, model, "cuda:0")
 
@@ -249,7 +249,7 @@ def test_models_without_a_program_and_torch_share_a_tasks_memory_out(
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(towers, "open_bundle", lambda _: bundle)
     monkeypatch.setattr(towers, "fetch_model", lambda *_: None)
-    monkeypatch.setattr(towers, "share_memory", lambda _, tasks: (24 << 30) // tasks)
+    monkeypatch.setattr(towers, "limit_gpu_memory", lambda _, tasks: (24 << 30) // tasks)
     monkeypatch.setattr(Tower, "open", record_open)
     build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=2))
     model: Any = SimpleNamespace(name="user_tower", program=None, spec=SimpleNamespace(inputs=[]))

@@ -12,10 +12,10 @@ from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from precompute.builds.build import record_copies
-from precompute.erasure.erasing import forget
+from precompute.erasure.erasing import readmit_entity
 from precompute.erasure.holders import (
     declare_hosts_gone,
-    holders,
+    holders_by_erasure_number,
     note_left_out,
     sweep_left_out_notes,
 )
@@ -72,7 +72,7 @@ def test_forgetting_needs_a_reason(store):
     request_erasure(store, b"u1", "user", requested_at=5.0)
 
     with pytest.raises(ConfigError, match="--reason"):
-        forget(store, b"u1", "user", at=6.0, reason=" ")
+        readmit_entity(store, b"u1", "user", forgotten_at=6.0, reason=" ")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_an_unreadable_generation_counts_as_holding_the_entity(store, tmp_path):
         f"20260106T000000Z-{'0' * 12}": RegistryRow(GenerationState.RETIRED, 0.0),
     }
 
-    (entity_holders,) = holders(store, [erasure], rows).values()
+    (entity_holders,) = holders_by_erasure_number(store, [erasure], rows).values()
 
     assert [(holder.generation, holder.is_copy) for holder in entity_holders] == [
         (G2, False), (G3, False), (making, False), (copied, True),
@@ -161,7 +161,7 @@ def test_a_user_of_the_same_id_does_not_hold_an_erased_item(store):
     store.write(f"generations/{G1}/work/holdout.json", orjson.dumps({"ann": ["i1"]}))
 
     # When it is asked for what it holds
-    (entity_holders,) = holders(store, [erasure], {}).values()
+    (entity_holders,) = holders_by_erasure_number(store, [erasure], {}).values()
 
     # Then users are not looked at
     assert entity_holders == ()
@@ -176,7 +176,7 @@ def test_copies_of_a_generation_that_is_gone_hold_whom_it_did_not_leave_out(stor
     note_left_out(store, G1, ErasedEntities.of([earlier_erasure]))
     record_copies(other_store, G1)
 
-    holders_by_number = holders(store, [earlier_erasure, after], {})
+    holders_by_number = holders_by_erasure_number(store, [earlier_erasure, after], {})
 
     assert not holders_by_number[earlier_erasure.number]
     assert [(holder.generation, holder.host) for holder in holders_by_number[after.number]] == [
@@ -196,7 +196,7 @@ def test_a_host_that_is_gone_for_good_is_declared_gone(store, tmp_path):
     gone_copies = declare_hosts_gone(store, "*")
 
     assert {copy.host for copy in gone_copies} == {host_of(pod) for pod in pods}
-    assert not holders(store, [erasure], {})[erasure.number]
+    assert not holders_by_erasure_number(store, [erasure], {})[erasure.number]
     note_left_out(store, G1, NO_ERASURES)
     sweep_left_out_notes(store, needed_generations=[G2])
     assert store.names("copies") == [G2]

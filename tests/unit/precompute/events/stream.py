@@ -15,7 +15,7 @@ from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import Position
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
-from precompute.events.files import list_taken_files, until_of
+from precompute.events.files import list_taken_files, read_end_position
 from precompute.events.stream import EventStores
 
 
@@ -94,6 +94,6 @@ class Stream:
     def bounds(self) -> list[tuple[Position, Position]]:
         """Beginning and end of each file."""
         return [
-            (file.after, until_of(self.store.read(file.path) or b"", file.path))
+            (file.after, read_end_position(self.store.read(file.path) or b"", file.path))
             for file in list_taken_files(self.store)
         ]

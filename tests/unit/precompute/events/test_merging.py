@@ -15,10 +15,10 @@ from precompute.events import stream as merging
 from precompute.events.files import (
     TakenFile,
     event_files,
-    last_taken,
+    last_taken_position,
     list_taken_files,
-    path_of,
-    superseded,
+    superseded_files,
+    taken_file_path,
 )
 from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.sources.erasures import ErasedEntities
@@ -34,7 +34,7 @@ from tests.unit.precompute.events.stream import Crash, Stream
 
 @pytest.fixture(autouse=True)
 def lower_files_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "FILES_MERGED", FILES_PER_MERGE)
+    monkeypatch.setattr(merging, "FILES_PER_MERGE", FILES_PER_MERGE)
 
 
 KILLS = (st.integers(1, 12), st.booleans(), st.integers(0, 2 * FILES_PER_MERGE), st.integers(0, 3))
@@ -62,7 +62,7 @@ def killed_and_gone_on(
     redis_url: str, at: int, is_behind: bool, earlier_nights: int, later_nights: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(merging, "FILES_MERGED", FILES_PER_MERGE)
+        patched.setattr(merging, "FILES_PER_MERGE", FILES_PER_MERGE)
         stream = Stream.of(redis_url, Path(folder))
         ends = nights(stream, FILES_PER_MERGE + 2 + earlier_nights)
         published(stream, ends[-1])
@@ -72,10 +72,10 @@ def killed_and_gone_on(
         with suppress(Crash):
             merge_files(EventStores(killed, stream.keys.namespace))
 
-        assert stream.rows() == stream.all_rows() and last_taken(stream.store) == ends[-1]
+        assert stream.rows() == stream.all_rows() and last_taken_position(stream.store) == ends[-1]
         nights(stream, later_nights)
         merge_files(stream.stores)
-        assert stream.rows() == stream.all_rows() and superseded(stream.store) == []
+        assert stream.rows() == stream.all_rows() and superseded_files(stream.store) == []
         assert any(file.until_position for file in list_taken_files(stream.store))
         assert stream.store.names("events") == sorted(
             [Path(file.path).name for file in list_taken_files(stream.store)] + ["taken.json"]
@@ -104,7 +104,7 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
         event_files(config, str(ends[0]))
     assert merge_files(stream.stores) == 0
     nights(stream, FILES_PER_MERGE)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
     assert merge_files(stream.stores) == FILES_PER_MERGE  # merged ones stay as they are
     assert [file.until_position is None for file in list_taken_files(stream.store)] == [
         False,
@@ -117,7 +117,7 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
 def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 1)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
     all_event_rows = stream.rows()
 
     erase(stream, "u1")
@@ -138,7 +138,7 @@ def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> N
 def test_an_erasure_during_a_merge_reaches_the_merged_file(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 1)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
 
     class ConcurrentMergeStore(ArtefactStore):
         """Store in which another host merges once files were listed."""
@@ -165,14 +165,14 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 1)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
     erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
     killed = Killed(stream.store.url)
     killed.changes_left, killed.is_behind = 1, True
     killed.on_change = lambda: erase(stream, "u1")
     with suppress(Crash):
         merge_files(EventStores(killed, stream.keys.namespace))
-    assert len(superseded(stream.store)) == FILES_PER_MERGE and erased_event_ids & {
+    assert len(superseded_files(stream.store)) == FILES_PER_MERGE and erased_event_ids & {
         name for _, name in stream.rows()
     }
 
@@ -180,7 +180,7 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
         stream.stores
     )  # as the next `take-events` does, and an erasure that is still under way
 
-    assert superseded(stream.store) == [] and not erased_event_ids & {
+    assert superseded_files(stream.store) == [] and not erased_event_ids & {
         name for _, name in stream.rows()
     }
 
@@ -188,7 +188,7 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
 def test_while_a_night_is_in_the_making_its_files_stay(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 1)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
     begin_path = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
     stream.store.write(begin_path, b"{}")
 
@@ -203,7 +203,7 @@ def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 2)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
     merged_counts: list[int] = []
 
     class Beside(ArtefactStore):
@@ -218,7 +218,7 @@ def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
 
     merge_files(EventStores(Beside(stream.store.url), stream.keys.namespace))
 
-    assert merged_counts == [0, 2 * FILES_PER_MERGE] and superseded(stream.store) == []
+    assert merged_counts == [0, 2 * FILES_PER_MERGE] and superseded_files(stream.store) == []
     assert stream.rows() == stream.all_rows()
 
 
@@ -227,8 +227,8 @@ def test_large_files_stay_and_cost_no_night_more_than_two_looks(
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, 4 * FILES_PER_MERGE + 1)
-    published(stream, last_taken(stream.store))
-    monkeypatch.setattr(merging, "MERGED_BYTES", 1)
+    published(stream, last_taken_position(stream.store))
+    monkeypatch.setattr(merging, "MERGED_BYTES_MAX", 1)
     read: list[str] = []
 
     class Counting(ArtefactStore):
@@ -246,7 +246,7 @@ def test_large_files_stay_and_cost_no_night_more_than_two_looks(
 def test_files_that_overlap_are_refused_and_none_is_removed(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     ends = nights(stream, 4)
-    raw = stream.store.read(path_of(ends[0])) or b""
+    raw = stream.store.read(taken_file_path(ends[0])) or b""
     for file in (TakenFile(Position(0, 0), ends[1]), TakenFile(ends[0], ends[2])):
         stream.store.write(file.path, raw)
     initial_names = stream.store.names("events")

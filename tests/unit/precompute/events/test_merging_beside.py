@@ -13,7 +13,7 @@ from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.builds.build import settings_digest
 from precompute.events import stream as merging
-from precompute.events.files import last_taken, list_taken_files, superseded
+from precompute.events.files import last_taken_position, list_taken_files, superseded_files
 from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.events.taking import take_before_begin
 from precompute.releases.release_log import open_releases
@@ -30,7 +30,7 @@ from tests.unit.precompute.events.stream import Crash, Stream
 
 @pytest.fixture(autouse=True)
 def lower_files_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "FILES_MERGED", FILES_PER_MERGE)
+    monkeypatch.setattr(merging, "FILES_PER_MERGE", FILES_PER_MERGE)
 
 
 def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_erasure_of_another(
@@ -38,7 +38,7 @@ def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_eras
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 1)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
     killed = Killed(stream.store.url)
     killed.changes_left, killed.is_behind = 1, True
 
@@ -57,7 +57,7 @@ def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_eras
 
     forget_in_files(stream.store, ErasedEntities.of([unrelated_erasure]))
 
-    assert superseded(stream.store) == [] and not erased_event_ids & {
+    assert superseded_files(stream.store) == [] and not erased_event_ids & {
         name for _, name in stream.rows()
     }
 
@@ -67,7 +67,7 @@ def test_a_night_that_begins_during_a_merge_keeps_the_files_that_it_reads(
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 1)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
     paths = [file.path for file in list_taken_files(stream.store)]
     begin_path = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
 
@@ -86,7 +86,7 @@ def test_a_night_that_begins_during_a_merge_keeps_the_files_that_it_reads(
     assert all(stream.store.read(path) for path in paths) and stream.rows() == stream.all_rows()
     stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
     assert merge_files(stream.stores) == 0
-    assert superseded(stream.store) == [] and stream.rows() == stream.all_rows()
+    assert superseded_files(stream.store) == [] and stream.rows() == stream.all_rows()
 
 
 def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
@@ -95,7 +95,7 @@ def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
     """One of an arm that no experiment names yet: who merges does not know of it."""
     stream = Stream.of(redis_url, tmp_path)
     ends = nights(stream, FILES_PER_MERGE + 1)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
     events = EventsConfig(enabled=True, namespace=stream.keys.namespace)
     control_config = stream.config(redis_url)
     arm = replace(control_config, namespace=f"{control_config.namespace}-b", events=events)
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_named(redis_url: str, tmp_path: Path, damage: bytes |
     """With and without its end, where the position lies."""
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 1)
-    published(stream, last_taken(stream.store))
+    published(stream, last_taken_position(stream.store))
     erase(stream, "u1")
     path = list_taken_files(stream.store)[1].path
     raw = stream.store.read(path) or b""

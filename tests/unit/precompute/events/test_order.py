@@ -14,7 +14,7 @@ from cache.config.events import EventsConfig
 from cache.events.event import Event
 from cache.format.stream_position import Position
 from precompute.config.settings import NightConfig, Sources, parse_time
-from precompute.events.files import read_event_interactions, to_bytes
+from precompute.events.files import (encode_events, read_event_interactions)
 from precompute.partitions.digests import digest_users
 from precompute.partitions.night_input import FurtherInput, NightInput
 from precompute.partitions.partition import EarlierPartition, PartitionJob, PartitionResult
@@ -66,7 +66,7 @@ class Sandbox:
                 for number, (user, item, at, weight) in enumerate(rows)
             ]  # fmt: skip
             path = self.root / f"{len(self.events)}.events"
-            path.write_bytes(to_bytes(positioned_events, Position(0, first + len(rows))))
+            path.write_bytes(encode_events(positioned_events, Position(0, first + len(rows))))
             self.events.append(rows)
 
     def partition(self, name: str, earlier: EarlierPartition | None = None) -> PartitionResult:

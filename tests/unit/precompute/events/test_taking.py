@@ -17,7 +17,7 @@ from cache.format.stream_position import STREAM_BEGINNING, Position
 from precompute.config.settings import NightConfig
 from precompute.events import stream as stream_of_entries
 from precompute.events import taking
-from precompute.events.files import event_files, last_taken, path_of, read_event_interactions
+from precompute.events.files import (event_files, last_taken_position, read_event_interactions, taken_file_path)
 from precompute.events.stream import take_events
 from precompute.partitions.night_input import TakenEvents
 from precompute.sources.erasures import ErasedEntities, request_erasure
@@ -74,7 +74,7 @@ def test_every_event_is_in_exactly_one_file(
     redis_url: str, happenings: list[str], events_of_a_file: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stream_of_entries, "FILE_EVENTS", events_of_a_file)
+        patched.setattr(stream_of_entries, "FILE_EVENTS_MAX", events_of_a_file)
         patched.setattr(stream_of_entries, "ENTRIES_AT_ONCE", 3)
         stream = Stream.of(redis_url, Path(folder))
 
@@ -88,7 +88,7 @@ def test_every_event_is_in_exactly_one_file(
         assert (
             taken_events.until_position
             == max([*stream.added, STREAM_BEGINNING])
-            == last_taken(stream.store)
+            == last_taken_position(stream.store)
         )
         bounds = stream.bounds()
         assert all(end == after for (_, end), (after, _) in pairwise(bounds))
@@ -117,7 +117,7 @@ def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(
 
     taken_events = take_events(
         stream.store, stream.client, stream.keys,
-        erased=ErasedEntities(frozenset({b"gone"}), frozenset({b"away"})),
+        erased_entities=ErasedEntities(frozenset({b"gone"}), frozenset({b"away"})),
     )  # fmt: skip
 
     assert taken_events == (Position.parse(last), 1, 2, 3)
@@ -182,9 +182,9 @@ def test_a_damaged_file_is_named_and_no_event_is_lost_behind_it(
 ) -> None:
     stream = Stream.of(redis_url, tmp_path)
     stream.add()
-    stream.store.write(path_of(STREAM_BEGINNING), b"PAR1 and no more")
+    stream.store.write(taken_file_path(STREAM_BEGINNING), b"PAR1 and no more")
 
-    with pytest.raises(CorruptArtefact, match=path_of(STREAM_BEGINNING)):
+    with pytest.raises(CorruptArtefact, match=taken_file_path(STREAM_BEGINNING)):
         take_events(stream.store, stream.client, stream.keys)
 
 
@@ -199,7 +199,7 @@ def test_the_step_never_goes_on_without_the_redis_of_events(tmp_path: Path, redi
 def test_a_night_before_the_first_event_says_so() -> None:
     step_result: TakenEvents = {"events_until": "0-0", "events": 0, "left_out": 0, "unreadable": 0}
 
-    assert taking.in_words(step_result) == "0 events taken over: none was accepted yet"
+    assert taking.describe_taken_events(step_result) == "0 events taken over: none was accepted yet"
 
 
 def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
@@ -214,5 +214,5 @@ def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
     step_result = taking.run(config)
 
     assert step_result == {"events_until": str(last), "events": 1, "left_out": 1, "unreadable": 0}
-    assert taking.in_words(step_result).startswith("1 events taken over, up to 20")
-    assert taking.in_words(step_result).endswith(f"({last}); left out: 1 erased")
+    assert taking.describe_taken_events(step_result).startswith("1 events taken over, up to 20")
+    assert taking.describe_taken_events(step_result).endswith(f"({last}); left out: 1 erased")

@@ -17,7 +17,12 @@ from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from cache.traffic.experiments import exposure_part_path
 from precompute.traffic import exposures
-from precompute.traffic.exposures import ArmTotals, forget_keys, gather, totals
+from precompute.traffic.exposures import (
+    ArmTotals,
+    forget_keys,
+    gather_exposures,
+    read_totals_by_arm,
+)
 
 HOUR = 500_000
 LATER = (HOUR + 10) * 3_600.0
@@ -56,30 +61,34 @@ def test_parts_of_all_replicas_become_one_file_without_repeated_keys(tmp_path: P
     part(store, HOUR + 20, "r2", 3, line("x", {"a": 1.0}, 7))
 
     ungathered_totals = {
-        name: arm_totals.to_json() for name, arm_totals in totals(store, "e").items()
+        name: arm_totals.to_json() for name, arm_totals in read_totals_by_arm(store, "e").items()
     }
-    assert gather(store, at=LATER) == {"hours": 1, "files": 2, "parts": 3}
+    assert gather_exposures(store, gathered_at=LATER) == {"hours": 1, "files": 2, "parts": 3}
 
     assert rows(store) == {("x", "a"): 4.25, ("x", "b"): 6.0, ("y", "c"): 1.0}
     assert rows(store, experiment="other") == {("x", "z"): 1.0}
-    after = {name: arm_totals.to_json() for name, arm_totals in totals(store, "e").items()}
+    after = {
+        name: arm_totals.to_json() for name, arm_totals in read_totals_by_arm(store, "e").items()
+    }
     assert after["x"] == {"requests": 13, "exposures": 3, "feedback": {"buy": 1, "click": 3}}
     # Before it was gathered each part counted for itself.
     assert ungathered_totals == {"x": {**after["x"], "exposures": 4}, "y": after["y"]}
     assert store.names("exposures/parts") == [f"{HOUR + 20}.r2-3.json"]
-    assert gather(store, at=LATER) == {"hours": 0, "files": 0, "parts": 0}
+    assert gather_exposures(store, gathered_at=LATER) == {"hours": 0, "files": 0, "parts": 0}
 
 
 def test_a_part_that_comes_late_is_added(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
     part(store, HOUR, "r1", 1, line("x", {"a": 5.0}, 2, click=1))
-    gather(store, at=LATER)
+    gather_exposures(store, gathered_at=LATER)
 
     part(store, HOUR, "r2", 1, line("x", {"a": 4.0, "b": 9.0}, 3, click=1))
-    gather(store, at=LATER)
+    gather_exposures(store, gathered_at=LATER)
 
     assert rows(store) == {("x", "a"): 4.0, ("x", "b"): 9.0}
-    assert totals(store, "e")["x"].to_json() == {"requests": 5, "exposures": 2, "feedback": {"click": 2}}  # fmt: skip
+    assert read_totals_by_arm(store, "e")["x"].to_json() == {
+        "requests": 5, "exposures": 2, "feedback": {"click": 2}
+    }  # fmt: skip
 
 
 class Dies(ArtefactStore):
@@ -111,13 +120,13 @@ def test_killed_at_any_place_and_run_again_it_is_as_if_it_had_run_once(
 
     store.changes_left = changes_left
     with pytest.raises(KeyboardInterrupt) if changes_left < 6 else nullcontext():
-        gather(store, at=LATER)
+        gather_exposures(store, gathered_at=LATER)
     store.changes_left = 99
-    gather(store, at=LATER)
+    gather_exposures(store, gathered_at=LATER)
 
     assert rows(store) == {("x", "a"): 5.0, ("y", "a"): 4.0}
     assert rows(store, experiment="other") == {("x", "q"): 1.0}
-    assert totals(store, "e") == {
+    assert read_totals_by_arm(store, "e") == {
         "x": ArmTotals(2, 1, Counter(click=1)),
         "y": ArmTotals(3, 1, Counter()),
     }
@@ -143,27 +152,30 @@ def test_whatever_comes_in_whatever_order_the_log_is_exact(tmp_path: Path, seed:
                 expected[arm, key] = min(at, expected.get((arm, key), at))
         part(store, HOUR, f"r{rng.randrange(3)}", number, *arms)
         if rng.random() < 0.3:
-            gather(store, at=LATER)
-    gather(store, at=LATER)
+            gather_exposures(store, gathered_at=LATER)
+    gather_exposures(store, gathered_at=LATER)
 
     assert rows(store) == expected
-    assert sum(arm_totals.requests for arm_totals in totals(store, "e").values()) == requests
+    assert (
+        sum(arm_totals.requests for arm_totals in read_totals_by_arm(store, "e").values())
+        == requests
+    )
 
 
 def test_who_was_erased_is_in_no_file_and_no_part(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
     part(store, HOUR, "r1", 1, line("x", {"gone": 5.0, "b": 6.0}, 4))
-    gather(store, at=LATER)
+    gather_exposures(store, gathered_at=LATER)
     part(store, HOUR + 1, "r1", 2, line("x", {"gone": 5.0, "c": 6.0}, 4))
 
     assert forget_keys(store, [b"gone"]) == 2
     assert forget_keys(store, [b"gone"]) == 0
     part(store, HOUR, "r2", 3, line("x", {"gone": 5.0, "d": 7.0}, 4))
-    gather(store, at=LATER, erased=[b"gone"])
+    gather_exposures(store, gathered_at=LATER, erased_keys=[b"gone"])
 
     assert rows(store) == {("x", "b"): 6.0, ("x", "d"): 7.0}
     assert rows(store, HOUR + 1) == {("x", "c"): 6.0}
-    assert totals(store, "e")["x"].requests == 12
+    assert read_totals_by_arm(store, "e")["x"].requests == 12
     assert not any(b"gone" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
@@ -172,7 +184,7 @@ def test_a_part_that_is_none_is_named(tmp_path: Path) -> None:
     store.write(exposure_part_path(HOUR, "r1", 1), b"{")
 
     with pytest.raises(CorruptArtefact, match=r"exposures/parts/500000.r1-1.json is no part"):
-        gather(store, at=LATER)
+        gather_exposures(store, gathered_at=LATER)
 
 
 def test_an_hour_waits_for_what_is_late(tmp_path: Path) -> None:
@@ -180,5 +192,5 @@ def test_an_hour_waits_for_what_is_late(tmp_path: Path) -> None:
     part(store, HOUR, "r1", 1, line("x", {"a": 5.0}))
 
     ends = (HOUR + 1) * 3_600.0
-    assert gather(store, at=ends + exposures.LATE_S - 1)["parts"] == 0
-    assert gather(store, at=ends + exposures.LATE_S)["parts"] == 1
+    assert gather_exposures(store, gathered_at=ends + exposures.LATE_PARTS_S - 1)["parts"] == 0
+    assert gather_exposures(store, gathered_at=ends + exposures.LATE_PARTS_S)["parts"] == 1

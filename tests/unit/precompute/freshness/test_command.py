@@ -12,7 +12,7 @@ from tests.unit.precompute.freshness.test_replay import jumping
 @pytest.fixture
 def replay_arguments(tmp_path, monkeypatch):
     """Words that replay a planted log's last day."""
-    monkeypatch.setattr("precompute.__main__._on_interrupt", lambda _handler: None)
+    monkeypatch.setattr("precompute.__main__._set_interrupt_handler", lambda _handler: None)
     write(tmp_path, jumping(np.random.default_rng(0)))
     (tmp_path / "larder.toml").write_text("[reference]\nchoose = false\ndims = 20\n")
     monkeypatch.chdir(tmp_path)

@@ -47,7 +47,7 @@ from precompute.gates.judge import (
     run_gates,
     run_within,
 )
-from precompute.steps.verify import reason
+from precompute.steps.verify import failure_reason
 
 GENERATION = "20260131T000000Z-0123456789ab"
 
@@ -281,7 +281,7 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_refusal_names_rule_value_threshold_and_the_command() -> None:
-    refusal_text = reason(
+    refusal_text = failure_reason(
         GENERATION, Verdict("list_jaccard", False, 0.1, 0.4, "user_topk", "live-one")
     )
 
@@ -289,7 +289,7 @@ def test_a_refusal_names_rule_value_threshold_and_the_command() -> None:
         "list_jaccard is 0.1, the threshold 0.4 (compared with live-one) user_topk" in refusal_text
     )
     assert f'larder override {GENERATION} --rule list_jaccard --reason "..."' in refusal_text
-    assert "cannot be overridden" in reason(GENERATION, Verdict("finite", False, 2, 0))
+    assert "cannot be overridden" in failure_reason(GENERATION, Verdict("finite", False, 2, 0))
 
 
 def test_what_is_not_a_number_fails_every_threshold() -> None:

@@ -73,7 +73,7 @@ def written(
         vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))), models=[]
     )
     items = open_items(folder, write_catalogue(config, bundle, folder))
-    files = write_item_attributes(config, items, folder, values=values, unusable=unusable)
+    files = write_item_attributes(config, items, folder, event_values=values, unusable=unusable)
     return {
         name: (kind, {part: (folder / path).read_bytes() for part, path in paths.items()})
         for name, (kind, paths) in files.items()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cache.errors import Refused
 from cache.records import Layout
-from precompute.config.settings import GateThresholds, NightConfig, generations_at_peak
+from precompute.config.settings import (GateThresholds, NightConfig, peak_generation_count)
 from precompute.planning.capacity import CapacityLimits, RedisNode, demand_room, judge_capacity
 from precompute.planning.forecast import gpu_seconds, resize_lists
 from precompute.planning.sizes import REPORTS_BYTES, NightShape, Pages
@@ -115,14 +115,14 @@ def room(**changes):
         **{"nodes": nodes, "memory_bytes": 4 * GB, "disk_bytes": 8 * GB, **changes}
     )
     return judge_capacity(
-        limits, GateThresholds(), generation_count=generations_at_peak(1),
+        limits, GateThresholds(), generation_count=peak_generation_count(1),
         redis_bytes=GB, mapped_bytes=GB, disk_bytes=2 * GB,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("keep", "generations"), [(0, 4), (1, 4), (2, 5), (5, 8)])
 def test_live_loading_one_refused_and_what_keep_retains_coexist(keep, generations):
-    assert generations_at_peak(keep) == generations
+    assert peak_generation_count(keep) == generations
 
 
 def test_as_many_generations_as_coexist_that_just_fit_pass():

@@ -8,8 +8,8 @@ import pytest
 from cache.control.control_keys import RegistryRow
 from cache.control.states import GenerationState
 from cache.errors import Conflict
-from precompute.releases.release_log import standing
-from precompute.releases.replication import confirm
+from precompute.releases.release_log import generation_state
+from precompute.releases.replication import confirm_pages
 
 GENERATION = "20260131T000000Z-000000000001"
 
@@ -37,11 +37,14 @@ def test_a_row_says_more_than_releases_only_on_the_way_to_the_next_one(
 ) -> None:
     ledger: Any = SimpleNamespace(state={GENERATION: proven}.get)
 
-    assert standing(GENERATION, ledger, None if row is None else RegistryRow(row, 0.0)) is state
+    assert (
+        generation_state(GENERATION, ledger, None if row is None else RegistryRow(row, 0.0))
+        is state
+    )
 
 
 def test_nothing_is_confirmed_for_what_is_no_generation() -> None:
     with pytest.raises(Conflict, match="not a generation id") as refused:
-        confirm(cast(Any, None), "../live", None, timeout_s=1.0)
+        confirm_pages(cast(Any, None), "../live", None, timeout_s=1.0)
 
     assert refused.value.details == {"generation": "../live"}

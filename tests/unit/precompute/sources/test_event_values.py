@@ -15,7 +15,7 @@ from cache.events.event import Event
 from cache.events.newer_events import VALUES_PER_ENTITY_MAX
 from cache.format.manifest import EntityKind
 from cache.format.stream_position import Position
-from precompute.events.files import EventValues, brought_vectors
+from precompute.events.files import EventValues, newest_vector_by_item
 from precompute.sources.columns import Ids
 from precompute.sources.features import (
     NO_ENTITY_VALUES,
@@ -181,8 +181,8 @@ def test_items_that_events_bring_have_their_features_and_newest_vectors(tmp_path
 
     assert event_values.event_item_ids == {b"new", b"row"}
     assert event_values.items == {b"new": {"price": 7, "stock": True}, b"known": {"price": 1}}
-    assert brought_vectors([path]) == {b"row": (3.0, 4.0)}
-    assert brought_vectors([]) == {}
+    assert newest_vector_by_item([path]) == {b"row": (3.0, 4.0)}
+    assert newest_vector_by_item([]) == {}
 
 
 def test_unwanted_attributes_take_no_room(tmp_path: Path) -> None:

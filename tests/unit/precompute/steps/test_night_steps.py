@@ -16,7 +16,7 @@ from cache.config.timetable import (
 )
 from cache.errors import ModelFailed
 from precompute.builds import reports
-from precompute.cli.parser import INSIDE_SCORE, parser_of_commands
+from precompute.cli.parser import STEPS_WITHIN_SCORE, build_command_parser
 from precompute.config.settings import NightConfig
 from precompute.steps import night
 from precompute.steps.night import Night, StepRow
@@ -40,7 +40,7 @@ def test_a_model_that_cannot_be_run_ends_a_night_by_the_name_of_the_step(
     def fail(_: Night) -> StepRow:
         raise ModelFailed("user_tower.onnx cannot be run on age [2]: no such code")
 
-    monkeypatch.setattr(night, "step_in_night", lambda _: fail)
+    monkeypatch.setattr(night, "find_step", lambda _: fail)
 
     with pytest.raises(ModelFailed, match=r"^step begin: user_tower\.onnx cannot be run on age"):
         night.run_night(Night(NightConfig(device="off"), "attempt"))
@@ -84,8 +84,8 @@ def test_the_manifest_is_made_from_the_reports_of_the_steps_before() -> None:
 def test_every_step_has_a_command(name: str) -> None:
     about = [] if name in ("begin", "retire", "take-events") else ["20260131T000000Z-0123456789ab"]
 
-    if name not in INSIDE_SCORE:
-        assert parser_of_commands().parse_args([name, *about]).run.load()
+    if name not in STEPS_WITHIN_SCORE:
+        assert build_command_parser().parse_args([name, *about]).run.import_command()
 
 
 @pytest.mark.parametrize(
