@@ -448,7 +448,7 @@ async def _look_at_durability(url: str, config: "NightConfig") -> "tuple[FoundDu
 
     redis = EventsRedis(url, config.events.durability)
     try:
-        durability = await redis.look_at_durability()
+        durability = await redis.refresh_durability()
         policy = await redis.eviction_policy()
     finally:
         await redis.aclose()

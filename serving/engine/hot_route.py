@@ -81,8 +81,8 @@ class FastLookups:
             service, clock, self._arm if service.observes else _skip_timing
         )
         if service.observes:
-            self._metrics.at_flips.append(self._arm)
-            self._metrics.tally.flushes.append(self._sent_answers.flush)
+            self._metrics.flip_callbacks.append(self._arm)
+            self._metrics.tally.flush_callbacks.append(self._sent_answers.flush)
             self._arm()
         self._timer, self._clock = service.timer, clock
         self._queries = QueryOptions(service.limits)

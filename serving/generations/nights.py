@@ -21,7 +21,7 @@ from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import POINTED, Release, all_releases
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
-from serving.metrics.collectors import by_label
+from serving.metrics.collectors import add_samples_by_label
 from serving.process.resources import StoreThreads
 
 log = logging.getLogger(__name__)
@@ -276,4 +276,4 @@ def _manifest_gauges(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
 
 
 def _labelled_gauge(name: str, text: str, label: str, samples: ValueByLabel) -> GaugeMetricFamily:
-    return by_label(GaugeMetricFamily(name, text, labels=[label]), samples)
+    return add_samples_by_label(GaugeMetricFamily(name, text, labels=[label]), samples)

@@ -15,7 +15,7 @@ from cache.formats import RELEASE
 from infra.cli.__main__ import main
 from infra.cli.commands import BY_NAME, ENTRIES, EXTRAS, GROUPS, NIGHT, help_page
 from infra.cli.night_commands import commands_of
-from serving.__main__ import _COMMANDS
+from serving.__main__ import _MODULE_BY_COMMAND
 from tests.unit.test_layering import ROOT
 
 HIDDEN = """
@@ -92,7 +92,7 @@ def test_the_page_has_every_command() -> None:
 
 def test_every_command_of_the_modules_can_be_reached() -> None:
     assert {entry.name for entry in ENTRIES if entry.module == NIGHT} == set(commands_of("larder"))
-    assert set(_COMMANDS.items()) <= {(entry.name, entry.module) for entry in ENTRIES}
+    assert set(_MODULE_BY_COMMAND.items()) <= {(entry.name, entry.module) for entry in ENTRIES}
 
 
 WATCHED = {"demo", "redis", "completion", "serve"}

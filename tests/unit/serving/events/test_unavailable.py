@@ -9,7 +9,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cache.store.blocklist import Blocklist
-from serving.events.connection import EventsUnavailable, _as_unavailable
+from serving.events.connection import EventsUnavailable, _translate_errors
 from serving.events.counts import EventCounts
 from serving.events.intake import EventIntake
 from serving.requests.errors import Problem
@@ -34,7 +34,7 @@ def intake(error: Exception) -> EventIntake:
 async def test_a_refused_request_does_not_name_the_redis_of_events(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(EventsUnavailable) as raised, _as_unavailable():
+    with pytest.raises(EventsUnavailable) as raised, _translate_errors():
         raise RedisConnectionError(WHERE)
 
     with pytest.raises(Problem) as refused, caplog.at_level(logging.WARNING):

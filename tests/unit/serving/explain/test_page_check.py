@@ -19,7 +19,7 @@ NOWHERE: Any = None
 async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(explainer, "_SUMS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(explainer, "_CHECKSUMS_TIMEOUT_S", 0.0)
     snapshot = World().snapshot()
     table = snapshot.manifest.tables["user_topk"]
     reply_gate, calls = asyncio.Event(), []
