@@ -31,9 +31,9 @@ def _operations() -> tuple[Operation, ...]:
     return (*by_tag(all_operations(limits_of(ServingConfig()))), *PROBES)
 
 
-def _enum_table(field: str, described_values: Iterable[tuple[str, str]]) -> str:
+def _enum_table(field_name: str, described_values: Iterable[tuple[str, str]]) -> str:
     return _markdown_table(
-        (f"`{field}`", "says"),
+        (f"`{field_name}`", "says"),
         ((f"`{field_value}`", meaning) for field_value, meaning in described_values),
     )
 

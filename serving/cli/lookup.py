@@ -259,22 +259,22 @@ def send_question(
 
 
 def _checked_answer(
-    service_url: str, status: int, response_body: bytes, *, has_token: bool
+    service_url: str, http_status: int, response_body: bytes, *, has_token: bool
 ) -> dict[str, Any]:
     try:
         document = orjson.loads(response_body)
     except orjson.JSONDecodeError:
         document = None
-    if status == 200 and isinstance(document, dict) and _ANSWER_FIELDS & document.keys():
+    if http_status == 200 and isinstance(document, dict) and _ANSWER_FIELDS & document.keys():
         return document
     error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, Mapping):
         raise QuestionFailed(
-            f"{service_url} answered {status} with what is no answer of Larder; is --url right?"
+            f"{service_url} answered {http_status} with what is no answer of Larder; is --url right?"
         )
     if error.get("code") == "unauthorized" and has_token:
         raise QuestionFailed(f"{service_url} does not know this token (--token, or LARDER_TOKEN)")
-    raise QuestionFailed(f"{service_url}: {error.get('message', status)}{_remedy(error)}")
+    raise QuestionFailed(f"{service_url}: {error.get('message', http_status)}{_remedy(error)}")
 
 
 def _remedy(error: Mapping[str, Any]) -> str:

@@ -171,9 +171,9 @@ class FleetView:
         self, oldest_start: int, newest_start: int
     ) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[int, dict[bytes, bytes]]]:
         """The workers' table, the registry, and the bins that may have changed."""
-        at = self._timer()
+        chunk_index = self._timer()
         is_full_read = (
-            self._full_read_at is None or at - self._full_read_at >= _FULL_READ_INTERVAL_S
+            self._full_read_at is None or chunk_index - self._full_read_at >= _FULL_READ_INTERVAL_S
         )
         first_start = oldest_start if is_full_read else newest_start - _FRESH_BIN_COUNT * BIN_S
         bin_starts = range(first_start, newest_start + 1, BIN_S)
@@ -191,7 +191,7 @@ class FleetView:
                 start_chunk, await self._control.execute_all(commands), strict=True
             )
         if is_full_read:
-            self._full_read_at = at
+            self._full_read_at = chunk_index
         return workers, registry, worker_blobs_by_start
 
 
@@ -215,13 +215,13 @@ class _DrawnBins:
                 start in self.recent_counts_by_start or not is_recent
             ):
                 continue
-            counts = merged_counts(map(unpack, blobs))
+            count_by_field = merged_counts(map(unpack, blobs))
             self.digest_by_start[start], self.bin_by_start[start] = (
                 blobs_digest,
-                draw_bin(counts, self.bounds),
+                draw_bin(count_by_field, self.bounds),
             )
             if is_recent:
-                self.recent_counts_by_start[start] = counts
+                self.recent_counts_by_start[start] = count_by_field
         for entries_by_start, first_start in (
             (self.digest_by_start, oldest_start),
             (self.bin_by_start, oldest_start),
@@ -238,11 +238,11 @@ class _DrawnBins:
 def _parse_rows(raw_row_by_name: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
     """Return the JSON objects by name, without entries that another version wrote in another form."""
     row_by_name = {}
-    for name, raw_row in raw_row_by_name.items():
+    for row_name, raw_row in raw_row_by_name.items():
         try:
             parsed_row = orjson.loads(raw_row)
             if isinstance(parsed_row["at"], int | float):
-                row_by_name[name.decode(errors="replace")] = parsed_row
+                row_by_name[row_name.decode(errors="replace")] = parsed_row
         except (ValueError, TypeError, KeyError):
             continue
     return row_by_name
@@ -250,11 +250,11 @@ def _parse_rows(raw_row_by_name: Mapping[bytes, bytes]) -> dict[str, dict[str, A
 
 def _can_be_shown(worker_row: Mapping[str, Any]) -> bool:
     """Returns whether the fields that a row has are of their kinds: one of another kind would cost the whole page."""
-    counts, event_fields = worker_row.get("counts") or {}, worker_row.get("events") or {}
+    count_by_field, event_fields = worker_row.get("counts") or {}, worker_row.get("events") or {}
     return (
         _has_kinds(worker_row, _ROW_TEXT_FIELDS, _ROW_NUMBER_FIELDS)
-        and isinstance(counts, dict)
-        and all(map(is_count, counts.values()))
+        and isinstance(count_by_field, dict)
+        and all(map(is_count, count_by_field.values()))
         and isinstance(event_fields, dict)
         and _has_kinds(event_fields, counters.EVENT_TEXT_FIELDS, counters.EVENT_NUMBER_FIELDS)
         and _can_be_added(counters.merge_event_rows, event_fields)
@@ -281,17 +281,21 @@ def _can_be_added(add_up: Callable[[Sequence[Any]], object], row_part: Any) -> b
 def build_series(bin_by_start: Mapping[int, DrawnBin], end_bin_start: int) -> dict[str, Any]:
     """Every bin from the oldest known up to, without, `end_bin_start`; a bin that was not written has zeros."""
     bin_starts = range(min(bin_by_start, default=end_bin_start), end_bin_start, BIN_S)
-    drawn_bins = [bin_by_start.get(start, EMPTY_BIN) for start in bin_starts]
+    drawn_bins = [bin_by_start.get(bin_start, EMPTY_BIN) for bin_start in bin_starts]
     shown_reasons = _most_frequent_reasons(drawn_bins)
     misses_by_reason = {
-        reason: [drawn_bin.misses.get(reason, 0) for drawn_bin in drawn_bins]
-        for reason in shown_reasons
+        miss_reason: [drawn_bin.misses.get(miss_reason, 0) for drawn_bin in drawn_bins]
+        for miss_reason in shown_reasons
     }
     event_results = (
         (ACCEPTED, REPEATED, REJECTED) if any(drawn_bin.events for drawn_bin in drawn_bins) else ()
     )
     other_misses = [
-        sum(n for name, n in drawn_bin.misses.items() if name not in misses_by_reason)
+        sum(
+            n
+            for quantile_or_event, n in drawn_bin.misses.items()
+            if quantile_or_event not in misses_by_reason
+        )
         for drawn_bin in drawn_bins
     ]
     return {
@@ -304,8 +308,11 @@ def build_series(bin_by_start: Mapping[int, DrawnBin], end_bin_start: int) -> di
         },
         "seconds": {
             source.value: {
-                name: [drawn_bin.seconds.get(source, {}).get(name) for drawn_bin in drawn_bins]
-                for name in FRACTION_BY_QUANTILE
+                quantile_or_event: [
+                    drawn_bin.seconds.get(source, {}).get(quantile_or_event)
+                    for drawn_bin in drawn_bins
+                ]
+                for quantile_or_event in FRACTION_BY_QUANTILE
             }
             for source in Source
         },
@@ -315,8 +322,10 @@ def build_series(bin_by_start: Mapping[int, DrawnBin], end_bin_start: int) -> di
         },
         "misses": misses_by_reason | ({"other": other_misses} if any(other_misses) else {}),
         "events": {
-            name: [drawn_bin.events.get(name, 0) for drawn_bin in drawn_bins]
-            for name in event_results
+            quantile_or_event: [
+                drawn_bin.events.get(quantile_or_event, 0) for drawn_bin in drawn_bins
+            ]
+            for quantile_or_event in event_results
         },
     }
 
@@ -331,24 +340,24 @@ def _most_frequent_reasons(drawn_bins: Sequence[DrawnBin]) -> list[str]:
     ]
 
 
-def draw_bin(counts: Mapping[str, int], bucket_bounds: Sequence[float]) -> DrawnBin:
+def draw_bin(count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]) -> DrawnBin:
     """Draws a bin: its counts as requests, answers, seconds, stages and misses."""
     return DrawnBin(
-        counts.get(REQUESTS_FIELD, 0),
-        counts_of_kind(counts, ANSWER_PREFIX),
-        quantiles_by_source(counts, bucket_bounds),
+        count_by_field.get(REQUESTS_FIELD, 0),
+        counts_of_kind(count_by_field, ANSWER_PREFIX),
+        quantiles_by_source(count_by_field, bucket_bounds),
         {
             stage: microseconds / 1e6
-            for stage, microseconds in counts_of_kind(counts, STAGE_PREFIX).items()
+            for stage, microseconds in counts_of_kind(count_by_field, STAGE_PREFIX).items()
         },
-        counts_of_kind(counts, MISS_PREFIX),
-        events_in(counts),
+        counts_of_kind(count_by_field, MISS_PREFIX),
+        events_in(count_by_field),
     )
 
 
-def events_in(counts: Mapping[str, int]) -> dict[str, int]:
+def events_in(count_by_field: Mapping[str, int]) -> dict[str, int]:
     """Events accepted, repeated and rejected; nothing where none came."""
-    count_by_result = counts_of_kind(counts, RESULT_PREFIX)
+    count_by_result = counts_of_kind(count_by_field, RESULT_PREFIX)
     if not count_by_result:
         return {}
     event_counts = {name: count_by_result.pop(name, 0) for name in (ACCEPTED, REPEATED)}
@@ -356,7 +365,7 @@ def events_in(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def quantiles_by_source(
-    counts: Mapping[str, int], bucket_bounds: Sequence[float]
+    count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]
 ) -> dict[str, Quantiles]:
     """Quantiles in seconds by source; only sources that answered."""
     return {
@@ -364,7 +373,7 @@ def quantiles_by_source(
             quantile_name: _round_seconds(quantile(bucket_bounds, count_by_bucket, fraction))
             for quantile_name, fraction in FRACTION_BY_QUANTILE.items()
         }
-        for source, count_by_bucket in buckets_of_sources(counts).items()
+        for source, count_by_bucket in buckets_of_sources(count_by_field).items()
     }
 
 

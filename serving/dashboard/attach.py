@@ -55,13 +55,13 @@ def attach(replica: Replica) -> Dashboard:
     admission, l1_cache = replica.admission, replica.l1_tier
 
     def read_counts() -> Counts:
-        counts = collect_counts(metrics, sum(admission.shed.values()))
+        count_by_field = collect_counts(metrics, sum(admission.shed.values()))
         for read_feature_counts in hooks.counts:
-            counts.update(read_feature_counts())
-        return counts
+            count_by_field.update(read_feature_counts())
+        return count_by_field
 
-    def read_report(name: str) -> Any:
-        provider = hooks.reports.get(name)
+    def read_report(report_name: str) -> Any:
+        provider = hooks.reports.get(report_name)
         return None if provider is None else provider()
 
     def read_worker_state() -> Mapping[str, Any]:

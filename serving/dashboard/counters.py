@@ -122,36 +122,40 @@ def count_difference(
 def merged_counts(counts_to_add: Iterable[Mapping[str, int]]) -> Counts:
     """Return the sum of all parts, by field."""
     count_by_field: dict[str, int] = {}
-    for counts in counts_to_add:
-        for field, n in counts.items():
+    for count_by_field_to_add in counts_to_add:
+        for field, n in count_by_field_to_add.items():
             count_by_field[field] = count_by_field.get(field, 0) + n
     return count_by_field
 
 
-def shown_totals(counts: Mapping[str, int]) -> Counts:
+def shown_totals(count_by_field: Mapping[str, int]) -> Counts:
     """Return the fields that are shown as a total."""
-    return {field: n for field, n in counts.items() if field.startswith(_TOTAL_PREFIXES)}
+    return {field: n for field, n in count_by_field.items() if field.startswith(_TOTAL_PREFIXES)}
 
 
-def counts_of_kind(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+def counts_of_kind(count_by_field: Mapping[str, int], prefix: str) -> dict[str, int]:
     """Return the fields that begin with the prefix, without it."""
-    return {field[len(prefix) :]: n for field, n in counts.items() if field.startswith(prefix)}
+    return {
+        field[len(prefix) :]: n for field, n in count_by_field.items() if field.startswith(prefix)
+    }
 
 
-def buckets_of_sources(counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
+def buckets_of_sources(count_by_field: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """Return answers by source and bucket."""
     count_by_bucket_by_source: dict[str, dict[int, int]] = {}
-    for source_and_bucket, n in counts_of_kind(counts, TIME_PREFIX).items():
+    for source_and_bucket, n in counts_of_kind(count_by_field, TIME_PREFIX).items():
         source, _, bucket = source_and_bucket.rpartition(":")
         count_by_bucket_by_source.setdefault(source, {})[int(bucket)] = n
     return count_by_bucket_by_source
 
 
-def pack(counts: Mapping[str, int]) -> bytes:
+def pack(count_by_field: Mapping[str, int]) -> bytes:
     """Encode counts as JSON; a histogram is its first bucket and a run of counts: a third of the size."""
-    plain_counts = {field: n for field, n in counts.items() if not field.startswith(TIME_PREFIX)}
+    plain_counts = {
+        field: n for field, n in count_by_field.items() if not field.startswith(TIME_PREFIX)
+    }
     run_by_source = {}
-    for source, count_by_bucket in buckets_of_sources(counts).items():
+    for source, count_by_bucket in buckets_of_sources(count_by_field).items():
         bucket_indexes = sorted(count_by_bucket)
         bucket_run = [bucket_indexes[0], count_by_bucket[bucket_indexes[0]]]
         for previous_index, bucket_index in pairwise(bucket_indexes):
@@ -166,20 +170,24 @@ def unpack(blob: bytes) -> Counts:
     """Decode `pack`; return no counts for anything else, such as another version's format."""
     try:
         plain_counts, run_by_source = orjson.loads(blob)
-        counts = {str(field): int(n) for field, n in plain_counts.items()}
+        count_by_field = {str(field): int(n) for field, n in plain_counts.items()}
         for source, (first_bucket, *bucket_run) in run_by_source.items():
-            counts |= {
+            count_by_field |= {
                 f"{TIME_PREFIX}{source}:{int(first_bucket) + bucket_offset}": int(n)
                 for bucket_offset, n in enumerate(bucket_run)
                 if n
             }
         bucket_counts = [
-            bucket_count for run in buckets_of_sources(counts).values() for bucket_count in run
+            bucket_count
+            for run in buckets_of_sources(count_by_field).values()
+            for bucket_count in run
         ]
     except (ValueError, TypeError, AttributeError):
         return {}
     return (
-        counts if min(bucket_counts, default=0) >= 0 and all(map(is_count, counts.values())) else {}
+        count_by_field
+        if min(bucket_counts, default=0) >= 0 and all(map(is_count, count_by_field.values()))
+        else {}
     )
 
 
@@ -244,35 +252,37 @@ class MetricsPublisher:
 
     def note(self) -> dict[str, Any]:
         """Add the counts since the last call to the bin of the time between; return this worker's current row."""
-        now_s, counts = self._clock(), self._collect_counts()
-        self.bins.add((self._noted_at + now_s) / 2, count_difference(counts, self._noted_counts))
-        self._noted_at, self._noted_counts = now_s, counts
+        now_s, count_by_field = self._clock(), self._collect_counts()
+        self.bins.add(
+            (self._noted_at + now_s) / 2, count_difference(count_by_field, self._noted_counts)
+        )
+        self._noted_at, self._noted_counts = now_s, count_by_field
         return {
             "at": now_s,
             "since": self._started_at,
             **self._read_worker_state(),
-            "counts": shown_totals(counts),
+            "counts": shown_totals(count_by_field),
         }
 
     async def publish(self) -> None:
         """Count, and write all unpublished values to Redis; if Redis is away, a later call writes them."""
-        row, bins = self.note(), self.bins
+        worker_row, bins = self.note(), self.bins
         # A copy: what is noted while Redis answers is not told yet.
         blob_by_start = {
             start: bins.packed[start]
             for start in sorted(bins.unpublished_starts, reverse=True)[:BINS_AT_ONCE]
         }
         commands: list[tuple[CommandArgument, ...]] = [
-            ("HSET", self._keyspace.workers, self.name, orjson.dumps(row)),
+            ("HSET", self._keyspace.workers, self.name, orjson.dumps(worker_row)),
             ("EXPIRE", self._keyspace.workers, KEY_TTL_S),
         ]
         for bin_start, blob in blob_by_start.items():
-            key = self._keyspace.bin(bin_start)
-            commands += ("HSET", key, self.name, blob), ("EXPIRE", key, KEY_TTL_S)
+            bin_key = self._keyspace.bin(bin_start)
+            commands += ("HSET", bin_key, self.name, blob), ("EXPIRE", bin_key, KEY_TTL_S)
         try:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
                 is_new = (await self._control.execute_all(commands))[0]
-                await self._sweep(row["at"])
+                await self._sweep(worker_row["at"])
         except (TierUnavailable, TimeoutError) as error:
             self._note_trouble(str(error) or f"no reply within {PUBLISH_TIMEOUT_S} s")
             return
@@ -296,9 +306,9 @@ class MetricsPublisher:
             [("HGETALL", self._keyspace.workers)]
         )
         gone_workers = [
-            name
-            for name, raw in raw_row_by_worker.items()
-            if published_at(raw) < now_s - WORKER_GONE_S
+            worker_name
+            for worker_name, raw_row in raw_row_by_worker.items()
+            if published_at(raw_row) < now_s - WORKER_GONE_S
         ]
         if gone_workers:
             await self._control.execute_all([("HDEL", self._keyspace.workers, *gone_workers)])
@@ -327,15 +337,16 @@ def merge_event_rows(worker_rows: Sequence[_EventsRow | None]) -> dict[str, Any]
         return None
     worst_row = min(rows, key=lambda row: 1.0 if row.get("up") is None else float(row["up"]))
     number_fields = {
-        name: max(_present_values(rows, name), default=None) for name in EVENT_NUMBER_FIELDS
+        field_name: max(_present_values(rows, field_name), default=None)
+        for field_name in EVENT_NUMBER_FIELDS
     }
     return number_fields | {
         "up": None if worst_row.get("up") is None else bool(worst_row["up"]),
         "durability": worst_row.get("durability"),
         "demanded": worst_row.get("demanded"),
         **{
-            name: min(_present_values(rows, name), key=Position.parse, default=None)
-            for name in ("counted_until", "published_until")
+            field_name: min(_present_values(rows, field_name), key=Position.parse, default=None)
+            for field_name in ("counted_until", "published_until")
         },
     }
 

@@ -338,8 +338,10 @@ def build_document(
     return {**body, "verdict": build_verdict(body)}
 
 
-def _answers_by_source(counts: Mapping[str, int]) -> dict[str, int]:
-    return {source.value: counts.get(counters.ANSWER_PREFIX + source, 0) for source in Source}
+def _answers_by_source(count_by_field: Mapping[str, int]) -> dict[str, int]:
+    return {
+        source.value: count_by_field.get(counters.ANSWER_PREFIX + source, 0) for source in Source
+    }
 
 
 def _earlier_answers(
@@ -459,12 +461,12 @@ def experiments_with_counts(
     ]  # fmt: skip
 
 
-def _events_by_arm(counts: Mapping[str, int]) -> dict[str, dict[str, int]]:
+def _events_by_arm(count_by_arm_and_event: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Counts of events by arm and event."""
     counts_by_arm: dict[str, dict[str, int]] = {}
-    for name, count in counts.items():
-        arm, _, event = name.rpartition("=")
-        counts_by_arm.setdefault(arm, {})[event] = count
+    for arm_and_event, count in count_by_arm_and_event.items():
+        arm, _, event_name = arm_and_event.rpartition("=")
+        counts_by_arm.setdefault(arm, {})[event_name] = count
     return counts_by_arm
 
 
@@ -543,10 +545,12 @@ def _live_generation(body: Body) -> str | None:
     )
 
 
-def _share_of_sources(answers: Mapping[str, int], sources: Sequence[str]) -> float | None:
-    total = sum(answers.values())
+def _share_of_sources(answers_by_source: Mapping[str, int], sources: Sequence[str]) -> float | None:
+    answer_count = sum(answers_by_source.values())
     return (
-        sum(answers.get(source, 0) for source in sources) / total if total >= ANSWERS_MIN else None
+        sum(answers_by_source.get(source, 0) for source in sources) / answer_count
+        if answer_count >= ANSWERS_MIN
+        else None
     )
 
 
@@ -818,9 +822,9 @@ def _check_events(body: Body) -> Iterator[Finding]:
             "Look for consumers that are gone (XINFO CONSUMERS) and at the service's log.",
         )
     rejected_by_reason = {
-        name: n
-        for name, n in event_fields["results"].items()
-        if name not in (ACCEPTED, REPEATED, ERASED)
+        result_name: n
+        for result_name, n in event_fields["results"].items()
+        if result_name not in (ACCEPTED, REPEATED, ERASED)
     }
     event_count = sum(event_fields["results"].values())
     if (

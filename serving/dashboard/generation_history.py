@@ -47,7 +47,7 @@ _UNKNOWN_FIELDS: Mapping[str, Any] = {
 
 
 class GenerationHistory:
-    """History of generations and nights, for one thread at a time; `read_releases` returns release records, or raises."""
+    """History of generations and nights, for one thread at a time; `read_releases` returns the records, or raises."""
 
     def __init__(
         self, store: ArtefactStore, read_releases: Callable[[], Sequence[Release]]
@@ -137,7 +137,9 @@ def _build_facts(
                 artefact.size_bytes for artefact in (*manifest.artefacts(), *manifest.pages())
             ),
             "records": sum(
-                part.count for table in manifest.stored_tables.values() for part in table.parts
+                table_part.count
+                for table in manifest.stored_tables.values()
+                for table_part in table.parts
             ),
             "gates": [_gate_row(gate) for gate in manifest.gates],
             "remarks": [str(remark) for remark in manifest.facts.get("remarks", [])],

@@ -107,7 +107,9 @@ def _misses_line(body: DashboardBody) -> str:
     top_misses = sorted(
         body["lately"]["misses"].items(), key=lambda name_and_count: -name_and_count[1]
     )[:6]
-    return "misses: " + (", ".join(f"{name} {n:,}" for name, n in top_misses) or "none")
+    return "misses: " + (
+        ", ".join(f"{miss_reason} {n:,}" for miss_reason, n in top_misses) or "none"
+    )
 
 
 def _state_line(body: DashboardBody) -> str:
@@ -115,8 +117,8 @@ def _state_line(body: DashboardBody) -> str:
     limit_text = f" of {format_bytes(redis['limit_bytes'])}" if redis["limit_bytes"] else ""
     breakers = (
         ", ".join(
-            f"{worker_count} {state}"
-            for state, worker_count in body["breakers"].items()
+            f"{worker_count} {breaker_state}"
+            for breaker_state, worker_count in body["breakers"].items()
             if worker_count
         )
         or "none"

@@ -195,10 +195,10 @@ class EventFollower:
         stream_replies: Any = await client.xread(
             {self._stream_key: last_entry_id}, count=_ENTRIES_AT_ONCE, block=wait_ms
         )
-        entries: list[tuple[bytes, dict[bytes, bytes]]] = (
+        stream_entries: list[tuple[bytes, dict[bytes, bytes]]] = (
             stream_replies[0][1] if stream_replies else []
         )
-        for entry_id, entry_fields in entries:
+        for entry_id, entry_fields in stream_entries:
             position = Position.parse(entry_id)
             if position.number > until_number:
                 return 0
@@ -215,7 +215,7 @@ class EventFollower:
                 newer_events.users.last = position.number
             else:
                 newer_events.add(position, event)
-        return len(entries)
+        return len(stream_entries)
 
     async def _apply_blocklist(self, client: Redis, blocklist: Blocklist) -> None:
         """Forget the events of newly blocked owners, and read again those of unblocked ones."""

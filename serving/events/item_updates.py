@@ -226,14 +226,17 @@ class SnapshotUpdate:
         count_by_outcome = self.counts[snapshot.generation]
         ordinals_and_values = zip(ordinals, attribute_values, strict=True)
         is_item_unknown = [
-            at < 0 and attribute_value.raw not in packed_new_item_values
-            for at, attribute_value in ordinals_and_values
+            item_ordinal < 0 and attribute_value.raw not in packed_new_item_values
+            for item_ordinal, attribute_value in ordinals_and_values
         ]
         count_by_outcome["unknown item"] = sum(is_item_unknown)
         count_by_outcome["unknown attribute"] = changed_columns.unknown
         for unfit_by_reason in changed_columns.unfit.values():
             count_by_outcome.update(
-                {reason: len(unfit_ordinals) for reason, unfit_ordinals in unfit_by_reason.items()}
+                {
+                    unfit_reason: len(unfit_ordinals)
+                    for unfit_reason, unfit_ordinals in unfit_by_reason.items()
+                }
             )
         count_by_outcome["set"] = len(attribute_values) - count_by_outcome.total()
         return with_changed_filtering(snapshot, changed_filtering).with_part(item_update)
@@ -255,10 +258,12 @@ class SnapshotUpdate:
                 "generation %s has no vector of %d new items, so no list names them (%s): the item tower fails on "
                 "them, or makes a number that is not finite or too large",
                 snapshot.generation, len(newly_left_out),
-                ", ".join(repr(raw.decode()) for raw in newly_left_out[:_LOGGED_ITEMS_MAX]),
+                ", ".join(repr(item_id.decode()) for item_id in newly_left_out[:_LOGGED_ITEMS_MAX]),
             )  # fmt: skip
-        values = [values_by_item[new_item.raw] for new_item in new_items.items]
+        values_of_new_items = [values_by_item[new_item.raw] for new_item in new_items.items]
         if (filtering := snapshot.part(Filtering)) is not None:
-            snapshot = snapshot.with_part(filtering.with_new(values, new_items.vectors))
+            snapshot = snapshot.with_part(
+                filtering.with_new(values_of_new_items, new_items.vectors)
+            )
         item_update = ItemUpdate.of(snapshot)._replace(new_items_version=missing_items.version)
         return snapshot.with_part(item_update).with_new_items(new_items)

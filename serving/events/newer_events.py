@@ -119,7 +119,7 @@ class NewerEvents(NewerInputs):
         for raw in self.values.items_among(item_ids):
             self.values.forget("item", raw)
 
-    def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
+    def changes(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
         """True if the user has events that the generation lacks, and that change the answers of this table."""
         generation_events = snapshot.part(GenerationEvents)
         if (
@@ -127,19 +127,19 @@ class NewerEvents(NewerInputs):
             or (model_features := generation_events.tables.get(table.name)) is None
         ):
             return False
-        if not self.users.has_newer(raw, generation_events.until_number):
+        if not self.users.has_newer(user_id, generation_events.until_number):
             return False
         return self.users.has_newer_item(
-            raw, generation_events.until_number
+            user_id, generation_events.until_number
         ) or takes_any_attribute(
-            self.values.of_user(raw, generation_events.until_number), model_features
+            self.values.of_user(user_id, generation_events.until_number), model_features
         )
 
     def find_counted_events(
         self,
         snapshot: Snapshot,
         table: Table,
-        raw: bytes,
+        user_id: bytes,
         position: int,
         sent_input: tuple[LiveInput, bytes] | None = None,
         as_of: int = NO_LIMIT,
@@ -155,11 +155,11 @@ class NewerEvents(NewerInputs):
             table, position, snapshot.seen_items
         ):
             return None
-        if snapshot.blocks(table, raw):
+        if snapshot.blocks(table, user_id):
             return None
         model_features = events_of_night.tables[table.name]
-        newer_events = self.users.list_events_after(raw, events_of_night.until_number)
-        user_values = self.values.of_user(raw, events_of_night.until_number)
+        newer_events = self.users.list_events_after(user_id, events_of_night.until_number)
+        user_values = self.values.of_user(user_id, events_of_night.until_number)
         uses_event_values = takes_any_attribute(user_values, model_features)
         events = tuple(
             [
@@ -176,9 +176,9 @@ class NewerEvents(NewerInputs):
             event_input = event_input._replace(caller_input=caller_input)
         is_whole = events_of_night.until_number >= self.users.complete_after_number
         is_past = as_of < NO_LIMIT
-        is_approximate = uses_event_values and self.values.newest_of_user(raw) > as_of
+        is_approximate = uses_event_values and self.values.newest_of_user(user_id) > as_of
         return CountedEvents(
-            event_input, _digest(raw, events, digest), is_whole, is_past, is_approximate
+            event_input, _digest(user_id, events, digest), is_whole, is_past, is_approximate
         )
 
     async def count_newer(
@@ -258,19 +258,19 @@ class NewerEvents(NewerInputs):
             _include_counted_events(snapshot, case, counted_events)
 
 
-def _digest(raw: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
+def _digest(user_id: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
     # All of them: with the newest alone an answer that lacked some would be taken for the whole one.
     packed_numbers = struct.pack(
-        f"<II{len(events)}Q", len(raw), len(events), *[event.number for event in events]
+        f"<II{len(events)}Q", len(user_id), len(events), *[event.number for event in events]
     )
-    return xxhash.xxh3_128_digest(packed_numbers + raw + sent_digest)
+    return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_digest)
 
 
 def _find_counted_events(
     newer_events: NewerEvents,
     snapshot: Snapshot,
     case: PendingAnswer,
-    raw: bytes,
+    user_id: bytes,
     options: RequestOptions,
     *,
     counts_sent_input: bool,
@@ -279,7 +279,7 @@ def _find_counted_events(
     as_of = NO_LIMIT if options.as_of is None else options.as_of
     sent_input = (case.live_input, case.digest) if counts_sent_input else None
     counted_events = newer_events.find_counted_events(
-        snapshot, case.table, raw, case.record_key.position, sent_input, as_of
+        snapshot, case.table, user_id, case.record_key.position, sent_input, as_of
     )
     if counted_events is None:
         return None
@@ -329,7 +329,7 @@ def _with_new_items(
     if not new_items_in_events:
         return counted_events
     packed_item_ids = b"".join(
-        [len(raw).to_bytes(4, "little") + raw for raw in new_items_in_events]
+        [len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events]
     )
     return counted_events._replace(
         input=counted_events.input._replace(new_items=new_items),

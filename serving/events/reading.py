@@ -264,9 +264,9 @@ def _check_since_1970(event_time_us: int, field_path: str) -> int:
 def _refuse_fields(
     event_fields: Mapping[str, Any], field_path: str, refused_names: Sequence[str], owners_text: str
 ) -> None:
-    for name in refused_names:
-        if name in event_fields:
-            refused_path = f"{field_path}.{name}"
+    for field_name in refused_names:
+        if field_name in event_fields:
+            refused_path = f"{field_path}.{field_name}"
             raise unprocessable(
                 "invalid_field", f"{refused_path} is for an event of {owners_text}", refused_path
             )
@@ -334,12 +334,12 @@ def _is_attribute_value(raw_value: object) -> bool:
 def _parse_inbox_texts(entry_fields: Mapping[bytes, bytes]) -> dict[str, Any]:
     """Convert an inbox entry's texts to event fields; a malformed number stays a text, which is refused later."""
     event_fields: dict[str, Any] = {
-        name.decode(): value.decode() for name, value in entry_fields.items()
+        name.decode(): field_text.decode() for name, field_text in entry_fields.items()
     }
-    for name in ("time", "weight"):
-        number_text = event_fields.get(name)
+    for field_name in ("time", "weight"):
+        number_text = event_fields.get(field_name)
         if isinstance(number_text, str) and _NUMBER_PATTERN.fullmatch(number_text):
-            event_fields[name] = float(number_text)
+            event_fields[field_name] = float(number_text)
     return event_fields
 
 
@@ -360,7 +360,7 @@ def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
         event_pieces = list(islice(_event_pieces(body), events_max + 1))
     except _NoListError:
         return None
-    events = [_parse_piece(piece) for piece in event_pieces]
+    events = [_parse_piece(event_piece) for event_piece in event_pieces]
     return (
         {"events": events} if any(isinstance(event, UnreadableEvent) for event in events) else None
     )
@@ -385,10 +385,10 @@ def _event_pieces(body: bytes) -> Iterator[bytes]:
         elif symbol in b"]}":
             bracket_depth -= 1
         if bracket_depth < 0 or (bracket_depth == 0 and symbol == b","):
-            piece = body[piece_start : token.start()]
-            if not piece.strip():
+            event_piece = body[piece_start : token.start()]
+            if not event_piece.strip():
                 raise _NoListError
-            yield piece
+            yield event_piece
             piece_start = token.end()
         if bracket_depth < 0:
             if symbol != b"]" or not _EVENTS_TAIL_PATTERN.fullmatch(body, piece_start):
@@ -397,8 +397,8 @@ def _event_pieces(body: bytes) -> Iterator[bytes]:
     raise _NoListError
 
 
-def _parse_piece(piece: bytes) -> object:
+def _parse_piece(event_piece: bytes) -> object:
     try:
-        return orjson.loads(piece)
+        return orjson.loads(event_piece)
     except orjson.JSONDecodeError as error:
         return UnreadableEvent(str(error))

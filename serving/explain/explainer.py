@@ -111,11 +111,11 @@ class TierInspector:
 
     def inspect_l1(self, view: View, record_key: RecordKey) -> ReadResult | None:
         """Return the outcome of inspecting L1; None if it holds nothing of this entity."""
-        key = LocalKey(view.generation, record_key.table.name, record_key.key)
-        entry = self._l1.inspect(key)
-        if entry is not None:
-            return judge_entry(entry, record_key, "l1")
-        if record_key.position < 0 and key in self._negative_cache:
+        l1_key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        l1_entry = self._l1.inspect(l1_key)
+        if l1_entry is not None:
+            return judge_entry(l1_entry, record_key, "l1")
+        if record_key.position < 0 and l1_key in self._negative_cache:
             return MISS_BY_REASON[MissReason.NEGATIVE]
         return None
 
@@ -123,9 +123,9 @@ class TierInspector:
         """Return the live answer in L1 that replaces a record while its page is out of reach, if there is one."""
         if record_key.position < 0 or record_key.digest is None:
             return None
-        key = LocalKey(view.generation, record_key.table.name, record_key.key)
-        entry = self._l1.inspect(live_key(key, record_key.digest))
-        return None if entry is None else judge_entry(entry, record_key, "l1")
+        l1_key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        l1_entry = self._l1.inspect(live_key(l1_key, record_key.digest))
+        return None if l1_entry is None else judge_entry(l1_entry, record_key, "l1")
 
     async def read_record(self, view: View, record_key: RecordKey) -> ReadResult:
         """Return the record of L1, else the outcome of a read of L2."""
@@ -176,10 +176,12 @@ class PageChecks:
     ) -> dict[str, Any]:
         """Read a nightly record's page; return its key, the record's position, and both checksums (xxh3-64, hex)."""
         shard, record_position = snapshot.directories[table.entity].locate(record_key.position)
-        part = table.parts[shard]
+        table_part = table.parts[shard]
         page_number, offset_bytes = table.locate(shard, record_position)
-        page_index = page_number - part.first_page
-        record_count = min(table.records_per_page, part.count - page_index * table.records_per_page)
+        page_index = page_number - table_part.first_page
+        record_count = min(
+            table.records_per_page, table_part.count - page_index * table.records_per_page
+        )
         size_bytes = record_count * table.layout.size_bytes
         generation = snapshot.generation
         page_report: dict[str, Any] = {
@@ -193,7 +195,7 @@ class PageChecks:
         page_result = await self.tier_inspector.read_page(
             PageRead(generation, table.name, page_number, 0, size_bytes)
         )
-        expected, sums_error = await self._expected_checksum(generation, part, page_index)
+        expected, sums_error = await self._expected_checksum(generation, table_part, page_index)
         if isinstance(page_result, Miss):
             return page_report | {
                 "state": page_result.reason.value,
@@ -333,31 +335,36 @@ class Rescorer:
         self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record
     ) -> Record | None:
         """Return the stored list, scored and ordered by the stored vector; None without one."""
-        raw, items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
-        if raw is None or items is None or predictor is None or case.table.entity != "user":
+        user_id, list_items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
+        if (
+            user_id is None
+            or list_items is None
+            or predictor is None
+            or case.table.entity != "user"
+        ):
             return None
         if not predictor.supports(case.table.name):
             return None
         try:
-            table = user_vector_table(snapshot)
+            vector_table = user_vector_table(snapshot)
         except Problem:
             return None
-        record_key = find_record_key(snapshot, table, raw)
+        record_key = find_record_key(snapshot, vector_table, user_id)
         outcome = await self.inspector.read_record(snapshot.view, record_key)
         if not isinstance(outcome, Hit):
             return None
         try:
             vector = PendingAnswer(
-                case.entity, table, table.layout.width, record_key, case.digest
+                case.entity, vector_table, vector_table.layout.width, record_key, case.digest
             ).decoded(snapshot, outcome.record)
         except CorruptArtefact:
             return None
-        ordinals = items.astype(np.int64)
+        ordinals = list_items.astype(np.int64)
         scores = await asyncio.to_thread(
             predictor.score_vector, case.table.name, vector.numbers, ordinals
         )
         order = np.lexsort((ordinals, -scores))
-        return stored_record._replace(numbers=scores[order], items=items[order])
+        return stored_record._replace(numbers=scores[order], items=list_items[order])
 
 
 def _rescore_input_of(case: PendingAnswer) -> RescoreInput | None:
@@ -586,10 +593,10 @@ class Explainer:
         )
         if case.counted_events is not None:
             excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.items).tolist())
-        records = RecordDecoder(snapshot, case, excluded_ordinals)
+        record_decoder = RecordDecoder(snapshot, case, excluded_ordinals)
         if snapshot.blocks(table, entity_id):
             case.reason = MissReason.ENTITY_BLOCKED
-        night_record_and_hit = records.find_nightly_record(l1, l2)
+        night_record_and_hit = record_decoder.find_nightly_record(l1, l2)
         rescore_result = await self._rescorer.rescore(
             snapshot, case, night_record_and_hit and night_record_and_hit[0]
         )
@@ -629,25 +636,29 @@ class Explainer:
             "model": rescore_result.to_json(),
             "difference": None,
         }
-        shown_record_and_hit = night_record_and_hit or records.find_readable_record(
+        shown_record_and_hit = night_record_and_hit or record_decoder.find_readable_record(
             answer_read_result, l1, l2
         )
         live_prediction = (
-            None if rescore_result.record is None else records.prediction(rescore_result.record)
+            None
+            if rescore_result.record is None
+            else record_decoder.prediction(rescore_result.record)
         )
         explanation["model"] |= live_prediction or {}
         if shown_record_and_hit is not None:
-            prediction = records.prediction(shown_record_and_hit[0])
+            prediction = record_decoder.prediction(shown_record_and_hit[0])
             explanation["record"] = _record_fields(*shown_record_and_hit, prediction)
             if filter_mask is not None and shown_record_and_hit[0].items is not None:
                 explanation["filter"] |= _list_fields(
-                    records.prediction(shown_record_and_hit[0], filter_mask),
+                    record_decoder.prediction(shown_record_and_hit[0], filter_mask),
                     shown_record_and_hit[0],
                     table,
                 )
                 explanation["filter"] |= {"table": night_key.table.name}
             if reranker is not None and shown_record_and_hit[0].items is not None:
-                list_prediction = records.prediction(shown_record_and_hit[0], filter_mask, reranker)
+                list_prediction = record_decoder.prediction(
+                    shown_record_and_hit[0], filter_mask, reranker
+                )
                 explanation["rerank"] |= {"items_of_list": list_prediction["items"]}
             if live_prediction is not None and night_key.table is table:
                 explanation["difference"] = prediction_difference(prediction, live_prediction)

@@ -98,17 +98,18 @@ class FilterEvaluator:
         """
         options = context.options
         option_name = "rerank" if options.filter is None else "filter"
-        for case in cases:
-            if case.table.kind != "topk":
+        for pending_answer in cases:
+            if pending_answer.table.kind != "topk":
                 raise unprocessable(
                     f"invalid_{option_name}",
-                    f"{case.table.name} holds no lists: {option_name} goes with tables that do",
+                    f"{pending_answer.table.name} holds no lists: {option_name} goes with tables that do",
                     option_name,
                 )
-            if case.table.is_facet and options.filter is not None:
+            if pending_answer.table.is_facet and options.filter is not None:
                 raise unprocessable(
                     "invalid_filter",
-                    f"{case.table.name} is a facet, whose values have no vector to find more by: ask another table",
+                    f"{pending_answer.table.name} is a facet, whose values have no vector to find more by: ask another "
+                    "table",
                     "filter",
                 )
         await self._set_mask_and_reranker(served.live, context)
@@ -301,8 +302,8 @@ class FilteredLookup(ListShaper):
         served = served.pinned(request.options.generation)
         cases = await build_pending_answers(served.live, request)
         context = RequestContext.of(request.options, started)
-        for case in cases:
-            case.is_exact = True
+        for pending_answer in cases:
+            pending_answer.is_exact = True
         await self._filter_evaluator.apply(served, cases, context)
         await self._ladder.resolve(served, cases, context)
         if unanswered_cases := [case for case in cases if case.answer is None]:
@@ -383,10 +384,10 @@ class FilteredLookup(ListShaper):
         snapshot = served.live
         entity_vectors: list[SourcedVector | None] = [None] * len(cases)
         user_indices = [index for index, case in enumerate(cases) if case.table.entity == "user"]
-        for index, case in enumerate(cases):
+        for case_index, case in enumerate(cases):
             if (ordinal := case.own_ordinal) is not None:
                 source = Source.LIVE if case.hit is None else Source(case.hit.tier)
-                entity_vectors[index] = SourcedVector(
+                entity_vectors[case_index] = SourcedVector(
                     snapshot.items.vectors[ordinal], source, "batch",
                     case.reason if case.hit is None else None,
                 )  # fmt: skip
@@ -395,22 +396,22 @@ class FilteredLookup(ListShaper):
             entities = tuple(cases[index].entity.of_table(vector_table) for index in user_indices)
             options = replace(context.options, k=None, filter=None, rerank=None, exclude=())
             vector_cases = await build_pending_answers(snapshot, LookupRequest(entities, options))
-            for index, vector_case in zip(user_indices, vector_cases, strict=True):
+            for case_index, vector_case in zip(user_indices, vector_cases, strict=True):
                 vector_case.is_exact = True
-                self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[index])
+                self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[case_index])
             vector_context = RequestContext.of(options, context.started, is_part=True)
             vector_answers = await self._ladder.resolve(served, vector_cases, vector_context)
-            for index, vector_case, answer in zip(
+            for case_index, vector_case, answer in zip(
                 user_indices, vector_cases, vector_answers, strict=True
             ):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
                     flag_fields = {"approximate": True} if answer.get("approximate") else {}
-                    entity_vectors[index] = SourcedVector(
+                    entity_vectors[case_index] = SourcedVector(
                         answer["vector"], answer["source"], answer["producer"],
                         answer.get("reason"), flag_fields,
                     )  # fmt: skip
-                elif cases[index].live_reason is None:
-                    cases[index].live_reason = vector_case.live_reason
+                elif cases[case_index].live_reason is None:
+                    cases[case_index].live_reason = vector_case.live_reason
         return entity_vectors
 
 

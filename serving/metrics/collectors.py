@@ -128,8 +128,8 @@ def refine_bounds(
         lower_bound = finer_bounds[-1]
         step_count = max(1, math.ceil(math.log(bound / lower_bound) / math.log(ratio) - 1e-9))
         finer_bounds += [
-            lower_bound * (bound / lower_bound) ** (step / step_count)
-            for step in range(1, step_count)
+            lower_bound * (bound / lower_bound) ** (step_number / step_count)
+            for step_number in range(1, step_count)
         ]
         finer_bounds.append(bound)
     return tuple(finer_bounds)
@@ -142,12 +142,14 @@ def bucket_middle(bounds: Sequence[float], bucket_index: int) -> float:
     return math.sqrt(bounds[bucket_index - 1] * bounds[bucket_index])
 
 
-def quantile(bounds: Sequence[float], counts: Mapping[int, int], fraction: float) -> float | None:
+def quantile(
+    bounds: Sequence[float], count_by_bucket: Mapping[int, int], fraction: float
+) -> float | None:
     """The value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
-    total = sum(counts.values())
-    rank, cumulative_count = max(1, math.ceil(fraction * total - 1e-9)), 0
-    for bucket_index in sorted(counts):
-        cumulative_count += counts[bucket_index]
+    observation_count = sum(count_by_bucket.values())
+    rank, cumulative_count = max(1, math.ceil(fraction * observation_count - 1e-9)), 0
+    for bucket_index in sorted(count_by_bucket):
+        cumulative_count += count_by_bucket[bucket_index]
         if cumulative_count >= rank:
             return bucket_middle(bounds, bucket_index)
     return None
@@ -177,10 +179,10 @@ class L1Misses(Collector):
     def __init__(self) -> None:
         self._count_by_table_and_reason: defaultdict[tuple[str, Absence], int] = defaultdict(int)
 
-    def add(self, table: str, reasons: Mapping[Absence, int]) -> None:
+    def add(self, table_name: str, count_by_reason: Mapping[Absence, int]) -> None:
         """Adds entities of a table, each counted under its one reason."""
-        for reason, count in reasons.items():
-            self._count_by_table_and_reason[table, reason] += count
+        for reason, count in count_by_reason.items():
+            self._count_by_table_and_reason[table_name, reason] += count
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Counter family by table and reason."""
@@ -203,12 +205,12 @@ class ChangedAnswers(Collector):
         self._share_sum_by_table: defaultdict[str, float] = defaultdict(float)
 
     def compare(
-        self, table: str, items: NDArray[np.uint32], night_items: NDArray[np.uint32]
+        self, table_name: str, items: NDArray[np.uint32], night_items: NDArray[np.uint32]
     ) -> None:
         """Adds the share of a computed list that is not in the one of the night."""
         if len(items):
-            self._list_count_by_table[table] += 1
-            self._share_sum_by_table[table] += float(1.0 - np.isin(items, night_items).mean())
+            self._list_count_by_table[table_name] += 1
+            self._share_sum_by_table[table_name] += float(1.0 - np.isin(items, night_items).mean())
 
     def totals(self) -> tuple[int, int, float]:
         """Answers, lists that were compared, and the sum of their shares, of all tables."""

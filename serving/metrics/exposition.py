@@ -134,7 +134,7 @@ def merge_expositions(text_by_worker: Mapping[str, bytes]) -> bytes:
     head_lines_by_family: dict[bytes, list[bytes]] = {}
     sample_lines_by_family: dict[bytes, list[bytes]] = {}
     for worker, text in text_by_worker.items():
-        label = b'worker="%s"' % worker.encode()
+        worker_label = b'worker="%s"' % worker.encode()
         family_name = b""
         head_lines: list[bytes] = []
         for worker_line in text.splitlines():
@@ -145,7 +145,7 @@ def merge_expositions(text_by_worker: Mapping[str, bytes]) -> bytes:
                 head_lines.append(worker_line)
             else:
                 sample_lines_by_family.setdefault(family_name, []).append(
-                    _with_label(worker_line, label)
+                    _with_label(worker_line, worker_label)
                 )
     merged_lines = [
         line
@@ -155,14 +155,14 @@ def merge_expositions(text_by_worker: Mapping[str, bytes]) -> bytes:
     return b"".join(line + b"\n" for line in merged_lines)
 
 
-def _with_label(sample_line: bytes, label: bytes) -> bytes:
+def _with_label(sample_line: bytes, worker_label: bytes) -> bytes:
     metric_name, opening_brace, labels_and_value = sample_line.partition(b"{")
     if opening_brace and b" " not in metric_name:
         return b"%s{%s%s%s" % (
             metric_name,
-            label,
+            worker_label,
             b"" if labels_and_value.startswith(b"}") else b",",
             labels_and_value,
         )
     metric_name, _, sample_value = sample_line.partition(b" ")
-    return b"%s{%s} %s" % (metric_name, label, sample_value)
+    return b"%s{%s} %s" % (metric_name, worker_label, sample_value)

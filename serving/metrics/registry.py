@@ -157,18 +157,18 @@ class Metrics:
             for _ in range(times):
                 self.flip_answer_seconds.observe(seconds)
 
-    def set_by_events(self, results: Mapping[str, int]) -> None:
+    def set_by_events(self, count_by_result: Mapping[str, int]) -> None:
         """Count the values set by events, by result."""
-        for result, count in results.items():
+        for result, count in count_by_result.items():
             self._child(self.event_values, result).inc(count)
 
-    def live_failed(self, table: str, reason: str) -> None:
+    def live_failed(self, table_name: str, reason: str) -> None:
         """Counts one input that live did not answer."""
-        self._child(self.live_failures, table, reason).inc()
+        self._child(self.live_failures, table_name, reason).inc()
 
-    def missed(self, table: str, reason: str) -> None:
+    def missed(self, table_name: str, reason: str) -> None:
         """Counts one entity that no stored tier answered."""
-        self._child(self.misses, table, reason).inc()
+        self._child(self.misses, table_name, reason).inc()
 
     def count_entities(self, tables: Iterable[str]) -> None:
         """Counts entities that passed validation: each of them will be answered exactly once."""
@@ -192,14 +192,14 @@ class Metrics:
         self.stage_seconds.observe(stage, seconds)
         note_stage(stage, seconds, entities)
 
-    def inferred(self, size: int, seconds: float) -> None:
-        """Records one inference for `size` inputs."""
-        self.live_batch.observe(size)
+    def inferred(self, input_count: int, seconds: float) -> None:
+        """Records one inference for `input_count` inputs."""
+        self.live_batch.observe(input_count)
         self.stage("inference", seconds)
 
-    def warmed(self, records: int, seconds: float) -> None:
+    def warmed(self, record_count: int, seconds: float) -> None:
         """Counts records that were read ahead, and the seconds that it took."""
-        self.warmed_records.inc(records)
+        self.warmed_records.inc(record_count)
         self.warming_seconds.inc(seconds)
 
     def set_generations(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:

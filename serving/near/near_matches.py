@@ -300,14 +300,14 @@ class ListMatches:
 
     def __init__(
         self,
-        table: str,
+        table_name: str,
         width: int,
         overlap_min: float,
         score_reach: float | None,
         neighbours: Neighbours[Candidates],
     ) -> None:
         self.neighbours = neighbours
-        self._table = table
+        self._table = table_name
         self._width = width
         self._overlap_min = overlap_min
         self._score_reach = score_reach
@@ -466,9 +466,9 @@ class ValueMatches:
     sent, and the model itself is skipped. An answer is wrong if its first label is another one.
     """
 
-    def __init__(self, table: str, neighbours: Neighbours[NumberArray]) -> None:
+    def __init__(self, table_name: str, neighbours: Neighbours[NumberArray]) -> None:
         self.neighbours = neighbours
-        self._table = table
+        self._table = table_name
 
     def predict(
         self,
@@ -556,7 +556,7 @@ class NearMatches:
         self, config_by_table: Mapping[str, NearConfig], rng: Random | None = None
     ) -> None:
         self.outcome_counts_by_table: dict[str, Counter[NearOutcome]] = {
-            name: Counter() for name in config_by_table
+            table_name: Counter() for table_name in config_by_table
         }
         self._config_by_table = config_by_table
         self._rng = rng or Random()
@@ -642,31 +642,36 @@ class NearMatches:
             yield table, kind, policy
 
     def _find_matches(
-        self, predictor: Predictor, snapshot: Snapshot, table: str, kind: InputKind
+        self, predictor: Predictor, snapshot: Snapshot, table_name: str, kind: InputKind
     ) -> Matches:
         with self._lock:
             matches_by_key = self._matches_by_predictor.setdefault(predictor, {})
-            matches = matches_by_key.get((table, kind))
+            matches = matches_by_key.get((table_name, kind))
             if matches is None:
-                matches = matches_by_key[table, kind] = self._build_matches(
-                    predictor, snapshot, table
+                matches = matches_by_key[table_name, kind] = self._build_matches(
+                    predictor, snapshot, table_name
                 )
-            self._policy_by_key[table, kind] = matches.neighbours.policy
+            self._policy_by_key[table_name, kind] = matches.neighbours.policy
             return matches
 
-    def _build_matches(self, predictor: Predictor, snapshot: Snapshot, table: str) -> Matches:
-        config, count_by_outcome = self._config_by_table[table], self.outcome_counts_by_table[table]
-        layout = snapshot.manifest.tables[table].layout
+    def _build_matches(self, predictor: Predictor, snapshot: Snapshot, table_name: str) -> Matches:
+        config, count_by_outcome = (
+            self._config_by_table[table_name],
+            self.outcome_counts_by_table[table_name],
+        )
+        layout = snapshot.manifest.tables[table_name].layout
         if layout.kind == "topk":
-            dims = predictor.output_dims(table)
-            score_reach = predictor.search(table).reach()
+            dims = predictor.output_dims(table_name)
+            score_reach = predictor.search(table_name).reach()
             list_neighbours: Neighbours[Candidates] = Neighbours(
                 config.error, config.entries, dims, self._rng, count_by_outcome
             )
-            return ListMatches(table, layout.width, config.overlap, score_reach, list_neighbours)
-        dims = predictor.sent_dims(table)
+            return ListMatches(
+                table_name, layout.width, config.overlap, score_reach, list_neighbours
+            )
+        dims = predictor.sent_dims(table_name)
         return ValueMatches(
-            table, Neighbours(config.error, config.entries, dims, self._rng, count_by_outcome)
+            table_name, Neighbours(config.error, config.entries, dims, self._rng, count_by_outcome)
         )
 
 
@@ -679,17 +684,17 @@ def input_kind(source: LiveInput) -> InputKind | None:
     return "history" if source.history else "features"
 
 
-def refusal_reason(snapshot: Snapshot, table: str) -> str | None:
+def refusal_reason(snapshot: Snapshot, table_name: str) -> str | None:
     """Return the reason why answers of the table cannot be reused in this generation; None if some can."""
-    manifest_table = snapshot.manifest.tables.get(table)
+    manifest_table = snapshot.manifest.tables.get(table_name)
     if manifest_table is None:
         return f"there is no such table; known are {', '.join(sorted(snapshot.manifest.tables))}"
     predictor = snapshot.predictor
-    if predictor is None or not predictor.supports(table):
+    if predictor is None or not predictor.supports(table_name):
         return "no model computes its answers"
     if manifest_table.kind == "vector":
         return "its answer is the vector itself: behind its model there is nothing to spare"
-    if manifest_table.kind == "value" and not predictor.takes_numbers_alone(table):
+    if manifest_table.kind == "value" and not predictor.takes_numbers_alone(table_name):
         return "its model takes more than float32 features, by which inputs could be compared"
     if manifest_table.kind == "value" and manifest_table.layout.width < 2:
         return "it has a single value, and no first label that could differ"

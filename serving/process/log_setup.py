@@ -51,12 +51,12 @@ def configure_for(settings: "ServingConfig", level: str, *, worker: int | None =
 
 def record_fields(record: logging.LogRecord) -> dict[str, Any]:
     """The record's own fields, and those that say to which request it belongs."""
-    fields = dict(getattr(record, RECORD_FIELDS_ATTRIBUTE, None) or {})
-    if (request_record := current_record()) is not None and "request_id" not in fields:
-        fields |= request_record.ids()
+    line_fields = dict(getattr(record, RECORD_FIELDS_ATTRIBUTE, None) or {})
+    if (request_record := current_record()) is not None and "request_id" not in line_fields:
+        line_fields |= request_record.ids()
     if dropped_count := getattr(record, "larder_dropped", 0):
-        fields["dropped"] = dropped_count
-    return fields
+        line_fields["dropped"] = dropped_count
+    return line_fields
 
 
 class Redactor:
@@ -65,12 +65,16 @@ class Redactor:
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
 
-    def __call__(self, text: str) -> str:
+    def __call__(self, log_text: str) -> str:
         """Return the text with secrets masked, cut if it is too long."""
         for secret in self._secrets:
-            text = text.replace(secret, _MASK_TEXT)
-        text = _BEARER_PATTERN.sub(rf"\g<1>{_MASK_TEXT}", masked(text))
-        return text if len(text) <= TEXT_LENGTH_MAX else f"{text[:TEXT_LENGTH_MAX]}... (cut)"
+            log_text = log_text.replace(secret, _MASK_TEXT)
+        log_text = _BEARER_PATTERN.sub(rf"\g<1>{_MASK_TEXT}", masked(log_text))
+        return (
+            log_text
+            if len(log_text) <= TEXT_LENGTH_MAX
+            else f"{log_text[:TEXT_LENGTH_MAX]}... (cut)"
+        )
 
 
 def passwords_of(*urls: str) -> set[str]:

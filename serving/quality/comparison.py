@@ -79,9 +79,9 @@ class NightInputProbe:
     probe: Probe
     seed: int
 
-    def of(self, raw: bytes) -> LiveInput | None:
+    def of(self, user_id: bytes) -> LiveInput | None:
         """Return the input of a user; None if it is not in the probe."""
-        return self.probe.of(hash_id(raw, self.seed))
+        return self.probe.of(hash_id(user_id, self.seed))
 
 
 def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputProbe | None:

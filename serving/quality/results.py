@@ -155,7 +155,7 @@ def half_width(value_sum: float, squares_sum: float, sample_count: int) -> float
 
 def pack_cells(cells: Mapping[CellKey, SampleTotals]) -> dict[str, list[Any]]:
     """Cells as JSON; no part of a key holds a tab."""
-    return {"\t".join(key): cell.to_json() for key, cell in cells.items()}
+    return {"\t".join(cell_key): cell.to_json() for cell_key, cell in cells.items()}
 
 
 def merge_cells(
@@ -202,11 +202,11 @@ class QualityResults(Collector):
 
     def add(self, sample: AnswerComparison, generation: str) -> None:
         """Adds the comparison of an answer from this generation."""
-        key: CellKey = sample.table, sample.source, sample.producer, sample.band
-        self._totals_by_cell[key].add_sample(sample)
+        cell_key: CellKey = sample.table, sample.source, sample.producer, sample.band
+        self._totals_by_cell[cell_key].add_sample(sample)
         if self.judged_release is None or self.judged_release[0] != generation:
             return
-        self._live_totals_by_cell[key].add_sample(sample)
+        self._live_totals_by_cell[cell_key].add_sample(sample)
         if sample.producer == "batch" and sample.record_overlap is not None:
             self._drift_by_table[sample.table].add_overlap(sample.record_overlap)
 
@@ -234,19 +234,19 @@ class QualityResults(Collector):
             "larder_quality_exact", "Of these, those that came out the same", labels=CELL_LABELS
         )
         overlap_family, error_family, age_family = (
-            SummaryMetricFamily(f"larder_quality_{table_name}", text, labels=CELL_LABELS)
-            for table_name, text in (
+            SummaryMetricFamily(f"larder_quality_{table_name}", help_text, labels=CELL_LABELS)
+            for table_name, help_text in (
                 ("overlap_ratio", "Share of the served list that the model gives too"),
                 ("score_error_ratio", "Difference of the numbers, as a share of the largest"),
                 ("age_seconds", "Age of the data when the answer was served"),
             )
         )
-        for key, cell in self._totals_by_cell.items():
-            samples_family.add_metric(key, cell.samples)
-            exact_family.add_metric(key, cell.exact)
-            overlap_family.add_metric(key, cell.samples, cell.overlap)
-            error_family.add_metric(key, cell.samples, cell.error)
-            age_family.add_metric(key, cell.samples, cell.age)
+        for cell_key, cell in self._totals_by_cell.items():
+            samples_family.add_metric(cell_key, cell.samples)
+            exact_family.add_metric(cell_key, cell.exact)
+            overlap_family.add_metric(cell_key, cell.samples, cell.overlap)
+            error_family.add_metric(cell_key, cell.samples, cell.error)
+            age_family.add_metric(cell_key, cell.samples, cell.age)
         yield from (samples_family, exact_family, overlap_family, error_family, age_family)
         skipped_family = CounterMetricFamily(
             "larder_quality_skipped", "Answers drawn and not compared", labels=["reason"]
@@ -415,32 +415,39 @@ def still_unknown_names(live: Snapshot, names: Sequence[Name]) -> list[Name]:
     """Names that this generation does not know either, of tables that it has."""
     tables = live.manifest.tables
     return [
-        (name, raw) for name, raw in names if name in tables and not live.knows(tables[name], raw)
+        (table_name, entity_id)
+        for table_name, entity_id in names
+        if table_name in tables and not live.knows(tables[table_name], entity_id)
     ]
 
 
 def summarise_parts(
-    parts: Sequence[dict[str, Any]],
+    replica_parts: Sequence[dict[str, Any]],
     *,
     worklist: int | None,
     read_share: float | None,
     size_bytes: int,
 ) -> dict[str, Any]:
     """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
-    totals_by_cell = merge_cells(replica_part["cells"] for replica_part in parts)
+    totals_by_cell = merge_cells(replica_part["cells"] for replica_part in replica_parts)
     total_cell = SampleTotals.of(cell_totals.to_json() for cell_totals in totals_by_cell.values())
-    drifted_tables = sorted({table for replica_part in parts for table in replica_part["drift"]})
+    drifted_tables = sorted(
+        {table for replica_part in replica_parts for table in replica_part["drift"]}
+    )
     gigabytes = size_bytes / GIGABYTE
     return {
-        "since": min(replica_part["since"] for replica_part in parts),
+        "since": min(replica_part["since"] for replica_part in replica_parts),
         **_cell_figures(total_cell),
         "drift": bool(drifted_tables),
         "drifted": drifted_tables,
         "sentence": _sentence(total_cell, drifted_tables),
-        "by": [_cell_row(key, cell_totals) for key, cell_totals in sorted(totals_by_cell.items())],
+        "by": [
+            _cell_row(cell_key, cell_totals)
+            for cell_key, cell_totals in sorted(totals_by_cell.items())
+        ],
         "worklist": worklist,
         "read_share": read_share,
-        "hits_per_gb": sum(replica_part["hits"] for replica_part in parts) / gigabytes
+        "hits_per_gb": sum(replica_part["hits"] for replica_part in replica_parts) / gigabytes
         if gigabytes
         else None,
     }

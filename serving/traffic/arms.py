@@ -71,8 +71,8 @@ _NEXT_STATES: Mapping[ArmState, frozenset[ArmState]] = {
 class Arm:
     """Namespace of an arm, from its opening to its end. Only `ArmHolder` changes its state."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, namespace_name: str) -> None:
+        self.name = namespace_name
         self.state = ArmState.STARTING
         self.namespace: ArmNamespace | None = None
         """Opened namespace; None before it is opened, and once it is closed."""
@@ -117,18 +117,18 @@ class Routing:
             for experiment in record.running
         }
 
-    def find_arm(self, key: bytes) -> tuple[str, str] | None:
+    def find_arm(self, assignment_key: bytes) -> tuple[str, str] | None:
         """Return the running experiment and arm of the key; None without one."""
-        experiment_name = self._experiment_owners.of(key)
+        experiment_name = self._experiment_owners.of(assignment_key)
         arm_owners = (
             None if experiment_name is None else self._arm_owners_by_experiment.get(experiment_name)
         )
-        arm_name = None if arm_owners is None else arm_owners.of(key)
+        arm_name = None if arm_owners is None else arm_owners.of(assignment_key)
         return None if experiment_name is None or arm_name is None else (experiment_name, arm_name)
 
-    def is_sampled(self, experiment: str, key: bytes) -> bool:
+    def is_sampled(self, experiment: str, assignment_key: bytes) -> bool:
         """True if the key's exposures are recorded: of a key always, or never."""
-        return self._sample_by_experiment[experiment].has_key(key)
+        return self._sample_by_experiment[experiment].has_key(assignment_key)
 
 
 class ArmHolder:

@@ -146,8 +146,8 @@ class CanaryRouter:
         self,
         served: ServedGenerations,
         generation: str | None,
-        key: bytes | None,
-        event: str,
+        assignment_key: bytes | None,
+        event_name: str,
         count: int,
     ) -> Arm | None:
         """Count a report on a generation's answers, or to a key; return the arm, None if it is neither."""
@@ -163,12 +163,15 @@ class CanaryRouter:
             arm = arm_by_generation.get(generation)
         else:
             arm = (
-                "canary" if key is not None and canary_split(served.canary).has_key(key) else "live"
+                "canary"
+                if assignment_key is not None
+                and canary_split(served.canary).has_key(assignment_key)
+                else "live"
             )
         if arm is not None:
-            self._counts_by_arm[arm].count_feedback(event, count)
+            self._counts_by_arm[arm].count_feedback(event_name, count)
             self._metrics.feedback.labels(
-                arm, self._event_names.counted_name(event, canary.event)
+                arm, self._event_names.counted_name(event_name, canary.event)
             ).inc(count)
         return arm
 
@@ -251,13 +254,13 @@ class EventNames:
     def __init__(self) -> None:
         self._names: set[str] = set()
 
-    def counted_name(self, event: str, always_counted: str = "") -> str:
+    def counted_name(self, event_name: str, always_counted: str = "") -> str:
         """Name under which an event is counted; what decides is a setting and no caller's choice: one more of it."""
-        if event not in self._names and (
-            len(self._names) < COUNTED_EVENTS_MAX or event == always_counted != ""
+        if event_name not in self._names and (
+            len(self._names) < COUNTED_EVENTS_MAX or event_name == always_counted != ""
         ):
-            self._names.add(event)
-        return event if event in self._names else OTHER_EVENT
+            self._names.add(event_name)
+        return event_name if event_name in self._names else OTHER_EVENT
 
 
 class _FirstAnswer(NamedTuple):
@@ -287,9 +290,9 @@ class KeySample:
     def __len__(self) -> int:
         return len(self._first_answer_by_key)
 
-    def add_answer(self, key: bytes, answer_kind: str, top_score: float | None) -> None:
+    def add_answer(self, assignment_key: bytes, answer_kind: str, top_score: float | None) -> None:
         """Adds an answer to a key; only its first one counts."""
-        key_hash = xxhash.xxh3_64_intdigest(key, _SAMPLE_SEED)
+        key_hash = xxhash.xxh3_64_intdigest(assignment_key, _SAMPLE_SEED)
         if key_hash in self._first_answer_by_key:
             return
         self.sketch.add(key_hash)
@@ -339,19 +342,27 @@ class ArmCounts:
     feedback: Tally[str] = field(default_factory=Tally)
     keys: KeySample = field(default_factory=KeySample)
 
-    def count_answers(self, key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
+    def count_answers(
+        self, assignment_key: bytes, answers: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
         """Counts one more request; the top scores of the lists that this very generation gave."""
         self.requests += 1
         if answers:
-            self.keys.add_answer(key, _answer_kind(answers[0]), _top_score_of(answers[0]))
+            self.keys.add_answer(
+                assignment_key, _answer_kind(answers[0]), _top_score_of(answers[0])
+            )
         return [top_score for answer in answers if (top_score := _top_score_of(answer)) is not None]
 
-    def count_feedback(self, event: str, count: int) -> None:
+    def count_feedback(self, event_name: str, count: int) -> None:
         """Counts feedback; kinds beyond `COUNTED_EVENTS_MAX` are counted as `other`."""
         other_count = len(self.feedback) - (self.event in self.feedback)
-        if event not in self.feedback and event != self.event and other_count >= COUNTED_EVENTS_MAX:
-            event = OTHER_EVENT
-        self.feedback[event] += count
+        if (
+            event_name not in self.feedback
+            and event_name != self.event
+            and other_count >= COUNTED_EVENTS_MAX
+        ):
+            event_name = OTHER_EVENT
+        self.feedback[event_name] += count
 
     def to_json(self) -> dict[str, Any]:
         """JSON object for the heartbeat; buckets as text, for JSON has no other keys.

@@ -86,15 +86,15 @@ class ExposureLog:
         self._part_number = 0
         self._write_lock = asyncio.Lock()
 
-    def count_request(self, experiment: str, arm: str, key: bytes | None) -> None:
-        """Counts one request that an arm answered; without a `key` it is no exposure to be written down."""
+    def count_request(self, experiment: str, arm: str, exposed_key: bytes | None) -> None:
+        """Counts one request that an arm answered; without an `exposed_key` it is no exposure to be written down."""
         now_s = self._clock()
         arm_hour = self._arm_hour(now_s, experiment, arm)
         arm_hour.requests += 1
-        if key is None:
+        if exposed_key is None:
             return
         exposure_hash = xxhash.xxh3_64_intdigest(
-            b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), key)
+            b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), exposed_key)
         )
         if exposure_hash in self._logged_hashes:
             return
@@ -105,11 +105,11 @@ class ExposureLog:
             self._logged_hashes.clear()
         self._logged_hashes.add(exposure_hash)
         self._waiting_count += 1
-        arm_hour.exposures.append(Exposure(key, now_s))
+        arm_hour.exposures.append(Exposure(exposed_key, now_s))
 
-    def count_feedback(self, experiment: str, arm: str, event: str, count: int) -> None:
+    def count_feedback(self, experiment: str, arm: str, event_name: str, count: int) -> None:
         """Count feedback for an arm."""
-        self._arm_hour(self._clock(), experiment, arm).feedback[event] += count
+        self._arm_hour(self._clock(), experiment, arm).feedback[event_name] += count
 
     async def flush(self) -> None:
         """Write all waiting parts to the store; parts that cannot be written go on waiting."""

@@ -63,12 +63,12 @@ class ExperimentMetrics:
     def by_field(self) -> dict[str, int]:
         """Return the requests and feedback of arms, by the fields of the dashboard."""
         return {
-            prefix + "=".join(labels[label_name] for label_name in label_names): int(count)
+            prefix + "=".join(value_by_label[label_name] for label_name in label_names): int(count)
             for counter, prefix, label_names in (
                 (self.requests, ARM_REQUESTS_PREFIX, ("experiment", "arm")),
                 (self.feedback, ARM_FEEDBACK_PREFIX, ("experiment", "arm", "event")),
             )
-            for labels, count in counts_of(counter)
+            for value_by_label, count in counts_of(counter)
         }
 
 
@@ -170,9 +170,9 @@ class ExperimentRouter:
             )
         if experiment_and_arm is None:
             return {"arm": canary_arm}
-        event = self._event_names.counted_name(report.event)
-        self.exposures.count_feedback(*experiment_and_arm, event, report.count)
-        self._metrics.feedback.labels(*experiment_and_arm, event).inc(report.count)
+        counted_event_name = self._event_names.counted_name(report.event)
+        self.exposures.count_feedback(*experiment_and_arm, counted_event_name, report.count)
+        self._metrics.feedback.labels(*experiment_and_arm, counted_event_name).inc(report.count)
         return {"arm": canary_arm, "experiment": "=".join(experiment_and_arm)}
 
     def _log_exposure(self, assignment: ExperimentAssignment, key: bytes) -> None:

@@ -48,13 +48,13 @@ class ReadHashes:
         )
         self._remaining_hashes = READ_HASHES_MAX
 
-    def add(self, generation: str, table: str, entity_hashes: Sequence[int | bytes]) -> None:
+    def add(self, generation: str, table_name: str, entity_hashes: Sequence[int | bytes]) -> None:
         """Adds the hashes of entities that were read; counts them as left out if there is no room."""
         if len(entity_hashes) > self._remaining_hashes:
             self.left_out += len(entity_hashes)
             return
         self._remaining_hashes -= len(entity_hashes)
-        self._hashes_by_table[generation, table].append(entity_hashes)
+        self._hashes_by_table[generation, table_name].append(entity_hashes)
 
     def drain(self, generation: str) -> Mapping[str, HashBatches]:
         """Hashes by table of what was read of this generation since the last call; those of others are forgotten."""
@@ -211,17 +211,17 @@ def stored_answers_by_table(metrics: Metrics) -> dict[str, float]:
     """Answers from stored records by table, since the start of this process."""
     metrics.settle()
     hits_by_table: defaultdict[str, float] = defaultdict(float)
-    for labels, count in counts_of(metrics.answers):
-        if labels["source"] in STORED_SOURCES:
-            hits_by_table[labels["table"]] += count
+    for value_by_label, count in counts_of(metrics.answers):
+        if value_by_label["source"] in STORED_SOURCES:
+            hits_by_table[value_by_label["table"]] += count
     return dict(hits_by_table)
 
 
-def record_count(live: Snapshot, table: str) -> int:
+def record_count(live: Snapshot, table_name: str) -> int:
     """Number of records of a table."""
-    return sum(part.count for part in live.manifest.tables[table].parts)
+    return sum(table_part.count for table_part in live.manifest.tables[table_name].parts)
 
 
-def page_bytes(live: Snapshot, table: str) -> int:
+def page_bytes(live: Snapshot, table_name: str) -> int:
     """Bytes of a table's pages."""
-    return sum(part.file.size_bytes for part in live.manifest.tables[table].parts)
+    return sum(table_part.file.size_bytes for table_part in live.manifest.tables[table_name].parts)

@@ -48,7 +48,7 @@ PLANTS = (
             ),
             Change(
                 _FILTERED_LOOKUP,
-                "self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[index])",
+                "self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[case_index])",
                 "pass",
             ),
         ),
@@ -114,8 +114,8 @@ PLANTS = (
         (
             Change(
                 _ARMS,
-                "arm_name = None if arm_owners is None else arm_owners.of(key)",
-                'arm_name = None if arm_owners is None else arm_owners.of(key + b"%d" % id(self))',
+                "arm_name = None if arm_owners is None else arm_owners.of(assignment_key)",
+                'arm_name = None if arm_owners is None else arm_owners.of(assignment_key + b"%d" % id(self))',
             ),
         ),
     ),
