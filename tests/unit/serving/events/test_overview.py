@@ -30,14 +30,14 @@ def overview(
     users = type("Users", (list,), {"last": Position(20, 1).number})([1, 2, 3])
     follower = SimpleNamespace(
         newer_events=SimpleNamespace(users=users, size_bytes=900),
-        lag_s=lambda: 0.12345, limit_bytes=1_000,
+        lag_s=lambda: 0.12345, held_bytes_max=1_000,
     )  # fmt: skip
     intake = SimpleNamespace(
         redis=SimpleNamespace(
             found_durability=persistence and SimpleNamespace(persistence=persistence),
             demanded="always",
         ),
-        counts=SimpleNamespace(gauges=dict.fromkeys(GAUGES, 1.0)),
+        counts=SimpleNamespace(value_by_gauge=dict.fromkeys(GAUGES, 1.0)),
     )
     holder = SimpleNamespace(served=SimpleNamespace(live=live) if is_held else None)
     return EventOverview(cast(Any, intake), cast(Any, follower), cast(Any, holder))

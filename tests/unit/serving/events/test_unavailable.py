@@ -24,7 +24,9 @@ def intake(error: Exception) -> EventIntake:
         raise error
 
     no_events: Any = SimpleNamespace(packed=[], rejected=[], places=[])
-    parts: Any = SimpleNamespace(accept=accept, of_body=lambda *_: no_events, found_durability=None)
+    parts: Any = SimpleNamespace(
+        accept=accept, parse_body_events=lambda *_: no_events, found_durability=None
+    )
     counts: Any = EventCounts(parts, SimpleNamespace(events="", inbox="", rejected=""), 1)  # type: ignore[arg-type]
     return EventIntake(
         parts, parts, parts, parts, parts, counts, Blocklist, time.time, time.monotonic

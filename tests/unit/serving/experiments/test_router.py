@@ -33,7 +33,7 @@ class FakeArms:
 class FakeExposures:
     recorded_requests: list[tuple[str, str, bytes | None]] = field(default_factory=list)
 
-    def request(self, experiment: str, arm: str, key: bytes | None) -> None:
+    def count_request(self, experiment: str, arm: str, key: bytes | None) -> None:
         self.recorded_requests.append((experiment, arm, key))
 
 

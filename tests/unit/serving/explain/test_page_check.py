@@ -32,7 +32,7 @@ async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
     async def page(_: object) -> Miss:
         return Miss(MissReason.PAGE_MISSING)
 
-    looking: Any = SimpleNamespace(page=page)
+    looking: Any = SimpleNamespace(read_page=page)
     aside: Any = hangs
     checks = PageChecks(looking, Keyspace("test"), NOWHERE, aside)
 
