@@ -161,11 +161,11 @@ class EventOverview:
             "durability": None
             if redis.found_durability is None
             else redis.found_durability.persistence,
-            "demanded": redis.demanded,
+            "demanded": redis.demanded_durability,
             "lag_s": round(self.follower.lag_s(), 3),
             "users": len(newer_events.users),
             "held_bytes": newer_events.size_bytes,
-            "held_max_bytes": self.follower.limit_bytes,
+            "held_max_bytes": self.follower.held_bytes_max,
             "counted_until": str(Position.of_number(newer_events.users.last)),
             "published_until": None if events_of_night is None else events_of_night.until,
         }

@@ -84,7 +84,7 @@ class EventsRedis:
     """
 
     def __init__(self, url: str, demanded: Durability) -> None:
-        self.demanded = demanded
+        self.demanded_durability = demanded
         self.found_durability: FoundDurability | None = None
         """Durability found by the last check; None before the first."""
         try:
@@ -144,12 +144,14 @@ class EventsRedis:
 
     async def demand_durability(self) -> None:
         """Check the settings of this Redis; raise EventsUnavailable unless it keeps events as demanded."""
-        _check_durability(await self.refresh_durability(), self.demanded)
+        _check_durability(await self.refresh_durability(), self.demanded_durability)
 
     async def refresh_durability(self) -> FoundDurability:
         """Return the current durability of this Redis."""
         with _translate_errors():
-            durability = await find_durability(self._client.execute_command, self.demanded)
+            durability = await find_durability(
+                self._client.execute_command, self.demanded_durability
+            )
         self.found_durability = durability
         return durability
 
@@ -163,12 +165,14 @@ class EventsRedis:
         await self._client.aclose(close_connection_pool=True)
 
     async def _check_durability_of(self, connection: AbstractConnection) -> None:
-        if self.found_durability is None or not self.found_durability.suffices(self.demanded):
+        if self.found_durability is None or not self.found_durability.suffices(
+            self.demanded_durability
+        ):
             # It may have been mended since.
             self.found_durability = await find_durability(
-                partial(_execute_on, connection), self.demanded
+                partial(_execute_on, connection), self.demanded_durability
             )
-        _check_durability(self.found_durability, self.demanded)
+        _check_durability(self.found_durability, self.demanded_durability)
 
     async def _execute_durably(
         self, connection: AbstractConnection, command: Command
@@ -190,7 +194,7 @@ class EventsRedis:
         """Open a connection as redis-py does, and check durability again, since the server may be another one."""
         await connection.on_connect()
         self.found_durability = await find_durability(
-            partial(_execute_on, connection), self.demanded
+            partial(_execute_on, connection), self.demanded_durability
         )
 
 

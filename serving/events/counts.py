@@ -74,7 +74,7 @@ class EventCounts(Collector):
             else float(redis_time[0])
         )
         self.value_by_gauge = {
-            "up": float(durability.suffices(self._redis.demanded)),
+            "up": float(durability.suffices(self._redis.demanded_durability)),
             "stream_bytes": float(size_bytes or 0),
             "stream_max_bytes": float(self._stream_bytes_max),
             "stream_length": float(stream_length),

@@ -84,7 +84,7 @@ class EventFollower:
         self._holder = holder
         self._note_stale = note_stale
         self._recheck_values = recheck_values
-        self.limit_bytes = held_bytes_max
+        self.held_bytes_max = held_bytes_max
         self._timer = timer
         self._clock = RedisClock(timer)
         self._floor_number: int | None = None
@@ -145,7 +145,7 @@ class EventFollower:
             await self._read_earlier(client, floor_number, self._floor_number)
         elif floor_number > self._floor_number:
             await self._drop_until(floor_number)
-        if self.newer_events.size_bytes >= self.limit_bytes:
+        if self.newer_events.size_bytes >= self.held_bytes_max:
             self._fall_behind()
             return False
         wait_ms = wait_ms if self._is_at_end else None
@@ -275,7 +275,7 @@ class EventFollower:
         while await self._add_entries(
             client, reread_events, None, until_number=until_number, only_owners=only_owners
         ):
-            if reread_events.size_bytes + self.newer_events.size_bytes >= self.limit_bytes:
+            if reread_events.size_bytes + self.newer_events.size_bytes >= self.held_bytes_max:
                 await self._read_all_since(client, after_number)
                 return False
             await self._add_entries(client, self.newer_events, None)
@@ -296,7 +296,7 @@ class EventFollower:
         reread_events = _empty_events_since(floor_number)
         while (
             await self._add_entries(client, reread_events, None)
-            and reread_events.size_bytes < self.limit_bytes
+            and reread_events.size_bytes < self.held_bytes_max
         ):
             pass
         for _ in self.newer_events.become_in_turns(reread_events):
@@ -392,7 +392,7 @@ class EventMetrics(Collector):
                 "Of these the ones on which the live item tower fails, and that no list names",
                 items_without_vector,
             ),
-            ("held_max_bytes", "Bytes of them that a worker may have", follower.limit_bytes),
+            ("held_max_bytes", "Bytes of them that a worker may have", follower.held_bytes_max),
         ):
             yield GaugeMetricFamily(f"larder_events_{gauge_name}", help_text, gauge_value)
         yield CounterMetricFamily(

@@ -609,7 +609,9 @@ class EventParts:
                 await self.redis.demand_durability()
                 await self.intake.counts.refresh()
                 policy = await self.redis.eviction_policy()
-                if self.redis.demanded != "any" and policy.startswith(("volatile", "allkeys")):
+                if self.redis.demanded_durability != "any" and policy.startswith(
+                    ("volatile", "allkeys")
+                ):
                     log.warning(_EVICTION_WARNING, policy)
         except LarderError as error:  # whatever is wrong with events, lookups are answered
             log.warning("no events are accepted for now: %s", error.message)

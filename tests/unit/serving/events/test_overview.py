@@ -35,7 +35,7 @@ def overview(
     intake = SimpleNamespace(
         redis=SimpleNamespace(
             found_durability=persistence and SimpleNamespace(persistence=persistence),
-            demanded="always",
+            demanded_durability="always",
         ),
         counts=SimpleNamespace(value_by_gauge=dict.fromkeys(GAUGES, 1.0)),
     )
