@@ -35,17 +35,17 @@ from cache.process.redis_server import running_server, supervised_redis_url
 from cache.store.releases import newest_release
 from serving.access.quota import QuotaTable
 from serving.process.log_setup import configure_for
-from serving.process.supervisor import QUOTAS, Workers, WorkerSpawner
+from serving.process.supervisor import (QUOTAS_FILE_NAME, WorkerSpawner, WorkerSupervisor)
 
 if TYPE_CHECKING:
     from serving.config.settings import ServingConfig
 
 log = logging.getLogger("serving")
 
-_BACKLOG = 2_048
+_LISTEN_BACKLOG = 2_048
 _SEND_BUFFER_BYTES = 256 << 10
 """Bytes of an answer that the kernel takes over before its peer has them: over 100 ms of distance 2.5 MB a second."""
-_COMMANDS = {
+_MODULE_BY_COMMAND = {
     "explain": "serving.explain.cli",
     "lookup": "serving.cli.lookup",
     "tokens": "serving.cli.tokens",
@@ -59,12 +59,12 @@ PROG = "python -m serving"
 def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
     argv = sys.argv[1:] if arguments is None else list(arguments)
-    if argv and argv[0] in _COMMANDS:
-        command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[argv[0]]).main
+    if argv and argv[0] in _MODULE_BY_COMMAND:
+        command: Callable[[Sequence[str]], int] = importlib.import_module(_MODULE_BY_COMMAND[argv[0]]).main
         return command(argv[1:])
     options = argument_parser(prog).parse_args(argv)
-    if line := missing_extra(prog, "serving", *SERVING_MODULES):
-        print(f"larder: {line}", file=sys.stderr)
+    if missing_extra_message := missing_extra(prog, "serving", *SERVING_MODULES):
+        print(f"larder: {missing_extra_message}", file=sys.stderr)
         return 2
     from serving.config.settings import (
         ServingConfig,
@@ -93,15 +93,15 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
             log.info("uses the Redis that another command started here; the last of them ends it")
         with (
             interrupts_never_swallowed(),
-            _listening(config) as listener,
+            _open_listener(config) as listener,
             supervised_redis_url(
                 Path(config.state), config.redis_url, refill=functools.partial(_refill, config)
-            ) as url,
+            ) as redis_url,
         ):
-            is_own = not config.redis_url
-            config = replace(config, redis_url=url)
+            is_own_redis = not config.redis_url
+            config = replace(config, redis_url=redis_url)
             configure_for(config, options.log_level)
-            _check_redis(config, is_own=is_own)
+            _check_redis(config, is_own_redis=is_own_redis)
             serve = _serve if config.workers == 1 else _supervise
             return serve(config, listener, options.log_level)
     except LarderError as error:
@@ -136,23 +136,23 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     return parser
 
 
-def _listening(config: "ServingConfig") -> socket.socket:
+def _open_listener(config: "ServingConfig") -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        address_family, socket_type, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM
         )[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = socket.socket(address_family, socket_type, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it. Grown by the kernel, a buffer would take 4 MiB of each peer that reads nothing.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(_LISTEN_BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
     return listener
 
 
-def _check_redis(config: "ServingConfig", *, is_own: bool) -> bool:
+def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
     """Refuses a Redis that may evict published pages; fills an empty one of our own from the artefact store.
 
     Returns False if it could not be asked or filled.
@@ -169,8 +169,8 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> bool:
         )
         return False
     try:
-        policies = [_policy(server) for server in primary_clients(client).values()]
-        if policy := next(
+        policies = [_eviction_policy(server) for server in primary_clients(client).values()]
+        if evicting_policy := next(
             (
                 eviction_policy
                 for eviction_policy in policies
@@ -179,7 +179,7 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> bool:
             None,
         ):
             raise ConfigError(
-                f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
+                f"Redis has maxmemory-policy {evicting_policy}, which may evict published pages; set volatile-lru",
                 field="redis_url",
             )
         is_empty = not client.exists(Keyspace(config.namespace).live)
@@ -199,13 +199,13 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> bool:
         return False
     finally:
         client.close()
-    if is_own and is_empty:
+    if is_own_redis and is_empty:
         if newest_release(config.store()) is not None:
             return _restore(config)
-        file = os.environ.get("LARDER_CONFIG") or "defaults, no larder.toml is here"
+        settings_file = os.environ.get("LARDER_CONFIG") or "defaults, no larder.toml is here"
         log.warning(
             "nothing was published in %s yet (settings: %s): run `larder night`; or is this another folder?",
-            config.artifacts, file,
+            config.artifacts, settings_file,
         )  # fmt: skip
     return True
 
@@ -213,13 +213,13 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> bool:
 def _refill(config: "ServingConfig", redis_url: str) -> bool:
     """Fill a server of our own that was started again; what refuses it is logged, since the service goes on."""
     try:
-        return _check_redis(replace(config, redis_url=redis_url), is_own=True)
+        return _check_redis(replace(config, redis_url=redis_url), is_own_redis=True)
     except (LarderError, OSError) as error:
         log.error("the Redis that was started again is not filled: %s", error)
         return False
 
 
-def _policy(server: "redis.Redis") -> str:
+def _eviction_policy(server: "redis.Redis") -> str:
     try:
         info: dict[str, object] = server.info("memory")
         return str(info.get("maxmemory_policy", ""))
@@ -252,8 +252,8 @@ def _restore(config: "ServingConfig") -> bool:
 def _announce(listener: socket.socket, scheme: str) -> None:
     """Prints the service's address on a line that a program can read."""
     host, port = listener.getsockname()[:2]
-    named = f"[{host}]" if ":" in host else host
-    print(f"Larder serves on {scheme}://{named}:{port}", flush=True)
+    host_text = f"[{host}]" if ":" in host else host
+    print(f"Larder serves on {scheme}://{host_text}:{port}", flush=True)
 
 
 def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
@@ -270,11 +270,11 @@ def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> 
 
 def _supervise(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
     announce = functools.partial(_announce, listener, config.scheme)
-    with tempfile.TemporaryDirectory(prefix="larder-") as folder:  # nobody else may enter it
+    with tempfile.TemporaryDirectory(prefix="larder-") as workers_folder:  # nobody else may enter it
         if config.tokens_file:  # twice as many columns as workers, for a rolling restart
-            QuotaTable.create(Path(folder) / QUOTAS, 2 * config.workers + 8)
-        spawn = WorkerSpawner(listener, Path(folder), config.redis_url, log_level)
-        return asyncio.run(Workers(config.workers, spawn, config.drain_s, announce).run())
+            QuotaTable.create(Path(workers_folder) / QUOTAS_FILE_NAME, 2 * config.workers + 8)
+        spawner = WorkerSpawner(listener, Path(workers_folder), config.redis_url, log_level)
+        return asyncio.run(WorkerSupervisor(config.workers, spawner, config.drain_s, announce).run())
 
 
 if __name__ == "__main__":

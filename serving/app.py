@@ -21,7 +21,7 @@ from serving.http.routes import build_routes
 from serving.metrics.exposition import WorkerPeers
 from serving.process.resources import raise_file_limit
 from serving.process.server import Server, settings_of
-from serving.process.supervisor import QUOTAS
+from serving.process.supervisor import (QUOTAS_FILE_NAME)
 from serving.replica.hooks import TraceJudge
 from serving.requests.bodies import refusal_response
 from serving.requests.errors import Problem
@@ -37,8 +37,8 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
     """
     check_header_token(config.token)
     tokens = tokens_in_force(config, peers)
-    files = TlsFiles.of(config)
-    tls = None if files is None else TlsWatch(files)
+    tls_files = TlsFiles.of(config)
+    tls_watch = None if tls_files is None else TlsWatch(tls_files)
     loops = BackgroundLoops()
 
     @contextlib.asynccontextmanager
@@ -48,24 +48,24 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
             tokens.follow_file(loops, recognise),
         ):
             app.state.service = service
-            front.request_watch = service.hooks.watch
-            for collector in filter(None, (tokens, tls)):
+            front_app.request_watch = service.hooks.request_watch
+            for collector in filter(None, (tokens, tls_watch)):
                 service.metrics.registry.register(collector)
             # Routes are tried in order: what is asked most comes before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()
             router, document = build_routes(service)
             app.include_router(router)
-            front.openapi_document = document
+            front_app.openapi_document = document
             app.router.routes.extend(documentation)
-            front.gate = service.create_gate()
+            front_app.gate = service.create_gate()
             if config.fast_http:
-                front.fast_path = fast_lookups(service, service.hooks.is_traced)
-                front.untraced_fast = None if config.traces else front.fast_path
+                front_app.fast_path = fast_lookups(service, service.hooks.is_traced)
+                front_app.untraced_fast = None if config.traces else front_app.fast_path
             yield
-            front.gate = front.fast_path = front.untraced_fast = None
+            front_app.gate = front_app.fast_path = front_app.untraced_fast = None
 
-    front = app = AsgiApp(
+    front_app = app = AsgiApp(
         title="Larder",
         description="Precomputed predictions, each marked with where it came from.",
         lifespan=lifespan,
@@ -76,11 +76,11 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
         api_paths=ApiPaths.of(all_operations(request_limits(config))),
     )
 
-    app.state.tls = tls
+    app.state.tls = tls_watch
     app.state.loops = loops
 
     def recognise(callers: Callers) -> None:
-        front.callers = callers
+        front_app.callers = callers
 
     recognise(tokens.callers)
 
@@ -102,12 +102,12 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
 def tokens_in_force(config: ServingConfig, peers: WorkerPeers | None) -> TokenWatch:
     """Open the tokens with quotas shared by the workers of the same parent; raise ConfigError."""
     is_shared = peers is not None and config.tokens_file
-    rows = (
-        QuotaTable.open(peers.path(QUOTAS), peers.slot)
+    quota_rows = (
+        QuotaTable.open(peers.path(QUOTAS_FILE_NAME), peers.slot)
         if peers is not None and is_shared
         else QuotaTable.create_private()
     )
-    return TokenWatch(config.token, config.tokens_file, rows)
+    return TokenWatch(config.token, config.tokens_file, quota_rows)
 
 
 def fast_lookups(service: LookupService, is_traced: TraceJudge | None) -> FastPath:
@@ -137,7 +137,7 @@ def make_server(
     return Server(settings, shared.connections, *server_arguments)
 
 
-def _with_head(methods: str) -> str:
+def _with_head(allowed_methods: str) -> str:
     """Add HEAD to a route's methods if they include GET: `AsgiApp` answers HEAD for all."""
-    names = {name.strip() for name in methods.split(",")}
-    return ", ".join(sorted(names | {"HEAD"} if "GET" in names else names))
+    method_names = {method_name.strip() for method_name in allowed_methods.split(",")}
+    return ", ".join(sorted(method_names | {"HEAD"} if "GET" in method_names else method_names))

@@ -36,10 +36,10 @@ from serving.requests.reasons import StaleReason
 
 log = logging.getLogger(__name__)
 
-CONNECT_AHEAD_S = 2.0
+CONNECT_AHEAD_MAX_S = 2.0
 """Seconds that a start waits for connections to Redis: a handshake of TLS takes longer than a read may."""
 
-_BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
+_NUMBER_BY_BREAKER_STATE = {"closed": 0, "half_open": 1, "open": 2}
 
 
 @contextlib.asynccontextmanager
@@ -50,81 +50,81 @@ async def running(
     features: Sequence[Feature] = FEATURES,
 ) -> AsyncIterator[Service]:
     """Open all parts behind the routes in order, and close them in reverse; `loops` run the background tasks."""
-    name = replica_id()
+    replica_name = replica_id()
     loops = BackgroundLoops() if loops is None else loops
-    answering = ServiceComponents.of(config, name, loops)
-    metrics, components = answering.metrics, answering.namespace_components
+    service_components = ServiceComponents.of(config, replica_name, loops)
+    metrics, components = service_components.metrics, service_components.namespace_components
     ladder, remote, tiers = components.ladder, components.remote, components.tiers
-    aside = ThreadPoolExecutor(
+    staging_executor = ThreadPoolExecutor(
         1, "larder-next", initializer=lower_thread_priority, initargs=(config.live_nice,)
     )
-    reading = StoreThreads()
-    host = HostHeadroom(config.store().local(""), reading)
-    open_held = partial(
-        open_namespace, cores=answering.cores, host=host, aside=aside, in_thread=reading,
+    store_threads = StoreThreads()
+    host_headroom = HostHeadroom(config.store().local(""), store_threads)
+    open_held_namespace = partial(
+        open_namespace, cores=service_components.cores, host=host_headroom, staging_executor=staging_executor, in_thread=store_threads,
         loops=loops,
     )  # fmt: skip
-    own = open_held(
-        config, name, components, metrics=metrics, flipped=answering.local.eviction_history.note_flip
+    own_namespace = open_held_namespace(
+        config, replica_name, components, metrics=metrics, on_flip=service_components.local.eviction_history.note_flip
     )
-    holder, follower, refresher = own.holder, own.follower, own.refresher
-    releases, room = ReleaseWatch(own.store, reading), RedisMemory(remote.control)
+    holder, follower, refresher = own_namespace.holder, own_namespace.follower, own_namespace.refresher
+    releases, redis_memory = ReleaseWatch(own_namespace.store, store_threads), RedisMemory(remote.control)
     refresher.add_periodic("releases", config.figures_s, releases.refresh)
-    refresher.add_periodic("redis_memory", config.figures_s, room.refresh)
-    refresher.add_periodic("host_disk", HOST_MEASURE_INTERVAL_S, host.refresh)
+    refresher.add_periodic("redis_memory", config.figures_s, redis_memory.refresh)
+    refresher.add_periodic("host_disk", HOST_MEASURE_INTERVAL_S, host_headroom.refresh)
     nights = Nights(config.nights(), follower)
     metrics.registry.register(LoopFailures(loops))
 
-    def note_failing() -> None:
-        failing = ", ".join(f"{name}: {error}" for name, error in loops.error_by_failing_loop.items())
+    def note_failing_loops() -> None:
+        failing_loops_text = ", ".join(f"{loop_name}: {error}" for loop_name, error in loops.error_by_failing_loop.items())
         follower.note_concern(
-            "background", StaleReason.BACKGROUND_FAILING if failing else None, failing
+            "background", StaleReason.BACKGROUND_FAILING if failing_loops_text else None, failing_loops_text
         )
 
-    loops.on_change = note_failing
-    metrics.registry.register(NightMetrics(lambda: holder.served, nights, releases, room))
-    parts = MetricSources(
-        metrics, tiers, remote, answering.batcher, answering.admission, components.inferences,
+    loops.on_change = note_failing_loops
+    metrics.registry.register(NightMetrics(lambda: holder.served, nights, releases, redis_memory))
+    metric_sources = MetricSources(
+        metrics, tiers, remote, service_components.batcher, service_components.admission, components.inferences,
         components.leases, refresher, nights,
     )  # fmt: skip
-    parts.register()
+    metric_sources.register()
     service = LookupService(
         follower=follower, ladder=ladder, metrics=metrics, limits=request_limits(config),
         body_bytes_max=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
-        l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
+        l2_bound_s=remote.bound_s, admission=service_components.admission, observes=config.observe,
     )  # fmt: skip
 
     def open_beside(namespace: str) -> ServedNamespace:
         # The same stream for all namespaces, and of each the generation's own position in it.
         followed_events = replace(config.events, namespace=config.of_events().namespace)
-        of = replace(config, namespace=namespace, events=followed_events)
-        beside = answering.of_namespace(of, name)
+        namespace_config = replace(config, namespace=namespace, events=followed_events)
+        beside_components = service_components.of_namespace(namespace_config, replica_name)
         # Its own threads: a namespace whose loads hang must not keep the service from reading its blocklist.
         in_thread = StoreThreads()
-        staging = ThreadPoolExecutor(
+        staging_pool = ThreadPoolExecutor(
             1, "larder-next", initializer=lower_thread_priority, initargs=(config.live_nice,)
         )
         # Its own registry, which nobody scrapes: gauges of what is followed are of the own namespace.
-        held = open_held(of, name, beside, metrics=Metrics(), in_thread=in_thread, aside=staging)
+        held_namespace = open_held_namespace(namespace_config, replica_name, beside_components, metrics=Metrics(), in_thread=in_thread, staging_executor=staging_pool)
         for attach_namespace in replica.hooks.namespaces:
-            attach_namespace(held)
+            attach_namespace(held_namespace)
         beside_service = replace(
-            service, follower=held.follower, ladder=beside.ladder, tiers=beside.tiers,
-            l2_bound_s=beside.remote.bound_s,
+            service, follower=held_namespace.follower, ladder=beside_components.ladder, tiers=beside_components.tiers,
+            l2_bound_s=beside_components.remote.bound_s,
         )  # fmt: skip
-        return ServedNamespace(held, beside_service, in_thread, staging)
+        return ServedNamespace(held_namespace, beside_service, in_thread, staging_pool)
 
     replica = Replica(
-        config=config, name=name, fleet_name=name if peers is None else peers.replica, metrics=metrics,
-        loops=loops, in_thread=reading, own=own, local=answering.local, executor=answering.executor,
-        batcher=answering.batcher, inference=answering.inference, admission=answering.admission, nights=nights,
+        config=config, name=replica_name, fleet_name=replica_name if peers is None else peers.replica, metrics=metrics,
+        loops=loops, in_thread=store_threads, own_namespace=own_namespace, l1_tier=service_components.local, executor=service_components.executor,
+        batcher=service_components.batcher, inference=service_components.inference, admission=service_components.admission, nights=nights,
         releases=releases, service=service, open_namespace=open_beside,
     )  # fmt: skip
     hooks = replica.hooks
 
     async def drain() -> None:
         await refresher.drain()
-        for drain_feature in hooks.drain:
+        for drain_feature in hooks.drain_steps:
             await drain_feature()
 
     try:
@@ -138,26 +138,26 @@ async def running(
         )  # fmt: skip
         await refresher.start()
         with contextlib.suppress(TimeoutError):  # a Redis that is away is for the reads to find
-            async with asyncio.timeout(CONNECT_AHEAD_S):
+            async with asyncio.timeout(CONNECT_AHEAD_MAX_S):
                 await remote.connect_ahead()
-        for start in hooks.start:
-            await start()
-        answering.pulse.start()
+        for start_feature in hooks.start_steps:
+            await start_feature()
+        service_components.lag_sampler.start()
         if peers is not None:
             await peers.open(metrics.expose)
         yield full_service
     finally:
-        answering.pulse.stop()
+        service_components.lag_sampler.stop()
         if peers is not None:
             await peers.aclose()
-        for stop in hooks.stop:
-            await stop()
+        for stop_feature in hooks.stop_steps:
+            await stop_feature()
         await refresher.aclose()  # first: its looks would open namespaces again
-        for close in reversed(hooks.close):
-            await close()
-        await answering.aclose()
-        aside.shutdown(wait=False, cancel_futures=True)
-        reading.close()
+        for close_feature in reversed(hooks.close_steps):
+            await close_feature()
+        await service_components.aclose()
+        staging_executor.shutdown(wait=False, cancel_futures=True)
+        store_threads.close()
 
 
 def replica_id() -> str:
@@ -193,7 +193,7 @@ class MetricSources:
         metrics.generation_due.set_function(nights.due_at)
         metrics.stale.set_function(lambda: float(follower.stale is not None))
         metrics.ready.set_function(lambda: float(follower.health.ready))
-        metrics.breaker.set_function(lambda: _BREAKER_STATES[self.remote.stats.breaker])
+        metrics.breaker.set_function(lambda: _NUMBER_BY_BREAKER_STATE[self.remote.stats.breaker])
         metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
         metrics.l1_bytes.set_function(lambda: local.size_bytes)
         metrics.l1_entries.set_function(lambda: len(local))

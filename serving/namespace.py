@@ -46,7 +46,7 @@ class ServiceComponents:
     local: LocalTier
     batcher: MicroBatcher
     admission: Admission
-    pulse: LoopLagSampler
+    lag_sampler: LoopLagSampler
     executor: ThreadPoolExecutor
     namespace_components: NamespaceComponents
     inference: BatchInference
@@ -84,18 +84,18 @@ class ServiceComponents:
             interval_s=config.queue_interval_ms / 1000,
             requests_max=config.requests_max,
         )
-        pulse = LoopLagSampler(
+        lag_sampler = LoopLagSampler(
             admission.observe, batcher.longest_wait_share,
             every_s=config.queue_interval_ms / 1000 / _SAMPLES_PER_INTERVAL,
             loops=loops,
         )  # fmt: skip
-        local = LocalTier(config.l1_bytes)
-        watch = AnswerObserver(metrics.l1_misses, local.eviction_history)
-        keyed = _build_namespace_components(
-            config, name, local, batcher, admission, metrics, watch, loops
+        l1_cache = LocalTier(config.l1_bytes)
+        answer_observer = AnswerObserver(metrics.l1_misses, l1_cache.eviction_history)
+        namespace_components = _build_namespace_components(
+            config, name, l1_cache, batcher, admission, metrics, answer_observer, loops
         )
         return cls(
-            metrics, cores, local, batcher, admission, pulse, executor, keyed, inference, loops
+            metrics, cores, l1_cache, batcher, admission, lag_sampler, executor, namespace_components, inference, loops
         )
 
     def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
@@ -118,7 +118,7 @@ def _build_namespace_components(
     batcher: MicroBatcher,
     admission: Admission,
     metrics: Metrics,
-    watch: AnswerObserver,
+    answer_observer: AnswerObserver,
     loops: BackgroundLoops,
 ) -> NamespaceComponents:
     remote = open_tier(
@@ -130,9 +130,9 @@ def _build_namespace_components(
         Keyspace(config.namespace),
         lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
     )
-    absences = NegativeCache(config.negative_entries, config.negative_ttl_s)
-    tiers = TieredCache(local, absences, remote, loops=loops)
-    lead = LeaseManager(
+    negative_cache = NegativeCache(config.negative_entries, config.negative_ttl_s)
+    tiers = TieredCache(local, negative_cache, remote, loops=loops)
+    lease_manager = LeaseManager(
         remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name
     )
     inferences = LiveInferences(
@@ -140,15 +140,15 @@ def _build_namespace_components(
         tiers,
         overlay_ttl_s=config.overlay_ttl_s,
         outage_ttl_s=config.outage_ttl_s,
-        leases=lead if config.lease_wait_ms else None,
+        leases=lease_manager if config.lease_wait_ms else None,
         admit=admission.admit_live,
         spares_reads=config.overlay_reads == "auto",
         changed_answers=metrics.changed_answers,
     )
     ladder = Ladder(
-        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, observer=watch
+        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, observer=answer_observer
     )
-    return NamespaceComponents(remote, tiers, lead, inferences, watch, ladder)
+    return NamespaceComponents(remote, tiers, lease_manager, inferences, answer_observer, ladder)
 
 
 def open_namespace(
@@ -159,10 +159,10 @@ def open_namespace(
     metrics: Metrics,
     *,
     host: HostHeadroom,
-    aside: Executor,
+    staging_executor: Executor,
     in_thread: StoreThreads,
     loops: BackgroundLoops | None = None,
-    flipped: Callable[[str], None] = lambda _before: None,
+    on_flip: Callable[[str], None] = lambda _before: None,
 ) -> HeldNamespace:
     """All parts, `name` for a replica; nothing is read yet. `metrics` are those of this namespace alone."""
     store, control, ladder = config.store(), components.remote.control, components.ladder
@@ -191,20 +191,20 @@ def open_namespace(
         open_snapshot,
         metrics,
         warm=warmup,
-        on_flip=flipped,
-        staging_executor=aside,
+        on_flip=on_flip,
+        staging_executor=staging_executor,
         in_thread=in_thread,
     )
     follower = PointerFollower(
         store, control, holder, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
         clock=clock, in_thread=in_thread,
     )  # fmt: skip
-    beat = Heartbeat(
+    heartbeat = Heartbeat(
         name, follower, clock, metrics, components.remote.p99_ms,
         overlay_ttl_s=config.overlay_ttl_s, host_headroom=host,
     )  # fmt: skip
     refresher = Refresher(
-        follower, store, control, beat, poll_s=config.poll_s,
+        follower, store, control, heartbeat, poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s, heartbeat_s=config.heartbeat_s, in_thread=in_thread,
         loops=loops,
     )  # fmt: skip
@@ -217,7 +217,7 @@ def open_namespace(
         warmup,
         holder,
         follower,
-        beat,
+        heartbeat,
         refresher,
         openers,
     )

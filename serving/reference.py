@@ -16,30 +16,30 @@ from serving.http.openapi import PROBES, Operation, openapi_document, refusal_co
 from serving.http.schemas import QUERY_OPTION_SCHEMAS
 from serving.requests.reasons import PUBLIC_MISS_REASONS, LiveReason, StaleReason
 
-PAGE: Final = Path(__file__).parents[1] / "docs/reference/http-api.md"
-_SECTION = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL)
+API_PAGE: Final = Path(__file__).parents[1] / "docs/reference/http-api.md"
+_SECTION_PATTERN = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL)
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+def _markdown_table(header_cells: tuple[str, ...], row_cells: Iterable[tuple[str, ...]]) -> str:
+    table_lines = [f"| {' | '.join(cells)} |" for cells in (header_cells, *row_cells)]
+    return "\n".join([table_lines[0], "|" + "---|" * len(header_cells), *table_lines[1:]])
 
 
 def _operations() -> tuple[Operation, ...]:
     return (*sorted_by_tag(all_operations(request_limits(ServingConfig()))), *PROBES)
 
 
-def _enum_table(field: str, described_values: Iterable[tuple[str, str]]) -> str:
-    return _table(
-        (f"`{field}`", "says"),
+def _enum_table(field_name: str, described_values: Iterable[tuple[str, str]]) -> str:
+    return _markdown_table(
+        (f"`{field_name}`", "says"),
         ((f"`{field_value}`", meaning) for field_value, meaning in described_values),
     )
 
 
-def sections() -> Mapping[str, str]:
+def generated_sections() -> Mapping[str, str]:
     """Return the generated parts of the page, by name."""
     return {
-        "routes": _table(
+        "routes": _markdown_table(
             ("request", "answers", "scope"),
             (
                 (
@@ -50,9 +50,9 @@ def sections() -> Mapping[str, str]:
                 for operation in _operations()
             ),
         ),
-        "options": _table(
+        "options": _markdown_table(
             ("option", "meaning"),
-            ((f"`{name}`", schema["description"]) for name, schema in QUERY_OPTION_SCHEMAS.items()),
+            ((f"`{option_name}`", option_schema["description"]) for option_name, option_schema in QUERY_OPTION_SCHEMAS.items()),
         ),
         "reason": _enum_table(
             "reason", ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_MISS_REASONS)
@@ -63,7 +63,7 @@ def sections() -> Mapping[str, str]:
         "stale": _enum_table(
             "stale", ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason)
         ),
-        "codes": _table(
+        "codes": _markdown_table(
             ("status", "code", "meaning"),
             (
                 (str(error.status), f"`{code}`", error.meaning)
@@ -73,11 +73,11 @@ def sections() -> Mapping[str, str]:
     }
 
 
-def written(page: str) -> str:
+def page_with_sections(page_text: str) -> str:
     """Return the page with its generated parts made anew."""
-    parts = sections()
-    return _SECTION.sub(
-        lambda section_match: section_match[1] + parts[section_match[2]] + section_match[4], page
+    section_by_name = generated_sections()
+    return _SECTION_PATTERN.sub(
+        lambda section_match: section_match[1] + section_by_name[section_match[2]] + section_match[4], page_text
     )
 
 
@@ -87,12 +87,12 @@ def main(arguments: list[str]) -> int:
         limits = request_limits(ServingConfig())
         print(json.dumps(openapi_document(all_operations(limits), has_tokens=True), indent=1))
         return 0
-    page = PAGE.read_text()
-    current = written(page)
+    page_text = API_PAGE.read_text()
+    current_text = page_with_sections(page_text)
     if arguments == ["--write"]:
-        PAGE.write_text(current)
+        API_PAGE.write_text(current_text)
         return 0
-    return int(page != current)
+    return int(page_text != current_text)
 
 
 if __name__ == "__main__":

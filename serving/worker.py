@@ -16,24 +16,28 @@ from serving.config.settings import ServingConfig
 from serving.metrics.exposition import WorkerPeers
 from serving.process.log_setup import configure_for
 from serving.process.server import Server
-from serving.process.supervisor import READY
+from serving.process.supervisor import READY_MESSAGE
 
 
 def main(arguments: Sequence[str]) -> int:
     """Arguments: listening and control file descriptors, the workers' folder, slot, log level; 2 for bad settings."""
-    listener, control = (socket.socket(fileno=int(descriptor)) for descriptor in arguments[:2])
-    folder, slot, log_level = Path(arguments[2]), int(arguments[3]), arguments[4]
+    listener, control_socket = (
+        socket.socket(fileno=int(descriptor)) for descriptor in arguments[:2]
+    )
+    workers_folder, slot, log_level = Path(arguments[2]), int(arguments[3]), arguments[4]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         config = ServingConfig.load(os.environ)
         configure_for(config, log_level, worker=slot)
-        app = create_app(config, WorkerPeers(folder, slot))
+        app = create_app(config, WorkerPeers(workers_folder, slot))
 
         def announce() -> None:
-            control.setblocking(False)
-            asyncio.get_running_loop().add_reader(control, _heard, server, control)
+            control_socket.setblocking(False)
+            asyncio.get_running_loop().add_reader(
+                control_socket, _follow_parent, server, control_socket
+            )
             with contextlib.suppress(OSError):
-                control.send(READY)
+                control_socket.send(READY_MESSAGE)
 
         server = make_server(app, config, log_level, announce)
         with interrupts_never_swallowed():
@@ -48,15 +52,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _heard(server: Server, control: socket.socket) -> None:
+def _follow_parent(server: Server, control_socket: socket.socket) -> None:
     try:
-        parent_message = control.recv(64)
+        parent_message = control_socket.recv(64)
     except OSError:
         parent_message = b""
     if parent_message:
         server.retire()
     else:  # nobody is left to start a successor, or to tell this one to stop
-        asyncio.get_running_loop().remove_reader(control)
+        asyncio.get_running_loop().remove_reader(control_socket)
         server.handle_exit(signal.SIGTERM, None)
 
 

@@ -14,7 +14,7 @@ from serving.access.callers import TokenWatch
 from serving.access.quota import QuotaTable
 from serving.admission.controller import Admission, OverloadCollector
 from serving.config.tls import TlsWatch
-from serving.events.counts import TEXTS as EVENT_GAUGES
+from serving.events.counts import HELP_TEXT_BY_GAUGE as EVENT_GAUGES
 from serving.events.counts import EventCounts
 from serving.events.follower import EventMetrics
 from serving.events.newer_events import NewerEvents
@@ -57,7 +57,7 @@ def labels() -> dict[str, set[str]]:
     metrics, taken_in = Metrics(), EventCounts(unused_dependency, Keyspace("t"), 0)
     CanaryMetrics(metrics.registry)
     ExperimentMetrics(metrics.registry)
-    taken_in.gauges = dict.fromkeys(EVENT_GAUGES, 0.0)
+    taken_in.value_by_gauge = dict.fromkeys(EVENT_GAUGES, 0.0)
     custom_collectors = [
         InternalCounters(lambda: dict.fromkeys(COUNTER_NAMES, 0.0)),
         OverloadCollector(admission), figures,

@@ -453,7 +453,7 @@ async def _read_durability(url: str, config: "NightConfig") -> "tuple[FoundDurab
 
     events_redis = EventsRedis(url, config.events.durability)
     try:
-        durability = await events_redis.look_at_durability()
+        durability = await events_redis.refresh_durability()
         eviction_policy = await events_redis.eviction_policy()
     finally:
         await events_redis.aclose()

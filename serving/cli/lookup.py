@@ -20,7 +20,7 @@ from cache.process.command_line import json_text, printable, printable_lines
 PROG = "python -m serving lookup"
 _BODY_BYTES_MAX = 64 << 20
 
-_NUMBERS_SHOWN = 20
+_SHOWN_NUMBERS_MAX = 20
 """Numbers of a vector that are shown."""
 
 _ANSWER_FIELDS = frozenset({"answer", "answers", "source"})
@@ -50,12 +50,16 @@ def _show_answer(document: Mapping[str, Any]) -> None:
 
 def answer_lines(answer: Mapping[str, Any]) -> Iterator[str]:
     """Yield an answer as lines: a summary with its source, then an item or a number a line."""
-    rows = list(_answer_rows(answer))
-    count_text = f"{len(rows)} items" if "items" in answer else f"{len(rows)} numbers"
-    notes = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
-    age = f"{answer['age_seconds']:,.0f} s old"
-    about = ", ".join([f"{count_text} from {answer['source']}", *notes, answer["generation"], age])
-    yield f"{answer['table']} {answer['id']}: {about}"
+    answer_rows = list(_answer_rows(answer))
+    count_text = f"{len(answer_rows)} items" if "items" in answer else f"{len(answer_rows)} numbers"
+    note_texts = [
+        f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)
+    ]
+    age_text = f"{answer['age_seconds']:,.0f} s old"
+    summary_text = ", ".join(
+        [f"{count_text} from {answer['source']}", *note_texts, answer["generation"], age_text]
+    )
+    yield f"{answer['table']} {answer['id']}: {summary_text}"
     if (near := answer.get("near")) is not None:
         yield f"       the answer to an input {near:.3g} away was reused ([serving.near])"
     if dropped_count := answer.get("dropped_history"):
@@ -66,13 +70,19 @@ def answer_lines(answer: Mapping[str, Any]) -> Iterator[str]:
             if answer.get("live")
             else "nothing was sent to compute from"
         )
-        instead = "these items suit most users" if answer.get("items") else "there is no answer"
-        yield f"       nothing is known of this id (is it right?), and {input_clause}: {instead}"
-    for number, (name, value) in enumerate(rows, 1):
-        if "vector" in answer and number > _NUMBERS_SHOWN:
-            yield f"  ... and {len(rows) - _NUMBERS_SHOWN} more (--json)"
+        instead_text = (
+            "these items suit most users" if answer.get("items") else "there is no answer"
+        )
+        yield f"       nothing is known of this id (is it right?), and {input_clause}: {instead_text}"
+    for row_number, (row_name, row_value) in enumerate(answer_rows, 1):
+        if "vector" in answer and row_number > _SHOWN_NUMBERS_MAX:
+            yield f"  ... and {len(answer_rows) - _SHOWN_NUMBERS_MAX} more (--json)"
             return
-        yield f"{number:>5}  {name}  {value:.6g}" if name else f"{number:>5}  {value:.6g}"
+        yield (
+            f"{row_number:>5}  {row_name}  {row_value:.6g}"
+            if row_name
+            else f"{row_number:>5}  {row_value:.6g}"
+        )
 
 
 def _answer_rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -124,12 +134,12 @@ def ask_and_show(
 ) -> int:
     """Asks `/v1/ROUTE/TABLE` and shows the answer: 0; 1 and a line where that failed; ends with 2 for wrong usage."""
     try:
-        target = _parse_url(arguments.url)
+        service_address = _parse_url(arguments.url)
         body, tls = question_of(arguments), tls_context(arguments)
     except (ValueError, ConfigError) as error:
         parser.error(str(error))
     try:
-        document = send_question(target, arguments, body, tls, route=route)
+        document = send_question(service_address, arguments, body, tls, route=route)
     except QuestionFailed as error:
         print(printable_lines(f"larder: {error}"), file=sys.stderr)
         return 1
@@ -141,15 +151,15 @@ def ask_and_show(
 
 
 def _parse_url(url: str) -> tuple[str, str, int, str]:
-    parts = urlsplit(url if "://" in url else f"http://{url}")
+    url_parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
-        port = parts.port
+        port = url_parts.port
     except ValueError as error:
         raise ValueError(f"--url {url!r}: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if url_parts.scheme not in ("http", "https") or not url_parts.hostname:
         raise ValueError(f"--url is http://host:port or https://host, not {url!r}")
-    port = port or (443 if parts.scheme == "https" else 80)
-    return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
+    port = port or (443 if url_parts.scheme == "https" else 80)
+    return url_parts.scheme, url_parts.hostname, port, url_parts.path.rstrip("/")
 
 
 def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -182,26 +192,26 @@ def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
     return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
 
 
-def _parse_json(text: str, option: str) -> Any:
+def _parse_json(json_text_of_option: str, option: str) -> Any:
     try:
-        return orjson.loads(text)
+        return orjson.loads(json_text_of_option)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{option} is a JSON object: {error}") from error
 
 
-def _read_history(text: str) -> list[str]:
-    if not text.startswith("@"):
-        return [item_id.strip() for item_id in text.split(",") if item_id.strip()]
+def _read_history(history_text: str) -> list[str]:
+    if not history_text.startswith("@"):
+        return [item_id.strip() for item_id in history_text.split(",") if item_id.strip()]
     try:
         # Not `splitlines`: ids may hold the other signs at which that ends a line.
-        lines = Path(text[1:]).read_text(encoding="utf-8-sig").split("\n")
-        return [line.strip() for line in lines if line.strip()]
+        file_lines = Path(history_text[1:]).read_text(encoding="utf-8-sig").split("\n")
+        return [line.strip() for line in file_lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--history: {error}") from error
 
 
 def send_question(
-    target: tuple[str, str, int, str],
+    service_address: tuple[str, str, int, str],
     arguments: argparse.Namespace,
     body: dict[str, Any] | None,
     tls: ssl.SSLContext | None = None,
@@ -209,17 +219,17 @@ def send_question(
     route: str,
 ) -> dict[str, Any]:
     """Send the request and return the service's answer; raise QuestionFailed."""
-    scheme, host, port, root = target
-    where = f"{scheme}://{host}:{port}{root}"
+    scheme, host, port, root_path = service_address
+    service_url = f"{scheme}://{host}:{port}{root_path}"
     token = arguments.token if arguments.token is not None else os.environ.get("LARDER_TOKEN", "")
     headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
-    path = f"{root}/v1/{route}/{quote(arguments.table, safe='')}"
+    request_path = f"{root_path}/v1/{route}/{quote(arguments.table, safe='')}"
     if body is None:
         options = {"k": arguments.k, "generation": arguments.generation, "as_of": arguments.as_of}
         query = "&".join(
             f"{k}={quote(str(v), safe='')}" for k, v in options.items() if v is not None
         )
-        path += f"/{quote(arguments.entity, safe='')}" + (f"?{query}" if query else "")
+        request_path += f"/{quote(arguments.entity, safe='')}" + (f"?{query}" if query else "")
     http_connection: http.client.HTTPConnection
     if scheme == "https":
         http_connection = http.client.HTTPSConnection(
@@ -231,38 +241,40 @@ def send_question(
         with contextlib.closing(http_connection) as connection:
             connection.request(
                 "GET" if body is None else "POST",
-                path,
+                request_path,
                 body=None if body is None else orjson.dumps(body),
                 headers=headers,
             )
             response = connection.getresponse()
-            raw = response.read(_BODY_BYTES_MAX)
+            response_body = response.read(_BODY_BYTES_MAX)
     except TimeoutError as error:
         raise QuestionFailed(
-            f"{where} did not answer within {arguments.timeout:g} s (--timeout)"
+            f"{service_url} did not answer within {arguments.timeout:g} s (--timeout)"
         ) from error
     except (OSError, http.client.HTTPException) as error:
         raise QuestionFailed(
-            f"{where} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
+            f"{service_url} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
         ) from error
-    return _checked_answer(where, response.status, raw, has_token=bool(token))
+    return _checked_answer(service_url, response.status, response_body, has_token=bool(token))
 
 
-def _checked_answer(where: str, status: int, raw: bytes, *, has_token: bool) -> dict[str, Any]:
+def _checked_answer(
+    service_url: str, http_status: int, response_body: bytes, *, has_token: bool
+) -> dict[str, Any]:
     try:
-        document = orjson.loads(raw)
+        document = orjson.loads(response_body)
     except orjson.JSONDecodeError:
         document = None
-    if status == 200 and isinstance(document, dict) and _ANSWER_FIELDS & document.keys():
+    if http_status == 200 and isinstance(document, dict) and _ANSWER_FIELDS & document.keys():
         return document
     error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, Mapping):
         raise QuestionFailed(
-            f"{where} answered {status} with what is no answer of Larder; is --url right?"
+            f"{service_url} answered {http_status} with what is no answer of Larder; is --url right?"
         )
     if error.get("code") == "unauthorized" and has_token:
-        raise QuestionFailed(f"{where} does not know this token (--token, or LARDER_TOKEN)")
-    raise QuestionFailed(f"{where}: {error.get('message', status)}{_remedy(error)}")
+        raise QuestionFailed(f"{service_url} does not know this token (--token, or LARDER_TOKEN)")
+    raise QuestionFailed(f"{service_url}: {error.get('message', http_status)}{_remedy(error)}")
 
 
 def _remedy(error: Mapping[str, Any]) -> str:

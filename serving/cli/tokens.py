@@ -26,7 +26,7 @@ from serving.access.token_file import (
 if TYPE_CHECKING:
     from cache.config.serving import ServingConfig
 
-_DAYS_MAX = 36_500.0
+_TOKEN_DAYS_MAX = 36_500.0
 
 _REDIS_TIMEOUT_S = 3.0
 
@@ -40,19 +40,19 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     options = argument_parser(prog).parse_args(arguments)
     try:
         config = ServingConfig.load(os.environ)
-        path = Path(options.file).absolute() if options.file else Path(config.tokens_file)
+        tokens_path = Path(options.file).absolute() if options.file else Path(config.tokens_file)
         if not (options.file or config.tokens_file):
             raise ConfigError(
                 "name the file: tokens_file in [serving], LARDER_TOKENS_FILE or --file"
             )
         if options.command == "list":
-            print(printable_lines(_format_tokens(read_tokens(path), as_json=options.json)))
+            print(printable_lines(_format_tokens(read_tokens(tokens_path), as_json=options.json)))
         elif options.command == "add":
             _demand_own_store(config)
-            token = _added(config, path, options)
+            token = _add_token(config, tokens_path, options)
             print(json_text({"name": options.name, "token": token}) if options.json else token)
         else:
-            _revoke(config, path, options)
+            _revoke_token(config, tokens_path, options)
             if options.json:
                 print(json_text({"name": options.name, "revoked": True}))
     except LarderError as error:
@@ -70,25 +70,25 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     parser.add_argument("--file", help="default: tokens_file of the settings")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add = commands.add_parser("add", help="make a token and print it, this once")
-    add.add_argument("name", help="how logs and metrics call its owner")
-    add.add_argument(
+    add_parser = commands.add_parser("add", help="make a token and print it, this once")
+    add_parser.add_argument("name", help="how logs and metrics call its owner")
+    add_parser.add_argument(
         "--scope",
         action="append",
         required=True,
         choices=list(MEANING_BY_SCOPE),
         help="may be given again",
     )
-    add.add_argument("--days", type=float, help="until it expires (default: never)")
-    add.add_argument("--requests-per-s", type=float, help="over all workers of a service")
-    add.add_argument("--entities-per-s", type=float, help="over all workers of a service")
-    add.add_argument("--in-flight", type=int, help="requests under way at once")
-    add.add_argument("--reason", default="", help="kept in the audit log")
+    add_parser.add_argument("--days", type=float, help="until it expires (default: never)")
+    add_parser.add_argument("--requests-per-s", type=float, help="over all workers of a service")
+    add_parser.add_argument("--entities-per-s", type=float, help="over all workers of a service")
+    add_parser.add_argument("--in-flight", type=int, help="requests under way at once")
+    add_parser.add_argument("--reason", default="", help="kept in the audit log")
     list_parser = commands.add_parser("list", help="names with what they may do")
-    revoke = commands.add_parser("revoke", help="refuse a token from now on")
-    revoke.add_argument("name")
-    revoke.add_argument("--reason", default="", help="kept in the audit log")
-    for command_parser in (add, list_parser, revoke):
+    revoke_parser = commands.add_parser("revoke", help="refuse a token from now on")
+    revoke_parser.add_argument("name")
+    revoke_parser.add_argument("--reason", default="", help="kept in the audit log")
+    for command_parser in (add_parser, list_parser, revoke_parser):
         command_parser.add_argument("--json", action="store_true", help="for programs")
     return parser
 
@@ -103,73 +103,73 @@ def _demand_own_store(config: "ServingConfig") -> None:
     demand_own_store(config, config.redis_url, _REDIS_TIMEOUT_S)
 
 
-def _added(config: "ServingConfig", path: Path, options: argparse.Namespace) -> str:
+def _add_token(config: "ServingConfig", tokens_path: Path, options: argparse.Namespace) -> str:
     """A new token, of which the file keeps the hash."""
-    name = options.name
-    check_token_name(name, "tokens add")
-    days: float | None = options.days
-    if days is not None and not 0 < days <= _DAYS_MAX:
-        raise ConfigError(f"--days is above 0 and at most {_DAYS_MAX:g}, not {days:g}")
+    token_name = options.name
+    check_token_name(token_name, "tokens add")
+    expiry_days: float | None = options.days
+    if expiry_days is not None and not 0 < expiry_days <= _TOKEN_DAYS_MAX:
+        raise ConfigError(f"--days is above 0 and at most {_TOKEN_DAYS_MAX:g}, not {expiry_days:g}")
     token = f"{TOKEN_PREFIX}{secrets.token_urlsafe(32)}"
     created_at = datetime.now(UTC).replace(microsecond=0)
-    entry = TokenEntry(
+    token_entry = TokenEntry(
         sha256=hashlib.sha256(token.encode()).hexdigest(),
         scopes=tuple(dict.fromkeys(options.scope)),
-        expires_at="" if days is None else (created_at + timedelta(days=days)).isoformat(),
+        expires_at="" if expiry_days is None else (created_at + timedelta(days=expiry_days)).isoformat(),
         requests_per_s=options.requests_per_s,
         entities_per_s=options.entities_per_s,
         in_flight=options.in_flight,
         created_at=created_at.isoformat(),
     )
     with (
-        audited(config.store(), "token_add", name, actor=config.actor, reason=options.reason),
-        lock_tokens(path),
+        audited(config.store(), "token_add", token_name, actor=config.actor, reason=options.reason),
+        lock_tokens(tokens_path),
     ):
-        tokens = dict(read_tokens(path)) if path.exists() else {}
-        if name in tokens:
+        tokens = dict(read_tokens(tokens_path)) if tokens_path.exists() else {}
+        if token_name in tokens:
             raise ConfigError(
-                f"there is a token {name!r} in {path}: revoke it first, or choose another name"
+                f"there is a token {token_name!r} in {tokens_path}: revoke it first, or choose another name"
             )
-        write_tokens(path, tokens | {name: entry})
+        write_tokens(tokens_path, tokens | {token_name: token_entry})
     return token
 
 
-def _revoke(config: "ServingConfig", path: Path, options: argparse.Namespace) -> None:
-    name = options.name
-    check_token_name(name, "tokens revoke")  # a token that was pasted here is not written down
+def _revoke_token(config: "ServingConfig", tokens_path: Path, options: argparse.Namespace) -> None:
+    token_name = options.name
+    check_token_name(token_name, "tokens revoke")  # a token that was pasted here is not written down
     with (
-        audited(config.store(), "token_revoke", name, actor=config.actor, reason=options.reason),
-        lock_tokens(path),
+        audited(config.store(), "token_revoke", token_name, actor=config.actor, reason=options.reason),
+        lock_tokens(tokens_path),
     ):
-        tokens = dict(read_tokens(path))
-        if tokens.pop(name, None) is None:
-            raise ConfigError(f"there is no token {name!r} in {path}")
-        write_tokens(path, tokens)
+        tokens = dict(read_tokens(tokens_path))
+        if tokens.pop(token_name, None) is None:
+            raise ConfigError(f"there is no token {token_name!r} in {tokens_path}")
+        write_tokens(tokens_path, tokens)
 
 
 def _format_tokens(tokens: TokenEntries, *, as_json: bool) -> str:
     if as_json:
-        names = [field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"]
+        shown_fields = [field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"]
         fields_by_name = {
-            name: {field_name: getattr(entry, field_name) for field_name in names}
-            for name, entry in tokens.items()
+            token_name: {field_name: getattr(token_entry, field_name) for field_name in shown_fields}
+            for token_name, token_entry in tokens.items()
         }
         return json_text(fields_by_name)
-    rows = [("name", "scopes", "requests/s", "entities/s", "in flight", "expires")]
-    rows += [_row(name, entry) for name, entry in sorted(tokens.items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table_rows = [("name", "scopes", "requests/s", "entities/s", "in flight", "expires")]
+    table_rows += [_token_row(token_name, token_entry) for token_name, token_entry in sorted(tokens.items())]
+    column_widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, column_widths, strict=True)).rstrip()
+        for row in table_rows
     )
 
 
-def _row(name: str, entry: TokenEntry) -> tuple[str, str, str, str, str, str]:
-    rates = (entry.requests_per_s, entry.entities_per_s, entry.in_flight)
-    requests, entities, in_flight = (
-        "-" if quota_limit is None else f"{quota_limit:g}" for quota_limit in rates
+def _token_row(token_name: str, token_entry: TokenEntry) -> tuple[str, str, str, str, str, str]:
+    quota_limits = (token_entry.requests_per_s, token_entry.entities_per_s, token_entry.in_flight)
+    requests_text, entities_text, in_flight_text = (
+        "-" if quota_limit is None else f"{quota_limit:g}" for quota_limit in quota_limits
     )
-    expires = entry.expires_at or "never"
-    if entry.expires_s <= datetime.now(UTC).timestamp():
-        expires += " (expired)"
-    return name, ",".join(entry.scopes), requests, entities, in_flight, expires
+    expiry_text = token_entry.expires_at or "never"
+    if token_entry.expires_s <= datetime.now(UTC).timestamp():
+        expiry_text += " (expired)"
+    return token_name, ",".join(token_entry.scopes), requests_text, entities_text, in_flight_text, expiry_text

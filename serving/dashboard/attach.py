@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from serving.dashboard.counters import Counts, collect_counts
-from serving.dashboard.document import DASHBOARD
+from serving.dashboard.document import (DASHBOARD_SCHEMA)
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
 from serving.http.openapi import Operation
@@ -16,7 +16,7 @@ from serving.requests.errors import ErrorCode
 from serving.requests.negotiation import JSON_MEDIA_TYPE
 from serving.requests.options import Limits
 
-PAGE = StaticPage("/dashboard", "serving.dashboard", "page")
+DASHBOARD_PAGE = StaticPage("/dashboard", "serving.dashboard", "page")
 """Page without data: its numbers come from `/dashboard/data`."""
 
 
@@ -30,7 +30,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
             tag="operation",
             summary="Numbers of the dashboard",
             description="What all workers and replicas count, over the last hour.",
-            answer_schema=DASHBOARD,
+            answer_schema=DASHBOARD_SCHEMA,
             answer_example={
                 "now": 1795174289.5,
                 "whole": True,
@@ -46,22 +46,22 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
 
 def attach(replica: Replica) -> Dashboard:
     """Publish the counts of this worker, and show those of all; other features add theirs by `Hooks.reports`."""
-    config, own, hooks, metrics = replica.config, replica.own, replica.hooks, replica.metrics
-    admission, local = replica.admission, replica.local
+    config, own_namespace, hooks, metrics = replica.config, replica.own_namespace, replica.hooks, replica.metrics
+    admission, l1_cache = replica.admission, replica.l1_tier
 
     def read_counts() -> Counts:
-        counts = collect_counts(metrics, sum(admission.shed_counts.values()))
-        for read in hooks.counts:
-            counts.update(read())
-        return counts
+        count_by_field = collect_counts(metrics, sum(admission.shed_counts.values()))
+        for read_feature_counts in hooks.counts:
+            count_by_field.update(read_feature_counts())
+        return count_by_field
 
-    def report(name: str) -> Any:
-        provider = hooks.reports.get(name)
+    def read_report(report_name: str) -> Any:
+        provider = hooks.reports.get(report_name)
         return None if provider is None else provider()
 
-    def about() -> Mapping[str, Any]:
+    def read_worker_state() -> Mapping[str, Any]:
         """Return the state of this worker."""
-        served, health = own.follower.served, own.follower.health
+        served, health = own_namespace.follower.served, own_namespace.follower.health
         return {
             "replica": replica.fleet_name,
             "generation": None if served is None else served.live.generation,
@@ -70,32 +70,32 @@ def attach(replica: Replica) -> Dashboard:
             "stale": health.stale,
             "degraded": health.degraded,
             "failed": health.failed,
-            "breaker": own.components.remote.stats.breaker,
+            "breaker": own_namespace.components.remote.stats.breaker,
             "live_queued": replica.batcher.queued,
             "under_way": admission.requests_under_way,
             "requests_max": admission.requests_max,
             "queue_seconds": round(admission.loop_valve.interval_wait, 4),
-            "l1_bytes": local.size_bytes,
-            "l1_budget_bytes": local.max_bytes,
-            "l1_entries": len(local),
+            "l1_bytes": l1_cache.size_bytes,
+            "l1_budget_bytes": l1_cache.max_bytes,
+            "l1_entries": len(l1_cache),
         }
 
     dashboard = Dashboard(
-        own.components.remote.control, GenerationHistory(own.store, replica.releases.read_records),
-        name=replica.name, is_on=config.observe and config.dashboard_s > 0, read_counts=read_counts,
-        about=about, bounds=metrics.answer_seconds.bounds, nights=replica.nights, clock=own.clock,
-        advisor=lambda: report("advisor"), quality=lambda: report("quality"),
-        arms=lambda: report("arms") or (), events=lambda: report("events"),
+        own_namespace.components.remote.control, GenerationHistory(own_namespace.store, replica.releases.read_records),
+        worker_name=replica.name, is_on=config.observe and config.dashboard_s > 0, read_counts=read_counts,
+        read_worker_state=read_worker_state, bucket_bounds=metrics.answer_seconds.bounds, nights=replica.nights, clock=own_namespace.clock,
+        advisor=lambda: read_report("advisor"), quality=lambda: read_report("quality"),
+        list_experiments=lambda: read_report("arms") or (), events=lambda: read_report("events"),
         in_thread=replica.in_thread,
     )  # fmt: skip
     if dashboard.is_on:
-        own.refresher.add_periodic("dashboard", config.dashboard_s, dashboard.publish)
+        own_namespace.refresher.add_periodic("dashboard", config.dashboard_s, dashboard.publish)
 
-    async def data(_request: Request, _started: float) -> object:
+    async def answer_data(_request: Request, _started: float) -> object:
         body = await dashboard.data()
         return Response(body, media_type=JSON_MEDIA_TYPE, headers={"Cache-Control": "no-store"})
 
-    hooks.handlers["getDashboard"] = data
-    hooks.pages += PAGE.routes()
-    hooks.close.append(dashboard.aclose)
+    hooks.handlers["getDashboard"] = answer_data
+    hooks.pages += DASHBOARD_PAGE.routes()
+    hooks.close_steps.append(dashboard.aclose)
     return dashboard

@@ -10,24 +10,15 @@ from cache.format.stream_position import Position
 from cache.store.artefacts import NO_MANIFEST_WORDS
 from cache.traffic.experiments import rate_ratio
 from serving.dashboard import counters
-from serving.dashboard.aggregator import LATELY_BINS, DrawnBin, FleetReading, quantiles, series
-from serving.dashboard.counters import BIN_S, merge_rows, merged_counts
-from serving.events.counts import (
-    ACCEPTED,
-    CHANGED_PPM,
-    COMPARED,
-    ERASED,
-    NEWER_EVENT_ANSWERS,
-    REFUSED,
-    REPEATED,
-    TAKEN_IN,
-)
+from serving.dashboard.aggregator import (DrawnBin, FleetReading, RECENT_BIN_COUNT, build_series, quantiles_by_source)
+from serving.dashboard.counters import (BIN_S, merge_event_rows, merged_counts)
+from serving.events.counts import (ACCEPTED, CHANGED_PPM_FIELD, COMPARED_LISTS_FIELD, ERASED, NEWER_EVENT_ANSWERS_FIELD, REFUSAL_PREFIX, REPEATED, RESULT_PREFIX)
 from serving.events.follower import EVENTS_BEHIND
 from serving.generations.nights import used_and_max_bytes
 from serving.requests.answers import FALLBACK_SOURCES, STORED_SOURCES, Source
 from serving.requests.named_schema import DETAILS_SCHEMA, Json, NamedSchema, nullable_schema
 from serving.requests.reasons import StaleReason
-from serving.traffic.router import FEEDBACK_OF_ARM, REQUESTS_OF_ARM
+from serving.traffic.router import (ARM_FEEDBACK_PREFIX, ARM_REQUESTS_PREFIX)
 
 Level = Literal["ok", "warn", "bad"]
 
@@ -65,18 +56,18 @@ _STREAM_ADVICE = (
     "A night makes room: larder night. If it fills again: [events] stream_bytes, and its maxmemory."
 )
 
-_NUMBERS: Json = {"type": "array", "items": {"type": ["number", "null"]}}
+_NUMBERS_SCHEMA: Json = {"type": "array", "items": {"type": ["number", "null"]}}
 
-_BY_NAME = NamedSchema(
+_SERIES_BY_NAME_SCHEMA = NamedSchema(
     "SeriesByName",
     {
         "type": "object",
         "description": "A value for each step, null where none is known, by name",
-        "additionalProperties": _NUMBERS,
+        "additionalProperties": _NUMBERS_SCHEMA,
     },
 )
 
-_COUNTS = NamedSchema(
+_COUNTS_SCHEMA = NamedSchema(
     "Counts",
     {
         "type": "object",
@@ -86,153 +77,153 @@ _COUNTS = NamedSchema(
 )
 
 
-def _object(name: str, description: str, /, **properties: Json) -> NamedSchema:
+def _object_schema(schema_name: str, description: str, /, **properties: Json) -> NamedSchema:
     return NamedSchema(
-        f"Dashboard{name}",
+        f"Dashboard{schema_name}",
         {"type": "object", "description": description, "properties": properties},
     )
 
 
-def _by_name(name: str, description: str, of: Json) -> NamedSchema:
+def _by_name_schema(schema_name: str, description: str, value_schema: Json) -> NamedSchema:
     return NamedSchema(
-        f"Dashboard{name}",
-        {"type": "object", "description": description, "additionalProperties": of},
+        f"Dashboard{schema_name}",
+        {"type": "object", "description": description, "additionalProperties": value_schema},
     )
 
 
-def _maybe(kind: str, description: str = "") -> Json:
-    return {"type": [kind, "null"]} | ({"description": description} if description else {})
+def _nullable_schema(type_name: str, description: str = "") -> Json:
+    return {"type": [type_name, "null"]} | ({"description": description} if description else {})
 
 
-def _list(of: Json) -> Json:
-    return {"type": "array", "items": of}
+def _list_schema(element_schema: Json) -> Json:
+    return {"type": "array", "items": element_schema}
 
 
-_ANSWERS = _by_name("AnswerCounts", "Counts of answers by source", {"type": "integer"})
+_ANSWER_COUNTS_SCHEMA = _by_name_schema("AnswerCounts", "Counts of answers by source", {"type": "integer"})
 
-_REUSE_SCHEMA = _object(
+_REUSE_SCHEMA = _object_schema(
     "Reuse",
     "Users by reason (copied; computed for their inputs, for an item lost, for one that may enter), "
     "the share copied and the seconds of scoring spared; null: it does not say",
-    users=_COUNTS, share=_maybe("number"), spared_s={"type": "number"}, base=_maybe("string"),
+    users=_COUNTS_SCHEMA, share=_nullable_schema("number"), spared_s={"type": "number"}, base=_nullable_schema("string"),
     why={"type": "string"}, read_because={"type": "string"},
-    lately=_object(
+    lately=_object_schema(
         "RecentReuse",
         "The last nights up to it, 14 at most: users added up, the mean of the seconds",
-        nights={"type": "integer"}, users=_COUNTS, share=_maybe("number"),
+        nights={"type": "integer"}, users=_COUNTS_SCHEMA, share=_nullable_schema("number"),
         spared_s={"type": "number"},
     ),
 )  # fmt: skip
 
-_EVENTS_SCHEMA = _object(
+_EVENTS_SCHEMA = _object_schema(
     "Events",
     "Of the last minutes, and of all workers as bad as the last of them; null where none are taken in",
-    up=_maybe("boolean", "Whether their Redis answers, and keeps them as demanded"),
-    durability=_maybe("string"), demanded=_maybe("string"), results=_COUNTS, refused=_COUNTS,
+    up=_nullable_schema("boolean", "Whether their Redis answers, and keeps them as demanded"),
+    durability=_nullable_schema("string"), demanded=_nullable_schema("string"), results=_COUNTS_SCHEMA, refused=_COUNTS_SCHEMA,
     answers={"type": "integer", "description": "Those with newer events"},
-    answers_share=_maybe("number"),
-    list_change=_maybe("number", "Share of their lists that is not in the night's"),
-    lag_s=_maybe("number"), users=_maybe("number"), held_bytes=_maybe("number"),
-    held_max_bytes=_maybe("number"), stream_bytes=_maybe("number"), stream_max_bytes=_maybe("number"),
-    stream_length=_maybe("number"), inbox_length=_maybe("number"), inbox_lag_seconds=_maybe("number"),
-    counted_until=_maybe("string", "Position up to which answers count all"),
-    taken_until=_maybe("string", "Position up to which a generation has all"),
-    published_until=_maybe("string", "Position up to which the live one has all"),
+    answers_share=_nullable_schema("number"),
+    list_change=_nullable_schema("number", "Share of their lists that is not in the night's"),
+    lag_s=_nullable_schema("number"), users=_nullable_schema("number"), held_bytes=_nullable_schema("number"),
+    held_max_bytes=_nullable_schema("number"), stream_bytes=_nullable_schema("number"), stream_max_bytes=_nullable_schema("number"),
+    stream_length=_nullable_schema("number"), inbox_length=_nullable_schema("number"), inbox_lag_seconds=_nullable_schema("number"),
+    counted_until=_nullable_schema("string", "Position up to which answers count all"),
+    taken_until=_nullable_schema("string", "Position up to which a generation has all"),
+    published_until=_nullable_schema("string", "Position up to which the live one has all"),
 )  # fmt: skip
 
-DASHBOARD: Json = _object(
+DASHBOARD_SCHEMA: Json = _object_schema(
     "Document",
     "What all replicas count, at most a second old; times are Unix seconds by Redis' clock; null is unknown",
     now={"type": "number"},
     whole={"type": "boolean", "description": "false: the numbers of one worker alone"},
-    trouble=_maybe("string", "Why it is not whole"),
-    verdict=_object(
+    trouble=_nullable_schema("string", "Why it is not whole"),
+    verdict=_object_schema(
         "Verdict", "Whether all is well",
         level={"type": "string", "enum": ["ok", "warn", "bad"]},
         sentence={"type": "string"},
-        advice=_maybe("string", "What to do"),
-        also=_list({"type": "string"}),
+        advice=_nullable_schema("string", "What to do"),
+        also=_list_schema({"type": "string"}),
     ),
-    replicas=_list(
-        _object(
+    replicas=_list_schema(
+        _object_schema(
             "Replica", "The workers of one parent",
-            replica={"type": "string"}, workers={"type": "integer"}, generation=_maybe("string"),
-            epoch=_maybe("integer"), ready={"type": "boolean"}, stale=_maybe("string"),
-            degraded=_maybe("string"), seen_s={"type": "number"}, failed=_maybe("string"),
+            replica={"type": "string"}, workers={"type": "integer"}, generation=_nullable_schema("string"),
+            epoch=_nullable_schema("integer"), ready={"type": "boolean"}, stale=_nullable_schema("string"),
+            degraded=_nullable_schema("string"), seen_s={"type": "number"}, failed=_nullable_schema("string"),
         )
     ),
-    series=_object(
+    series=_object_schema(
         "Series", "The last hour in steps of `step_s`, oldest first; quantiles are off by 5 % at most",
-        step_s={"type": "integer"}, at=_NUMBERS, requests=_NUMBERS, answers=_BY_NAME,
-        seconds=_by_name("LatencySeries", "Quantiles in seconds by source", _BY_NAME),
-        stages=_BY_NAME, misses=_BY_NAME, events=_BY_NAME,
+        step_s={"type": "integer"}, at=_NUMBERS_SCHEMA, requests=_NUMBERS_SCHEMA, answers=_SERIES_BY_NAME_SCHEMA,
+        seconds=_by_name_schema("LatencySeries", "Quantiles in seconds by source", _SERIES_BY_NAME_SCHEMA),
+        stages=_SERIES_BY_NAME_SCHEMA, misses=_SERIES_BY_NAME_SCHEMA, events=_SERIES_BY_NAME_SCHEMA,
     ),
-    lately=_object(
+    lately=_object_schema(
         "Lately", "The last `seconds` as one",
-        seconds={"type": "integer"}, requests={"type": "integer"}, answers=_ANSWERS, misses=_COUNTS,
-        latency=_by_name("Latency", "Quantiles in seconds by source", DETAILS_SCHEMA),
+        seconds={"type": "integer"}, requests={"type": "integer"}, answers=_ANSWER_COUNTS_SCHEMA, misses=_COUNTS_SCHEMA,
+        latency=_by_name_schema("Latency", "Quantiles in seconds by source", DETAILS_SCHEMA),
     ),
-    earlier=_object("Earlier", "The hour before that", answers=_ANSWERS),
-    totals=_object(
+    earlier=_object_schema("Earlier", "The hour before that", answers=_ANSWER_COUNTS_SCHEMA),
+    totals=_object_schema(
         "Totals", "Since the start of each worker that runs: the sums of what /metrics tells on every replica",
-        requests={"type": "integer"}, answers=_ANSWERS, misses=_COUNTS, entities={"type": "integer"},
+        requests={"type": "integer"}, answers=_ANSWER_COUNTS_SCHEMA, misses=_COUNTS_SCHEMA, entities={"type": "integer"},
     ),
-    generations_at=_maybe("number", "When generations and nights were read"),
-    generations=_list(
-        _object(
+    generations_at=_nullable_schema("number", "When generations and nights were read"),
+    generations=_list_schema(
+        _object_schema(
             "Generation", "Newest first",
-            generation={"type": "string"}, state=_maybe("string"), epoch=_maybe("integer"),
-            role=_maybe("string", "Of those that this replica holds"), published_at=_maybe("number"),
-            data_until=_maybe("number"), bytes=_maybe("integer"), records=_maybe("integer"),
-            gates=_list(DETAILS_SCHEMA), reason=_maybe("string"),
-            remarks=_list({"type": "string"}),
-            events_until=_maybe("string", "Position up to which it has all events"),
+            generation={"type": "string"}, state=_nullable_schema("string"), epoch=_nullable_schema("integer"),
+            role=_nullable_schema("string", "Of those that this replica holds"), published_at=_nullable_schema("number"),
+            data_until=_nullable_schema("number"), bytes=_nullable_schema("integer"), records=_nullable_schema("integer"),
+            gates=_list_schema(DETAILS_SCHEMA), reason=_nullable_schema("string"),
+            remarks=_list_schema({"type": "string"}),
+            events_until=_nullable_schema("string", "Position up to which it has all events"),
         )
     ),
-    schedule=_object(
+    schedule=_object_schema(
         "Schedule", "When a generation should exist",
-        age_s=_maybe("number"), due_at={"type": "number"}, missing={"type": "boolean"},
+        age_s=_nullable_schema("number"), due_at={"type": "number"}, missing={"type": "boolean"},
     ),
-    nights=_list(
-        _object(
+    nights=_list_schema(
+        _object_schema(
             "Night", "Newest first; one that failed stands first until its step succeeds or a night is done, "
             "without a generation if it failed before it had one",
-            generation={"type": "string"}, outcome={"type": "string"}, began_at=_maybe("number"),
-            steps=_list(DETAILS_SCHEMA),
+            generation={"type": "string"}, outcome={"type": "string"}, began_at=_nullable_schema("number"),
+            steps=_list_schema(DETAILS_SCHEMA),
             reuse=nullable_schema(_REUSE_SCHEMA),
             failure=nullable_schema(
-                _object(
+                _object_schema(
                     "NightFailure", "Step that failed, when, and why",
                     step={"type": "string"}, at={"type": "number"}, error={"type": "string"},
                 )
             ),
         )
     ),
-    redis=_object(
+    redis=_object_schema(
         "Redis", "All nodes together",
-        used_bytes=_maybe("integer"), limit_bytes=_maybe("integer"), policy=_maybe("string"),
-        clients=_maybe("integer"), evicted=_maybe("integer"),
+        used_bytes=_nullable_schema("integer"), limit_bytes=_nullable_schema("integer"), policy=_nullable_schema("string"),
+        clients=_nullable_schema("integer"), evicted=_nullable_schema("integer"),
     ),
-    breakers=_COUNTS,
-    queue=_object("Queue", "All workers together; `queue_seconds` of the slowest"),
-    l1=_object(
+    breakers=_COUNTS_SCHEMA,
+    queue=_object_schema("Queue", "All workers together; `queue_seconds` of the slowest"),
+    l1=_object_schema(
         "L1", "All workers together",
         bytes={"type": "integer"}, budget_bytes={"type": "integer"}, entries={"type": "integer"},
     ),
     advisor={**nullable_schema(DETAILS_SCHEMA), "description": "Of all workers together, each counted by its reads"},
     quality=nullable_schema(DETAILS_SCHEMA),
     events=nullable_schema(_EVENTS_SCHEMA),
-    experiments=_list(
-        _object(
+    experiments=_list_schema(
+        _object_schema(
             "Experiment", "Experiments that are not over",
-            experiment={"type": "string"}, share={"type": "number"}, started_at=_maybe("number"),
-            arms=_list(
-                _object(
+            experiment={"type": "string"}, share={"type": "number"}, started_at=_nullable_schema("number"),
+            arms=_list_schema(
+                _object_schema(
                     "Arm", "The control first; counts are those since the start of each worker that runs",
                     arm={"type": "string"}, namespace={"type": "string"}, share={"type": "number"},
-                    generation=_maybe("string", "Live there, as far as this replica knows"),
+                    generation=_nullable_schema("string", "Live there, as far as this replica knows"),
                     requests={"type": "integer"},
-                    events=_by_name(
+                    events=_by_name_schema(
                         "ArmEvents",
                         "By name: count, rate per request, and its ratio to the control's with bounds",
                         DETAILS_SCHEMA,
@@ -244,141 +235,141 @@ DASHBOARD: Json = _object(
 )  # fmt: skip
 
 
-def document(
+def build_document(
     reading: FleetReading,
     *,
     schedule: Mapping[str, Any],
     archive: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
     roles: Mapping[str, str],
-    bounds: Sequence[float],
+    bucket_bounds: Sequence[float],
     advisor: Mapping[str, Any] | None,
     quality: Mapping[str, Any] | None,
-    arms: Sequence[Mapping[str, Any]] = (),
+    experiment_rows: Sequence[Mapping[str, Any]] = (),
     generations_at: float | None = None,
 ) -> dict[str, Any]:
     """Every field of the contract; `roles` are those of the generations that this replica holds, by role.
 
-    `arms` are the experiments that it holds, each with its arms, the control first.
+    `experiment_rows` are the experiments that it holds, each with its arms, the control first.
     """
-    workers = [reading.workers[name] for name in sorted(reading.workers)]
+    workers = [reading.worker_rows[worker_name] for worker_name in sorted(reading.worker_rows)]
     end_bin_start = int((reading.read_at - SETTLED_S) // BIN_S) * BIN_S
-    recent = merged_counts(reading.lately.values())
-    total = merged_counts(worker["counts"] or {} for worker in workers)
-    of = {generation: role for role, generation in roles.items()}
+    recent_counts = merged_counts(reading.recent_counts_by_start.values())
+    total_counts = merged_counts(worker["counts"] or {} for worker in workers)
+    role_by_generation = {generation: role for role, generation in roles.items()}
     generation_rows, nights = archive
     generations = [
-        {**generation_row, "role": of.get(generation_row["generation"])}
+        {**generation_row, "role": role_by_generation.get(generation_row["generation"])}
         for generation_row in generation_rows
     ]
     body: dict[str, Any] = {
         "now": reading.read_at,
         "whole": reading.trouble is None,
         "trouble": reading.trouble,
-        "replicas": replicas(workers, reading.read_at),
-        "series": series(reading.rows, end_bin_start),
+        "replicas": summarise_replicas(workers, reading.read_at),
+        "series": build_series(reading.bin_by_start, end_bin_start),
         "lately": {
-            "seconds": LATELY_BINS * BIN_S,
-            "requests": recent.get(counters.REQUESTS, 0),
-            "answers": _answers(recent),
-            "misses": counters.counts_of_kind(recent, counters.MISSES),
-            "latency": quantiles(recent, bounds),
+            "seconds": RECENT_BIN_COUNT * BIN_S,
+            "requests": recent_counts.get(counters.REQUESTS_FIELD, 0),
+            "answers": _answers_by_source(recent_counts),
+            "misses": counters.counts_of_kind(recent_counts, counters.MISS_PREFIX),
+            "latency": quantiles_by_source(recent_counts, bucket_bounds),
         },
-        "earlier": {"answers": _earlier(reading.rows, reading.lately)},
+        "earlier": {"answers": _earlier_answers(reading.bin_by_start, reading.recent_counts_by_start)},
         "totals": {
-            "requests": total.get(counters.REQUESTS, 0),
-            "answers": _answers(total),
-            "misses": counters.counts_of_kind(total, counters.MISSES),
-            "entities": total.get(counters.ENTITIES, 0),
+            "requests": total_counts.get(counters.REQUESTS_FIELD, 0),
+            "answers": _answers_by_source(total_counts),
+            "misses": counters.counts_of_kind(total_counts, counters.MISS_PREFIX),
+            "entities": total_counts.get(counters.ENTITIES_FIELD, 0),
         },
         "generations_at": generations_at,
         "generations": generations,
         "schedule": dict(schedule),
         "nights": list(nights),
-        "redis": redis(reading.infos),
+        "redis": summarise_redis(reading.redis_infos),
         "breakers": {"closed": 0, "half_open": 0, "open": 0}
         | Counter(str(worker["breaker"]) for worker in workers),
         "queue": {
-            "live_queued": _sum(workers, "live_queued"),
-            "under_way": _sum(workers, "under_way"),
-            "requests_max": _sum(workers, "requests_max"),
+            "live_queued": _sum_field(workers, "live_queued"),
+            "under_way": _sum_field(workers, "under_way"),
+            "requests_max": _sum_field(workers, "requests_max"),
             "queue_seconds": max(
                 (worker["queue_seconds"] or 0.0 for worker in workers), default=0.0
             ),
-            "shed": total.get(counters.SHED, 0),
-            "shed_lately": recent.get(counters.SHED, 0),
+            "shed": total_counts.get(counters.SHED_FIELD, 0),
+            "shed_lately": recent_counts.get(counters.SHED_FIELD, 0),
         },
         "l1": {
-            "bytes": _sum(workers, "l1_bytes"),
-            "budget_bytes": _sum(workers, "l1_budget_bytes"),
-            "entries": _sum(workers, "l1_entries"),
+            "bytes": _sum_field(workers, "l1_bytes"),
+            "budget_bytes": _sum_field(workers, "l1_budget_bytes"),
+            "entries": _sum_field(workers, "l1_entries"),
         },
         "advisor": advisor,
         "quality": quality,
-        "experiments": experiments(arms, total),
-        "events": events(workers, recent, generations),
+        "experiments": experiments_with_counts(experiment_rows, total_counts),
+        "events": summarise_events(workers, recent_counts, generations),
     }
-    return {**body, "verdict": verdict(body)}
+    return {**body, "verdict": build_verdict(body)}
 
 
-def _answers(counts: Mapping[str, int]) -> dict[str, int]:
-    return {source.value: counts.get(counters.ANSWERS + source, 0) for source in Source}
+def _answers_by_source(count_by_field: Mapping[str, int]) -> dict[str, int]:
+    return {source.value: count_by_field.get(counters.ANSWER_PREFIX + source, 0) for source in Source}
 
 
-def _earlier(rows: Mapping[int, DrawnBin], lately: Mapping[int, Any]) -> dict[str, int]:
-    """Answers by source in the bins before those of `lately`."""
+def _earlier_answers(bin_by_start: Mapping[int, DrawnBin], recent_counts_by_start: Mapping[int, Any]) -> dict[str, int]:
+    """Answers by source in the bins before those of `recent_counts_by_start`."""
     answer_counts = Counter[str]()
-    for start, row in rows.items():
-        if start not in lately:
-            answer_counts.update(row.answers)
+    for bin_start, drawn_bin in bin_by_start.items():
+        if bin_start not in recent_counts_by_start:
+            answer_counts.update(drawn_bin.answers)
     return {source.value: answer_counts[source] for source in Source}
 
 
-def _sum(workers: Iterable[Worker], name: str) -> int:
-    return sum(worker[name] or 0 for worker in workers)
+def _sum_field(workers: Iterable[Worker], field_name: str) -> int:
+    return sum(worker[field_name] or 0 for worker in workers)
 
 
-def replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str, Any]]:
+def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str, Any]]:
     """Replicas by name, each the workers of one parent; it is as good, and as far, as the last of them."""
-    groups: dict[str, list[Worker]] = {}
+    workers_by_replica: dict[str, list[Worker]] = {}
     for worker in workers:
-        groups.setdefault(str(worker["replica"]), []).append(worker)
-    replica_rows = []
-    for name, group in sorted(groups.items()):
-        last = min(group, key=lambda worker: worker["epoch"] or 0)
-        replica_rows.append(
+        workers_by_replica.setdefault(str(worker["replica"]), []).append(worker)
+    rows_by_replica = []
+    for replica_name, replica_workers in sorted(workers_by_replica.items()):
+        oldest_epoch_worker = min(replica_workers, key=lambda worker: worker["epoch"] or 0)
+        rows_by_replica.append(
             {
-                "replica": name,
-                "workers": len(group),
-                "generation": last["generation"],
-                "epoch": last["epoch"],
-                "ready": all(worker["ready"] for worker in group),
-                "stale": _first(group, "stale"),
-                "degraded": _first(group, "degraded"),
-                "seen_s": round(max(max(0.0, now_s - worker["at"]) for worker in group), 3),
-                "failed": _first(group, "failed"),
+                "replica": replica_name,
+                "workers": len(replica_workers),
+                "generation": oldest_epoch_worker["generation"],
+                "epoch": oldest_epoch_worker["epoch"],
+                "ready": all(worker["ready"] for worker in replica_workers),
+                "stale": _first_value(replica_workers, "stale"),
+                "degraded": _first_value(replica_workers, "degraded"),
+                "seen_s": round(max(max(0.0, now_s - worker["at"]) for worker in replica_workers), 3),
+                "failed": _first_value(replica_workers, "failed"),
             }
         )
-    return replica_rows
+    return rows_by_replica
 
 
-def _first(group: Iterable[Worker], name: str) -> str | None:
-    return next((worker[name] for worker in group if worker[name]), None)
+def _first_value(replica_workers: Iterable[Worker], field_name: str) -> str | None:
+    return next((worker[field_name] for worker in replica_workers if worker[field_name]), None)
 
 
-def events(
-    workers: Iterable[Worker], recent: Mapping[str, int], generations: Iterable[Mapping[str, Any]]
+def summarise_events(
+    workers: Iterable[Worker], recent_counts: Mapping[str, int], generations: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Summarise events from all workers' rows, with counts of `recent`; None if none are taken in.
+    """Summarise events from all workers' rows, with counts of `recent_counts`; None if none are taken in.
 
     A night has taken over the events that some generation has, published or not.
     """
-    events_overview = merge_rows([worker.get("events") for worker in workers])
+    events_overview = merge_event_rows([worker.get("events") for worker in workers])
     if events_overview is None:
         return None
-    answer_count = sum(counters.counts_of_kind(recent, counters.ANSWERS).values())
-    newer_answer_count, lists = (
-        recent.get(NEWER_EVENT_ANSWERS, 0),
-        recent.get(COMPARED, 0),
+    answer_count = sum(counters.counts_of_kind(recent_counts, counters.ANSWER_PREFIX).values())
+    newer_answer_count, compared_list_count = (
+        recent_counts.get(NEWER_EVENT_ANSWERS_FIELD, 0),
+        recent_counts.get(COMPARED_LISTS_FIELD, 0),
     )
     taken_positions = [
         events_until
@@ -387,24 +378,24 @@ def events(
     ]
     return {
         **events_overview,
-        "results": counters.counts_of_kind(recent, TAKEN_IN),
-        "refused": counters.counts_of_kind(recent, REFUSED),
+        "results": counters.counts_of_kind(recent_counts, RESULT_PREFIX),
+        "refused": counters.counts_of_kind(recent_counts, REFUSAL_PREFIX),
         "answers": newer_answer_count,
         "answers_share": newer_answer_count / answer_count if answer_count else None,
-        "list_change": recent.get(CHANGED_PPM, 0) / (1e6 * lists) if lists else None,
+        "list_change": recent_counts.get(CHANGED_PPM_FIELD, 0) / (1e6 * compared_list_count) if compared_list_count else None,
         "taken_until": max(taken_positions, key=Position.parse, default=None),
     }
 
 
-def redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise_redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Memory and evictions; of a cluster the sum of its nodes, and the policy that is worst."""
     if not infos:
         return dict.fromkeys(("used_bytes", "limit_bytes", "policy", "clients", "evicted"))
     policies = [str(info.get("maxmemory_policy", "")) for info in infos]
-    used, limit = used_and_max_bytes(infos)
+    used_bytes, limit_bytes = used_and_max_bytes(infos)
     return {
-        "used_bytes": used,
-        "limit_bytes": limit or None,
+        "used_bytes": used_bytes,
+        "limit_bytes": limit_bytes or None,
         "policy": next((policy for policy in policies if policy.startswith("allkeys")), policies[0])
         or None,
         "clients": sum(int(info.get("connected_clients", 0)) for info in infos),
@@ -412,20 +403,20 @@ def redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def experiments(
-    experiment_rows: Sequence[Mapping[str, Any]], total: Mapping[str, int]
+def experiments_with_counts(
+    experiment_rows: Sequence[Mapping[str, Any]], total_counts: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Return experiments with the counts of all running workers; `experiment_rows` names arms, the control first.
 
     Counts from before a worker's start are in `larder experiment status`.
     """
-    requests = counters.counts_of_kind(total, REQUESTS_OF_ARM)
-    events = _events_by_arm(counters.counts_of_kind(total, FEEDBACK_OF_ARM))
+    requests_by_arm = counters.counts_of_kind(total_counts, ARM_REQUESTS_PREFIX)
+    events_by_arm = _events_by_arm(counters.counts_of_kind(total_counts, ARM_FEEDBACK_PREFIX))
     return [
         {
             **experiment_row,
             "arms": [
-                _arm(experiment_row["experiment"], experiment_row["arms"], arm, requests, events)
+                _arm_row(experiment_row["experiment"], experiment_row["arms"], arm, requests_by_arm, events_by_arm)
                 for arm in experiment_row["arms"]
             ],
         }
@@ -433,38 +424,38 @@ def experiments(
     ]  # fmt: skip
 
 
-def _events_by_arm(counts: Mapping[str, int]) -> dict[str, dict[str, int]]:
+def _events_by_arm(count_by_arm_and_event: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Counts of events by arm and event."""
     counts_by_arm: dict[str, dict[str, int]] = {}
-    for name, count in counts.items():
-        arm, _, event = name.rpartition("=")
-        counts_by_arm.setdefault(arm, {})[event] = count
+    for arm_and_event, count in count_by_arm_and_event.items():
+        arm, _, event_name = arm_and_event.rpartition("=")
+        counts_by_arm.setdefault(arm, {})[event_name] = count
     return counts_by_arm
 
 
-def _arm(
+def _arm_row(
     experiment: str,
     arms: Sequence[Mapping[str, Any]],
     arm: Mapping[str, Any],
-    requests: Mapping[str, int],
-    events: Mapping[str, Mapping[str, int]],
+    requests_by_arm: Mapping[str, int],
+    events_by_arm: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
-    control, arm_key = (f"{experiment}={compared_arm['arm']}" for compared_arm in (arms[0], arm))
-    base, arm_counts = events.get(control, {}), events.get(arm_key, {})
+    control_key, arm_key = (f"{experiment}={compared_arm['arm']}" for compared_arm in (arms[0], arm))
+    control_counts, arm_counts = events_by_arm.get(control_key, {}), events_by_arm.get(arm_key, {})
     figures_by_event = {}
-    for event in sorted({*base, *arm_counts}):
-        count_and_requests = (arm_counts.get(event, 0), requests.get(arm_key, 0))
+    for event_name in sorted({*control_counts, *arm_counts}):
+        count_and_requests = (arm_counts.get(event_name, 0), requests_by_arm.get(arm_key, 0))
         ratio = None
-        if arm_key != control:
-            ratio = rate_ratio(*count_and_requests, base.get(event, 0), requests.get(control, 0))
-        figures_by_event[event] = {
+        if arm_key != control_key:
+            ratio = rate_ratio(*count_and_requests, control_counts.get(event_name, 0), requests_by_arm.get(control_key, 0))
+        figures_by_event[event_name] = {
             "count": count_and_requests[0],
             "rate": count_and_requests[0] / count_and_requests[1]
             if count_and_requests[1]
             else None,
             "ratio": None if ratio is None else ratio._asdict(),
         }
-    return {**arm, "requests": requests.get(arm_key, 0), "events": figures_by_event}
+    return {**arm, "requests": requests_by_arm.get(arm_key, 0), "events": figures_by_event}
 
 
 class Finding(NamedTuple):
@@ -475,7 +466,7 @@ class Finding(NamedTuple):
     advice: str
 
 
-def verdict(body: Body) -> dict[str, Any]:
+def build_verdict(body: Body) -> dict[str, Any]:
     """Level, sentence, advice, and in `also` the sentences of what else was found, worst first."""
     findings = sorted(
         (finding for check in _CHECKS for finding in check(body)),
@@ -483,22 +474,22 @@ def verdict(body: Body) -> dict[str, Any]:
     )
     if not findings:
         return {"level": "ok", "sentence": _well_sentence(body), "advice": None, "also": []}
-    first = findings[0]
+    worst_finding = findings[0]
     return {
-        "level": first.level, "sentence": first.sentence, "advice": first.advice,
+        "level": worst_finding.level, "sentence": worst_finding.sentence, "advice": worst_finding.advice,
         "also": [finding.sentence for finding in findings[1:]],
     }  # fmt: skip
 
 
 def _well_sentence(body: Body) -> str:
-    live, cache_share = (
+    live_generation, cache_share = (
         _live_generation(body),
         _share_of_sources(body["lately"]["answers"], STORED_SOURCES),
     )
-    parts = [f"generation {live} is live on {_count(len(body['replicas']), 'replica')}"]
+    sentence_parts = [f"generation {live_generation} is live on {_count_text(len(body['replicas']), 'replica')}"]
     if cache_share is not None:
-        parts.append(f"{cache_share:.1%} of the answers of the last minutes came from cache")
-    return f"All is well: {' and '.join(parts)}."
+        sentence_parts.append(f"{cache_share:.1%} of the answers of the last minutes came from cache")
+    return f"All is well: {' and '.join(sentence_parts)}."
 
 
 def _live_generation(body: Body) -> str | None:
@@ -507,39 +498,39 @@ def _live_generation(body: Body) -> str | None:
     )
 
 
-def _share_of_sources(answers: Mapping[str, int], sources: Sequence[str]) -> float | None:
-    total = sum(answers.values())
+def _share_of_sources(answers_by_source: Mapping[str, int], sources: Sequence[str]) -> float | None:
+    answer_count = sum(answers_by_source.values())
     return (
-        sum(answers.get(source, 0) for source in sources) / total if total >= ANSWERS_MIN else None
+        sum(answers_by_source.get(source, 0) for source in sources) / answer_count if answer_count >= ANSWERS_MIN else None
     )
 
 
-def _count(n: int, noun: str) -> str:
+def _count_text(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _check_ready(body: Body) -> Iterator[Finding]:
     unready_replicas = [replica for replica in body["replicas"] if not replica["ready"]]
     if unready_replicas:
-        failure = next(
+        failure_text = next(
             (replica["failed"] for replica in unready_replicas if replica["failed"]), "see /readyz"
         )
-        strange = next(
-            (r["replica"] for r in unready_replicas if NO_MANIFEST_WORDS in (r["failed"] or "")),
+        replica_of_other_store = next(
+            (unready_replica["replica"] for unready_replica in unready_replicas if NO_MANIFEST_WORDS in (unready_replica["failed"] or "")),
             None,
         )
-        if strange is not None:
+        if replica_of_other_store is not None:
             advice = (
-                f"{strange} has another artefact store: correct LARDER_ARTIFACTS there; if it is the right one, its "
-                "files are gone: larder night."
+                f"{replica_of_other_store} has another artefact store: correct LARDER_ARTIFACTS there; if it is "
+                "the right one, its files are gone: larder night."
             )
         elif all(replica["generation"] is None for replica in unready_replicas):
             advice = "Publish a generation: larder night."
         else:
-            name = unready_replicas[0]["replica"]
-            advice = f"Look at the log of {name}; larder roll-back returns to the last good one."
-        of = f"{len(unready_replicas)} of {_count(len(body['replicas']), 'replica')}"
-        yield Finding("bad", f"{of} cannot be asked: {failure.rstrip('.')}.", advice)
+            replica_name = unready_replicas[0]["replica"]
+            advice = f"Look at the log of {replica_name}; larder roll-back returns to the last good one."
+        share_text = f"{len(unready_replicas)} of {_count_text(len(body['replicas']), 'replica')}"
+        yield Finding("bad", f"{share_text} cannot be asked: {failure_text.rstrip('.')}.", advice)
 
 
 def _check_redis(body: Body) -> Iterator[Finding]:
@@ -550,17 +541,17 @@ def _check_redis(body: Body) -> Iterator[Finding]:
             "defaults, and these figures are of one worker alone.",
             "Start Redis again or repair the network; if it came back empty, run larder restore.",
         )
-    elif opened := body["breakers"].get("open", 0) + body["breakers"].get("half_open", 0):
+    elif open_breaker_count := body["breakers"].get("open", 0) + body["breakers"].get("half_open", 0):
         yield Finding(
             "bad",
-            f"{_count(opened, 'worker')} left Redis alone after failures (breaker open).",
+            f"{_count_text(open_breaker_count, 'worker')} left Redis alone after failures (breaker open).",
             "Look at Redis' latency (LATENCY LATEST, SLOWLOG GET) and at the network of those replicas.",
         )
 
 
 def _check_pointer(body: Body) -> Iterator[Finding]:
     # Without Redis nobody can tell, and that is said already.
-    if body["whole"] and StaleReason.POINTER_VANISHED in _stale_words(body):
+    if body["whole"] and StaleReason.POINTER_VANISHED in _stale_reasons(body):
         yield Finding(
             "bad",
             "Redis came back without its pointer, so perhaps without any page.",
@@ -569,7 +560,7 @@ def _check_pointer(body: Body) -> Iterator[Finding]:
 
 
 def _check_stale(body: Body) -> Iterator[Finding]:
-    reasons = sorted(_stale_words(body) - {EVENTS_BEHIND, StaleReason.POINTER_VANISHED})
+    reasons = sorted(_stale_reasons(body) - {EVENTS_BEHIND, StaleReason.POINTER_VANISHED})
     # Without Redis this is said already.
     if body["whole"] and reasons:
         yield Finding(
@@ -579,7 +570,7 @@ def _check_stale(body: Body) -> Iterator[Finding]:
         )
 
 
-def _stale_words(body: Body) -> set[str]:
+def _stale_reasons(body: Body) -> set[str]:
     stale_texts = [replica["stale"] for replica in body["replicas"] if replica["stale"]]
     return {stale_reason for stale_text in stale_texts for stale_reason in stale_text.split(",")}
 
@@ -587,14 +578,14 @@ def _stale_words(body: Body) -> set[str]:
 def _check_missing(body: Body) -> Iterator[Finding]:
     schedule = body["schedule"]
     if schedule["missing"] and _live_generation(body) is not None:
-        age = (
+        age_text = (
             ""
             if schedule["age_s"] is None
-            else f": what is served is {_span(schedule['age_s'])} old"
+            else f": what is served is {_age_text(schedule['age_s'])} old"
         )
         yield Finding(
             "bad",
-            f"The last night brought no generation{age}.",
+            f"The last night brought no generation{age_text}.",
             "Look at the last run of the DAG, or run larder night.",
         )
 
@@ -603,10 +594,10 @@ def _check_failed(body: Body) -> Iterator[Finding]:
     failed_night = next((night for night in body["nights"] if night["failure"]), None)
     if failed_night is not None:
         failure, generation = failed_night["failure"], failed_night["generation"]
-        at = datetime.fromtimestamp(failure["at"], UTC)
+        failed_at = datetime.fromtimestamp(failure["at"], UTC)
         yield Finding(
             "warn",
-            f"The last night failed at {at:%Y-%m-%d %H:%M} UTC in the step {failure['step']}"
+            f"The last night failed at {failed_at:%Y-%m-%d %H:%M} UTC in the step {failure['step']}"
             f"{f' ({generation})' if generation else ''}: {failure['error'].rstrip('.')}; what is live stays.",
             "Mend that, then run larder night again, or clear the red task.",
         )
@@ -614,18 +605,15 @@ def _check_failed(body: Body) -> Iterator[Finding]:
 
 def _check_refused(body: Body) -> Iterator[Finding]:
     # One of the live one's cut is no older, wherever its digest sorts it.
-    cut = (_live_generation(body) or "")[:CUT_CHARS]
-    refused = (generation for generation in body["generations"] if generation["state"] == "refused")
+    live_cut = (_live_generation(body) or "")[:CUT_CHARS]
+    refused_generations = (generation for generation in body["generations"] if generation["state"] == "refused")
     newest_refused = next(
-        (generation for generation in refused if generation["generation"][:CUT_CHARS] >= cut), None
+        (generation for generation in refused_generations if generation["generation"][:CUT_CHARS] >= live_cut), None
     )
     if newest_refused is not None:
-        failed = [gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"]
+        failed_rules = [gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"]
         yield Finding(
-            "warn",
-            f"Generation {newest_refused['generation']} was refused by {', '.join(failed) or 'a gate'}, what is live "
-            "stays.",
-            "Read the gate's reason below; if it is right all the same: larder override, then verify.",
+            "warn" f"Generation {newest_refused['generation']} was refused by {', '.join(failed_rules) or 'a gate'}, what " f"is live " "stays." "Read the gate's reason below; if it is right all the same: larder override, then verify.",
         )
 
 
@@ -646,12 +634,12 @@ def _check_fallback(body: Body) -> Iterator[Finding]:
     earlier_share = _share_of_sources(body["earlier"]["answers"], FALLBACK_SOURCES) or 0.0
     if recent_share is not None and recent_share - earlier_share >= FALLBACK_SURGE:
         level: Level = "bad" if recent_share - earlier_share >= FALLBACK_SURGE_BAD else "warn"
-        reason = max(
+        top_reason_and_count = max(
             body["lately"]["misses"].items(),
             key=lambda reason_and_count: reason_and_count[1],
             default=None,
         )
-        cause_text = "" if reason is None else f", mostly because of {reason[0]}"
+        cause_text = "" if top_reason_and_count is None else f", mostly because of {top_reason_and_count[0]}"
         yield Finding(
             level,
             f"{recent_share:.1%} of the answers are from the previous generation or defaults ({earlier_share:.1%} "
@@ -713,21 +701,21 @@ def _check_policy(body: Body) -> Iterator[Finding]:
 
 
 def _check_shed(body: Body) -> Iterator[Finding]:
-    entities, shed = sum(body["lately"]["answers"].values()), body["queue"]["shed_lately"]
-    if shed and shed >= 0.01 * max(entities, 1):
+    answer_count, shed_count = sum(body["lately"]["answers"].values()), body["queue"]["shed_lately"]
+    if shed_count and shed_count >= 0.01 * max(answer_count, 1):
         yield Finding(
             "warn",
-            f"Overload: {shed} inferences or requests were left out in the last minutes.",
+            f"Overload: {shed_count} inferences or requests were left out in the last minutes.",
             "Add workers or replicas (LARDER_WORKERS); the load is more than these can answer in time.",
         )
 
 
 def _check_events(body: Body) -> Iterator[Finding]:
-    events = body["events"]
-    if events is None:
+    event_fields = body["events"]
+    if event_fields is None:
         return
-    if events["up"] is False:
-        found_durability, demanded = events["durability"], events["demanded"]
+    if event_fields["up"] is False:
+        found_durability, demanded = event_fields["durability"], event_fields["demanded"]
         # What was found is that of the last look: one that kept enough then, or was never looked at, is away.
         falls_short = demanded != "any" and found_durability not in (None, "always", demanded)
         shortfall = f"keeps less than is demanded (found: {found_durability}, demanded: {demanded})"
@@ -736,34 +724,33 @@ def _check_events(body: Body) -> Iterator[Finding]:
             f"No events are accepted: their Redis {shortfall if falls_short else 'is away'}.",
             "larder check says more. Producers send again whatever has no 202.",
         )
-    if refused := events["refused"].get("events_full"):
+    if refused_count := event_fields["refused"].get("events_full"):
         yield Finding(
-            "bad",
-            f"The stream of events is full: events were refused {_count(refused, 'time')} in the last minutes.",
+            "bad" f"The stream of events is full: events were refused {_count_text(refused_count, 'time')} in the last " f"minutes.",
             _STREAM_ADVICE,
         )
-    elif (full := _part(events["stream_bytes"], events["stream_max_bytes"])) >= STREAM_WARN:
-        yield Finding("warn", f"The stream of events is {full:.0%} full.", _STREAM_ADVICE)
-    if EVENTS_BEHIND in _stale_words(body):
-        memory_share = _part(events["held_bytes"], events["held_max_bytes"])
+    elif (stream_share := _share(event_fields["stream_bytes"], event_fields["stream_max_bytes"])) >= STREAM_WARN:
+        yield Finding("warn", f"The stream of events is {stream_share:.0%} full.", _STREAM_ADVICE)
+    if EVENTS_BEHIND in _stale_reasons(body):
+        memory_share = _share(event_fields["held_bytes"], event_fields["held_max_bytes"])
         yield Finding(
             "warn",
-            f"Answers may lack accepted events: a worker is {events['lag_s'] or 0:.1f} s behind, "
+            f"Answers may lack accepted events: a worker is {event_fields['lag_s'] or 0:.1f} s behind, "
             f"its memory for events {memory_share:.0%} full.",
             "At 100 % a night has to take events over (larder night); else look at that replica's log.",
         )
-    if (waits_s := events["inbox_lag_seconds"] or 0) >= INBOX_WARN_S:
+    if (inbox_wait_s := event_fields["inbox_lag_seconds"] or 0) >= INBOX_WARN_S:
         yield Finding(
             "warn",
-            f"Events have waited in the inbox for {waits_s:.0f} s.",
+            f"Events have waited in the inbox for {inbox_wait_s:.0f} s.",
             "Look for consumers that are gone (XINFO CONSUMERS) and at the service's log.",
         )
-    rejected = {
-        name: n for name, n in events["results"].items() if name not in (ACCEPTED, REPEATED, ERASED)
+    rejected_by_reason = {
+        result_name: n for result_name, n in event_fields["results"].items() if result_name not in (ACCEPTED, REPEATED, ERASED)
     }
-    of = sum(events["results"].values())
-    if of >= ANSWERS_MIN and (rejected_share := sum(rejected.values()) / of) >= REJECTED_WARN:
-        top_reason = max(rejected, key=lambda reason: rejected[reason])
+    event_count = sum(event_fields["results"].values())
+    if event_count >= ANSWERS_MIN and (rejected_share := sum(rejected_by_reason.values()) / event_count) >= REJECTED_WARN:
+        top_reason = max(rejected_by_reason, key=lambda reason: rejected_by_reason[reason])
         yield Finding(
             "warn",
             f"{rejected_share:.1%} of the events were rejected, mostly as {top_reason}.",
@@ -771,11 +758,11 @@ def _check_events(body: Body) -> Iterator[Finding]:
         )
 
 
-def _part(of: float | None, total: float | None) -> float:
-    return of / total if of is not None and total else 0.0
+def _share(amount: float | None, total: float | None) -> float:
+    return amount / total if amount is not None and total else 0.0
 
 
-def _span(seconds: float) -> str:
+def _age_text(seconds: float) -> str:
     hours = seconds / 3600
     return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.1f} days"
 

@@ -15,14 +15,14 @@ from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import MOVE_ACTIONS, POINTER_ACTIONS, Release, publication_time
 
-GENERATIONS_MAX = 20
-NIGHTS_MAX = 7
-_OUTCOMES = {
+SHOWN_GENERATIONS_MAX = 20
+SHOWN_NIGHTS_MAX = 7
+_OUTCOME_BY_STATE = {
     "live": "published", "superseded": "published", "retired": "published", "rolled_back": "rolled back",
     "refused": "refused", "abandoned": "abandoned", "verified": "verified",
 }  # fmt: skip
-_AFTER = {"refuse": "refused", "abandon": "abandoned", "retire": "retired", "verify": "verified"}
-_BUSY = ("begun", "loaded", "verified")
+_STATE_BY_ACTION = {"refuse": "refused", "abandon": "abandoned", "retire": "retired", "verify": "verified"}
+_BUSY_STATES = ("begun", "loaded", "verified")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,17 @@ class GenerationFacts:
     reuse: Mapping[str, Any] | None
 
 
-_UNKNOWN: Mapping[str, Any] = {
+_UNKNOWN_FIELDS: Mapping[str, Any] = {
     "data_until": None, "bytes": None, "records": None, "gates": [], "remarks": [], "events_until": None,
 }  # fmt: skip
 
 
 class GenerationHistory:
-    """History of generations and nights; `records` gives the release records, or raises. For one thread at a time."""
+    """History of generations and nights, for one thread at a time; `read_releases` returns the records, or raises."""
 
-    def __init__(self, store: ArtefactStore, records: Callable[[], Sequence[Release]]) -> None:
+    def __init__(self, store: ArtefactStore, read_releases: Callable[[], Sequence[Release]]) -> None:
         self._store = store
-        self._records = records
+        self._read_releases = read_releases
         self._facts_by_generation: dict[str, GenerationFacts] = {}
 
     def read(
@@ -55,63 +55,63 @@ class GenerationHistory:
         """Return generations and nights, newest first; without a registry states are those of the release records."""
         releases: Sequence[Release] = []
         with suppress(LarderError, OSError, ValueError):
-            releases = self._records()
-        names = {release.generation for release in releases} | set(registry or ())
+            releases = self._read_releases()
+        generation_names = {release.generation for release in releases} | set(registry or ())
         with suppress(LarderError, OSError):
-            names |= set(self._store.names("generations"))
-        newest_names = sorted(filter(GENERATION_PATTERN.fullmatch, names), reverse=True)[
-            :GENERATIONS_MAX
+            generation_names |= set(self._store.names("generations"))
+        newest_names = sorted(filter(GENERATION_PATTERN.fullmatch, generation_names), reverse=True)[
+            :SHOWN_GENERATIONS_MAX
         ]
         self._facts_by_generation = {
             name: facts for name, facts in self._facts_by_generation.items() if name in newest_names
         }
         generations: list[dict[str, Any]] = []
         nights: list[dict[str, Any]] = []
-        for name in newest_names:
-            state, reason = _state(name, releases, None if registry is None else registry.get(name))
-            facts = self._read_facts(name, state)
-            generations.append(_generation(name, state, reason, releases, facts))
-            if facts is not None and facts.steps and len(nights) < NIGHTS_MAX:
-                nights.append(_night(name, state, facts))
+        for generation_name in newest_names:
+            state, reason = _state_and_reason(generation_name, releases, None if registry is None else registry.get(generation_name))
+            facts = self._read_facts(generation_name, state)
+            generations.append(_generation_row(generation_name, state, reason, releases, facts))
+            if facts is not None and facts.steps and len(nights) < SHOWN_NIGHTS_MAX:
+                nights.append(_night_row(generation_name, state, facts))
         failure = last_failure(self._store)
         if failure is not None and not failure.is_refused:
             nights = _with_failure(nights, failure)
         return generations, nights
 
-    def _read_facts(self, name: str, state: str | None) -> GenerationFacts | None:
-        earlier_facts = self._facts_by_generation.get(name)
+    def _read_facts(self, generation_name: str, state: str | None) -> GenerationFacts | None:
+        earlier_facts = self._facts_by_generation.get(generation_name)
         if (
             earlier_facts is not None
             and earlier_facts.state == state
-            and state not in _BUSY
+            and state not in _BUSY_STATES
             and state != "live"
         ):
             return earlier_facts
         try:
-            manifest = read_manifest(self._store, name)
+            manifest = read_manifest(self._store, generation_name)
         except (LarderError, OSError):
             return earlier_facts
         # Verifying writes gates anew; what is live goes on being warmed for a while.
-        facts = self._facts_by_generation[name] = _build_facts(
-            state, manifest, list(self._reports(name))
+        facts = self._facts_by_generation[generation_name] = _build_facts(
+            state, manifest, list(self._read_step_times(generation_name))
         )
         return facts
 
-    def _reports(self, name: str) -> Iterable[tuple[str, float, float]]:
+    def _read_step_times(self, generation_name: str) -> Iterable[tuple[str, float, float]]:
         for step in STEPS_TIMED_APART:
             with suppress(LarderError, OSError, ValueError, TypeError, KeyError):
-                raw = self._store.read(generation_path(name, f"times/{step}.json"))
-                if raw is not None:
-                    step_times = orjson.loads(raw)
+                report_bytes = self._store.read(generation_path(generation_name, f"times/{step}.json"))
+                if report_bytes is not None:
+                    step_times = orjson.loads(report_bytes)
                     yield step, float(step_times["began_at"]), float(step_times["seconds"])
 
 
 def _build_facts(
-    state: str | None, manifest: Manifest, reports: Sequence[tuple[str, float, float]]
+    state: str | None, manifest: Manifest, step_times: Sequence[tuple[str, float, float]]
 ) -> GenerationFacts:
-    seconds = dict(manifest.timings) | {step: step_seconds for step, _, step_seconds in reports}
+    seconds_by_step = dict(manifest.timings) | {step: step_seconds for step, _, step_seconds in step_times}
     reuse = Reuse.of(manifest.facts)
-    before_seal = sum(
+    seconds_before_seal = sum(
         step_seconds for step, step_seconds in manifest.timings.items() if step != "verify"
     )
     return GenerationFacts(
@@ -122,23 +122,23 @@ def _build_facts(
                 artefact.size_bytes for artefact in (*manifest.artefacts(), *manifest.pages())
             ),
             "records": sum(
-                part.count for table in manifest.stored_tables.values() for part in table.parts
+                table_part.count for table in manifest.stored_tables.values() for table_part in table.parts
             ),
-            "gates": [_gate(gate) for gate in manifest.gates],
+            "gates": [_gate_row(gate) for gate in manifest.gates],
             "remarks": [str(remark) for remark in manifest.facts.get("remarks", [])],
             "events_until": None if manifest.events is None else manifest.events.until,
         },
-        manifest.created_at - before_seal,
+        manifest.created_at - seconds_before_seal,
         [
-            {"step": step, "seconds": round(seconds[step], 3)}
+            {"step": step, "seconds": round(seconds_by_step[step], 3)}
             for step in NIGHT_STEPS
-            if step in seconds
+            if step in seconds_by_step
         ],
         None if reuse is None else reuse.to_json(),
     )
 
 
-def _gate(gate: Mapping[str, Any]) -> dict[str, Any]:
+def _gate_row(gate: Mapping[str, Any]) -> dict[str, Any]:
     verdict = "passed" if gate.get("passed") else "failed"
     return {
         "rule": str(gate.get("rule")), "value": gate.get("value"), "threshold": gate.get("threshold"),
@@ -146,72 +146,72 @@ def _gate(gate: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _state(
-    name: str, releases: Sequence[Release], row: Mapping[str, Any] | None
+def _state_and_reason(
+    generation_name: str, releases: Sequence[Release], registry_row: Mapping[str, Any] | None
 ) -> tuple[str | None, str | None]:
     """Return the state and its reason: the registry's, else those that the records prove."""
-    about = [release for release in releases if release.generation == name]
-    reason = next((release.reason for release in reversed(about) if release.reason), None)
-    if row is not None:
-        return str(row.get("state")), str(row["reason"]) if row.get("reason") else reason
-    return _proven(releases).get(name), reason
+    own_releases = [release for release in releases if release.generation == generation_name]
+    reason = next((release.reason for release in reversed(own_releases) if release.reason), None)
+    if registry_row is not None:
+        return str(registry_row.get("state")), str(registry_row["reason"]) if registry_row.get("reason") else reason
+    return _proven_states(releases).get(generation_name), reason
 
 
-def _proven(releases: Sequence[Release]) -> dict[str, str]:
+def _proven_states(releases: Sequence[Release]) -> dict[str, str]:
     """States of generations that release records prove by themselves, oldest record first."""
-    states: dict[str, str] = {}
-    live: str | None = None
+    state_by_generation: dict[str, str] = {}
+    live_generation: str | None = None
     for release in releases:
         if release.action in POINTER_ACTIONS and not release.is_done:
             continue
         if release.action in MOVE_ACTIONS:
-            if live not in (None, release.generation):
-                states[str(live)] = "rolled_back" if release.action == "roll_back" else "superseded"
-            live = release.generation
-            states[live] = "live"
+            if live_generation not in (None, release.generation):
+                state_by_generation[str(live_generation)] = "rolled_back" if release.action == "roll_back" else "superseded"
+            live_generation = release.generation
+            state_by_generation[live_generation] = "live"
         elif release.action == "end_canary":
             if release.abandoned:
-                states[release.generation] = "abandoned"
-        elif release.action in _AFTER and release.generation != live:
-            states[release.generation] = _AFTER[release.action]
-    return states
+                state_by_generation[release.generation] = "abandoned"
+        elif release.action in _STATE_BY_ACTION and release.generation != live_generation:
+            state_by_generation[release.generation] = _STATE_BY_ACTION[release.action]
+    return state_by_generation
 
 
 def _is_move(release: Release) -> bool:
     return release.action in MOVE_ACTIONS and release.is_done
 
 
-def _generation(
-    name: str,
+def _generation_row(
+    generation_name: str,
     state: str | None,
     reason: str | None,
     releases: Sequence[Release],
     facts: GenerationFacts | None,
 ) -> dict[str, Any]:
     """Return a generation's row without its role, which the caller adds, as it knows the held generations."""
-    moved = next(
+    last_move = next(
         (
             release
             for release in reversed(releases)
-            if release.generation == name and _is_move(release)
+            if release.generation == generation_name and _is_move(release)
         ),
         None,
     )
     return {
-        "generation": name,
+        "generation": generation_name,
         "state": state,
-        "epoch": None if moved is None else moved.epoch,
+        "epoch": None if last_move is None else last_move.epoch,
         "role": None,
-        "published_at": None if moved is None else publication_time(releases, name) or moved.at,
-        **(_UNKNOWN if facts is None else facts.document_fields),
+        "published_at": None if last_move is None else publication_time(releases, generation_name) or last_move.at,
+        **(_UNKNOWN_FIELDS if facts is None else facts.document_fields),
         "reason": reason,
     }
 
 
-def _night(name: str, state: str | None, facts: GenerationFacts) -> dict[str, Any]:
+def _night_row(generation_name: str, state: str | None, facts: GenerationFacts) -> dict[str, Any]:
     return {
-        "generation": name,
-        "outcome": _OUTCOMES.get(state or "", "unfinished"),
+        "generation": generation_name,
+        "outcome": _OUTCOME_BY_STATE.get(state or "", "unfinished"),
         "began_at": facts.began_at,
         "steps": list(facts.steps),
         "reuse": facts.reuse,
@@ -221,17 +221,17 @@ def _night(name: str, state: str | None, facts: GenerationFacts) -> dict[str, An
 
 def _with_failure(nights: list[dict[str, Any]], failure: NightFailure) -> list[dict[str, Any]]:
     """Return the nights with the failed one first; one that failed early has no files, so no times of its steps."""
-    failed: dict[str, Any] = {
+    failed_night: dict[str, Any] = {
         "generation": failure.generation or "", "began_at": None, "steps": [], "reuse": None,
     }  # fmt: skip
-    others = []
+    other_nights = []
     for night in nights:
         if night["generation"] == failure.generation:
-            failed = night
+            failed_night = night
         else:
-            others.append(night)
-    outcome = {
+            other_nights.append(night)
+    failure_fields = {
         "outcome": f"failed in {failure.step}",
         "failure": {"step": failure.step, "at": failure.at, "error": failure.error},
     }
-    return [failed | outcome, *others][:NIGHTS_MAX]
+    return [failed_night | failure_fields, *other_nights][:SHOWN_NIGHTS_MAX]

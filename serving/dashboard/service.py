@@ -11,7 +11,7 @@ import orjson
 from cache.l2.control_plane import ControlPlane
 from serving.dashboard.aggregator import FleetReading, FleetView
 from serving.dashboard.counters import Counts, MetricsPublisher
-from serving.dashboard.document import document
+from serving.dashboard.document import (build_document)
 from serving.dashboard.generation_history import GenerationHistory
 from serving.generations.nights import Nights
 from serving.process.resources import StoreThreads
@@ -20,25 +20,25 @@ from serving.usage.l1_advisor import merge_curves
 
 log = logging.getLogger(__name__)
 
-READ_S = 1.0
+READ_INTERVAL_S = 1.0
 """Seconds between two readings of Redis at least, however many look."""
-ARCHIVE_S = 10.0
-DATA_S = 5.0
+ARCHIVE_INTERVAL_S = 10.0
+DATA_WAIT_MAX_S = 5.0
 """Seconds that a viewer waits at most: Redis has 2 s, the store one, the rest is computing."""
-ARCHIVE_OLD_S = 2 * ARCHIVE_S
+ARCHIVE_OLD_S = 2 * ARCHIVE_INTERVAL_S
 """Age from which a viewer waits for the table of generations: the first one, and one after a pause."""
-_ARCHIVE_WAIT_S = 1.0
+_ARCHIVE_WAIT_MAX_S = 1.0
 """Seconds that a slow store delays a viewer at most: then the last known table is shown, with its age."""
 
 Provider = Callable[[], Mapping[str, Any] | None]
-Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+ArchiveRows = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Dashboard:
     """Dashboard of one worker: call `publish` every few seconds; `data` answers all viewers from one reading a second.
 
     `advisor`, `events` and `quality` return their part of the document, quickly and without waiting: the first two this
-    worker's contribution, the last the whole. `arms` names the experiments that it holds.
+    worker's contribution, the last the whole. `list_experiments` names the experiments that it holds.
     """
 
     def __init__(
@@ -46,37 +46,37 @@ class Dashboard:
         control: ControlPlane,
         history: GenerationHistory,
         *,
-        name: str,
+        worker_name: str,
         is_on: bool = True,
         read_counts: Callable[[], Counts],
-        about: Callable[[], Mapping[str, Any]],
-        bounds: tuple[float, ...],
+        read_worker_state: Callable[[], Mapping[str, Any]],
+        bucket_bounds: tuple[float, ...],
         nights: Nights,
         clock: Callable[[], float],
         advisor: Provider = lambda: None,
         quality: Provider = lambda: None,
         events: Provider = lambda: None,
-        arms: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        list_experiments: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
         in_thread: StoreThreads,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_on = is_on
 
-        def advised() -> Mapping[str, Any]:
-            return {**about(), "advisor": _call_provider(advisor), "events": _call_provider(events)}
+        def read_full_worker_state() -> Mapping[str, Any]:
+            return {**read_worker_state(), "advisor": _call_provider(advisor), "events": _call_provider(events)}
 
-        self.publisher = MetricsPublisher(control, name, clock, read_counts, advised)
+        self.publisher = MetricsPublisher(control, worker_name, clock, read_counts, read_full_worker_state)
         self.advisor, self.quality = advisor, quality
-        self._arms = arms
-        self._fleet = FleetView(control, self.publisher, bounds, clock, timer)
+        self._list_experiments = list_experiments
+        self._fleet = FleetView(control, self.publisher, bucket_bounds, clock, timer)
         self._history, self._in_thread = history, in_thread
-        self._bounds, self._nights, self._timer = bounds, nights, timer
-        self._archived: Archived = [], []
-        self._archived_at, self._tried_at = float("-inf"), float("-inf")
+        self._bounds, self._nights, self._timer = bucket_bounds, nights, timer
+        self._archive_rows: ArchiveRows = [], []
+        self._archive_read_at, self._archive_tried_at = float("-inf"), float("-inf")
         self._generations_at: float | None = None
-        self._archiving: asyncio.Task[None] | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._body, self._read_at = b"", float("-inf")
+        self._archive_task: asyncio.Task[None] | None = None
+        self._read_task: asyncio.Task[None] | None = None
+        self._document_body, self._read_at = b"", float("-inf")
 
     async def publish(self) -> None:
         """Publish this worker's counts to Redis; if Redis is away, a later call publishes them."""
@@ -86,19 +86,19 @@ class Dashboard:
         """Return the document as JSON, at most a second old; raise Problem: 404 if switched off, 503 if too late."""
         if not self.is_on:
             raise Problem(404, "dashboard_off", "LARDER_DASHBOARD_S is 0 here: nothing is told")
-        if self._timer() - self._read_at >= READ_S:
+        if self._timer() - self._read_at >= READ_INTERVAL_S:
             # One reading for all who look, which nobody's leaving or time-out ends: two at once would mix their bins.
-            if self._reading is None or self._reading.done():
-                self._reading = asyncio.create_task(self._read())
-            finished_tasks, _ = await asyncio.wait({reading := self._reading}, timeout=DATA_S)
+            if self._read_task is None or self._read_task.done():
+                self._read_task = asyncio.create_task(self._read())
+            finished_tasks, _ = await asyncio.wait({reading := self._read_task}, timeout=DATA_WAIT_MAX_S)
             if not finished_tasks:
-                raise Problem(503, "overloaded", f"the dashboard was not made within {DATA_S:g} s")
+                raise Problem(503, "overloaded", f"the dashboard was not made within {DATA_WAIT_MAX_S:g} s")
             reading.result()
-        return self._body
+        return self._document_body
 
     async def _read(self) -> None:
         reading = await self._fleet.read()
-        await self._look_into_store(reading)
+        await self._refresh_archive(reading)
         served = self._nights.follower.served
         schedule = {
             "age_s": self._nights.age_s(), "due_at": self._nights.due_at(),
@@ -106,49 +106,49 @@ class Dashboard:
         }  # fmt: skip
         quality = _call_provider(self.quality)
         roles = {} if served is None else served.generation_by_role
-        arms = self._arms()
+        experiment_rows = self._list_experiments()
 
-        def advice() -> Mapping[str, Any] | None:
-            return merge_curves(worker["advisor"] for worker in reading.workers.values())
+        def merge_advice() -> Mapping[str, Any] | None:
+            return merge_curves(worker["advisor"] for worker in reading.worker_rows.values())
 
-        def composed() -> bytes:
-            dashboard_document = document(
-                reading, schedule=schedule, archive=self._archived, roles=roles,
+        def compose_body() -> bytes:
+            dashboard_document = build_document(
+                reading, schedule=schedule, archive=self._archive_rows, roles=roles,
                 generations_at=self._generations_at,
-                bounds=self._bounds, advisor=_call_provider(advice), quality=quality, arms=arms,
+                bucket_bounds=self._bounds, advisor=_call_provider(merge_advice), quality=quality, experiment_rows=experiment_rows,
             )  # fmt: skip
             return orjson.dumps(dashboard_document, option=orjson.OPT_SERIALIZE_NUMPY)
 
-        self._body = await asyncio.to_thread(composed)
+        self._document_body = await asyncio.to_thread(compose_body)
         self._read_at = self._timer()
 
-    async def _look_into_store(self, reading: FleetReading) -> None:
+    async def _refresh_archive(self, reading: FleetReading) -> None:
         """Has generations and nights read when it is time; one reading at a time, however long the store takes."""
-        at = self._timer()
-        if self._archiving is None:
-            if at - self._tried_at < ARCHIVE_S:
+        now_s = self._timer()
+        if self._archive_task is None:
+            if now_s - self._archive_tried_at < ARCHIVE_INTERVAL_S:
                 return
-            is_old = at - self._archived_at >= ARCHIVE_OLD_S
-            self._archiving = asyncio.create_task(self._read_archive(reading))
+            is_old = now_s - self._archive_read_at >= ARCHIVE_OLD_S
+            self._archive_task = asyncio.create_task(self._read_archive(reading))
             # A young table is shown as it is; the new one is there at the next look.
-            await asyncio.wait({self._archiving}, timeout=_ARCHIVE_WAIT_S if is_old else 0.0)
+            await asyncio.wait({self._archive_task}, timeout=_ARCHIVE_WAIT_MAX_S if is_old else 0.0)
 
     async def _read_archive(self, reading: FleetReading) -> None:
         try:
-            self._archived = await self._in_thread(self._history.read, reading.registry)
-            self._archived_at, self._generations_at = self._timer(), reading.read_at
+            self._archive_rows = await self._in_thread(self._history.read, reading.registry)
+            self._archive_read_at, self._generations_at = self._timer(), reading.read_at
         except Exception:  # a defect here must not cost the rest of the page
             log.exception("generations and nights cannot be read")
         finally:
-            self._tried_at, self._archiving = self._timer(), None
+            self._archive_tried_at, self._archive_task = self._timer(), None
 
     async def aclose(self) -> None:
         """Stop reading, and withdraw this worker's figures from the dashboards of the others."""
-        pending = {task for task in (self._archiving, self._reading) if task is not None}
-        for task in pending:
-            task.cancel()
-        if pending:
-            await asyncio.wait(pending)
+        pending_tasks = {task for task in (self._archive_task, self._read_task) if task is not None}
+        for pending_task in pending_tasks:
+            pending_task.cancel()
+        if pending_tasks:
+            await asyncio.wait(pending_tasks)
         if self.is_on:
             await self.publisher.sign_off()
 

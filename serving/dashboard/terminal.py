@@ -20,8 +20,8 @@ from cache.process.command_line import json_text, missing_extra, printable_lines
 from serving.cli.lookup import add_tls_options, tls_context
 
 PROG = "python -m serving top"
-TIMEOUT_S = 5.0
-_BODY_MAX = 16 << 20
+FETCH_TIMEOUT_S = 5.0
+_BODY_BYTES_MAX = 16 << 20
 _STATUS_EXPLANATIONS = {
     401: "it wants a token: pass --token or set LARDER_TOKEN",
     403: "this token lacks the scope admin",
@@ -36,7 +36,7 @@ class NoDashboard(LarderError):
     code = "no_dashboard"
 
 
-def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[str, Any]:
+def fetch_document(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[str, Any]:
     """Fetch the dashboard document of the service at `url`; raise NoDashboard with the remedy."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise NoDashboard(f"--url is http://host:port or https://host:port, not {url!r}")
@@ -44,8 +44,8 @@ def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urlopen(request, timeout=TIMEOUT_S, context=tls) as response:  # noqa: S310
-            document = orjson.loads(response.read(_BODY_MAX))
+        with urlopen(request, timeout=FETCH_TIMEOUT_S, context=tls) as response:  # noqa: S310
+            document = orjson.loads(response.read(_BODY_BYTES_MAX))
     except HTTPError as error:
         raise NoDashboard(
             f"{url} answers {error.code}: {_STATUS_EXPLANATIONS.get(error.code, error.reason)}"
@@ -63,18 +63,22 @@ def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[
 def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     """Show the dashboard until Ctrl-C, or once; return the exit code, 2 where it cannot be shown."""
     options = argument_parser(prog).parse_args(arguments)
-    if line := missing_extra("top", "top", "rich"):
-        print(f"larder: {line}", file=sys.stderr)
+    if missing_extra_message := missing_extra("top", "top", "rich"):
+        print(f"larder: {missing_extra_message}", file=sys.stderr)
         return 2
     try:
         tls = tls_context(options)
-        body = fetch(options.url, options.token, tls)
+        body = fetch_document(options.url, options.token, tls)
         if options.json:
             print(printable_lines(json_text(body)))
         elif options.once:
-            _print(body)
+            _print_screen(body)
         else:
-            _watch(functools.partial(fetch, options.url, options.token, tls), options.every, body)
+            _watch(
+                functools.partial(fetch_document, options.url, options.token, tls),
+                options.every,
+                body,
+            )
     except LarderError as error:
         print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return 2
@@ -83,28 +87,30 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     return 0
 
 
-def _print(body: Mapping[str, Any]) -> None:
+def _print_screen(body: Mapping[str, Any]) -> None:
     from cache.process.console import SafeConsole
-    from serving.dashboard.screen import screen
+    from serving.dashboard.screen import draw_screen
 
-    SafeConsole().print(screen(body))
+    SafeConsole().print(draw_screen(body))
 
 
 def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[str, Any]) -> None:
     from rich.live import Live
 
     from cache.process.console import SafeConsole
-    from serving.dashboard.screen import screen
+    from serving.dashboard.screen import draw_screen
 
-    with Live(screen(body), console=SafeConsole(), screen=True, auto_refresh=False) as live:
+    with Live(
+        draw_screen(body), console=SafeConsole(), screen=True, auto_refresh=False
+    ) as live_display:
         while True:
-            live.refresh()
+            live_display.refresh()
             time.sleep(every_s)
             try:
                 body, trouble = fetch_body(), None
             except NoDashboard as error:  # it may be restarting: what was seen last stays
                 trouble = error.message
-            live.update(screen(body, trouble))
+            live_display.update(draw_screen(body, trouble))
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
@@ -120,12 +126,14 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     add_tls_options(parser)
     parser.add_argument("--once", action="store_true", help="print and exit")
     parser.add_argument("--json", action="store_true", help="once, for programs")
-    parser.add_argument("--every", type=_seconds, default=2.0, help="seconds, default %(default)s")
+    parser.add_argument(
+        "--every", type=_parse_interval, default=2.0, help="seconds, default %(default)s"
+    )
     return parser
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
+def _parse_interval(seconds_text: str) -> float:
+    seconds = float(seconds_text)
     if not 0.5 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"0.5 to 3600 seconds, not {text}")
+        raise argparse.ArgumentTypeError(f"0.5 to 3600 seconds, not {seconds_text}")
     return seconds

@@ -81,8 +81,8 @@ class FastLookups:
             service, clock, self._time_next_answer if service.observes else _skip_timing
         )
         if service.observes:
-            self._metrics.at_flips.append(self._time_next_answer)
-            self._metrics.tally.flushes.append(self._sent_answers.flush)
+            self._metrics.flip_callbacks.append(self._time_next_answer)
+            self._metrics.tally.flush_callbacks.append(self._sent_answers.flush)
             self._time_next_answer()
         self._timer, self._clock = service.timer, clock
         self._options_by_query = QueryOptionsCache(service.limits)

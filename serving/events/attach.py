@@ -20,7 +20,7 @@ from serving.engine.service import LookupService
 from serving.events.counts import counts_by_field
 from serving.events.follower import EventFollower, EventMetrics, NewestPosition
 from serving.events.intake import EventIntake, EventParts
-from serving.events.item_updates import VALUES_LOOK_S, ItemUpdater, new_item_inputs
+from serving.events.item_updates import (ItemUpdater, VALUES_CHECK_INTERVAL_S, new_item_inputs)
 from serving.events.newer_events import NewerEvents, compute_from_events
 from serving.events.reading import read_body_of_events
 from serving.generations.holder import GenerationHolder
@@ -38,7 +38,7 @@ from serving.requests.parsing import pop_content, run_in_thread_if_large
 
 log = logging.getLogger(__name__)
 
-_CODES: Mapping[str, ErrorCode] = {
+_ERROR_CODES: Mapping[str, ErrorCode] = {
     "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
     "events_full": ErrorCode(
         429, "The stream takes no more for now: come again after `Retry-After`"
@@ -49,7 +49,7 @@ _CODES: Mapping[str, ErrorCode] = {
     ),
 }
 
-_FIELDS: Json = {
+_EVENT_FIELD_SCHEMAS: Json = {
     "user": ID_SCHEMA,
     "item": ID_SCHEMA,
     "time": {
@@ -83,22 +83,22 @@ _FIELDS: Json = {
 }
 
 
-_UNSENT_IF_NULL = ("user", "item", "time", "type", "weight", "attributes", "features", "vector")
+_NULLABLE_FIELDS = ("user", "item", "time", "type", "weight", "attributes", "features", "vector")
 
 
-_EVENT = schemas.closed_object_schema(
+_EVENT_SCHEMA = schemas.closed_object_schema(
     "Event",
-    _FIELDS | {name: nullable_schema(_FIELDS[name]) for name in _UNSENT_IF_NULL},
+    _EVENT_FIELD_SCHEMAS | {name: nullable_schema(_EVENT_FIELD_SCHEMAS[name]) for name in _NULLABLE_FIELDS},
     ("id",),
     description="Interaction of a user with an item, or attributes, features or a vector of one of them",
 )
 
 
-_BODY: Json = schemas.closed_object_schema(
+_REQUEST_SCHEMA: Json = schemas.closed_object_schema(
     "EventsRequest",
     {
         "events": list_schema(
-            _EVENT,
+            _EVENT_SCHEMA,
             minItems=1,
             description="As many as `[events] batch` has it; one that is none is rejected beside the others",
         )
@@ -107,7 +107,7 @@ _BODY: Json = schemas.closed_object_schema(
 )
 
 
-_RECEIPT: Json = schemas.named_object_schema(
+_RECEIPT_SCHEMA: Json = schemas.named_object_schema(
     "EventsReceipt",
     {
         "accepted": {"type": "integer", "description": "Events that are in the stream"},
@@ -155,19 +155,19 @@ class EventOverview:
             self.follower.newer_events,
             self.holder.served,
         )
-        published = None if served is None else served.live.manifest.events
+        events_of_night = None if served is None else served.live.manifest.events
         return {
-            **self.intake.counts.gauges,
+            **self.intake.counts.value_by_gauge,
             "durability": None
             if redis.found_durability is None
             else redis.found_durability.persistence,
-            "demanded": redis.demanded,
+            "demanded": redis.demanded_durability,
             "lag_s": round(self.follower.lag_s(), 3),
             "users": len(newer_events.users),
             "held_bytes": newer_events.size_bytes,
-            "held_max_bytes": self.follower.limit_bytes,
+            "held_max_bytes": self.follower.held_bytes_max,
             "counted_until": str(Position.from_number(newer_events.users.last_number)),
-            "published_until": None if published is None else published.until,
+            "published_until": None if events_of_night is None else events_of_night.until,
         }
 
 
@@ -182,7 +182,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
             summary="What users do",
             description="Accepts each event once, under its id: sent again after any refusal it counts once. An event "
             "that cannot be accepted is rejected beside the others.",
-            answer_schema=_RECEIPT,
+            answer_schema=_RECEIPT_SCHEMA,
             answer_example={
                 "accepted": 1,
                 "repeated": 0,
@@ -191,9 +191,9 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
                 "position": "1795174289000-0",
             },
             status="202",
-            body_schema=_BODY,
+            body_schema=_REQUEST_SCHEMA,
             body_example={"events": [{"id": "e-1", "user": "u-00042", "item": "i-02618"}]},
-            codes=_CODES,
+            codes=_ERROR_CODES,
             scope="events",
         ),
     )
@@ -204,30 +204,30 @@ def attach(replica: Replica) -> EventIntake | None:
     if not replica.config.events.enabled:
         replica.hooks.handlers["sendEvents"] = refuse_events
         return None
-    config, own, hooks = replica.config, replica.own, replica.hooks
+    config, own_namespace, hooks = replica.config, replica.own_namespace, replica.hooks
     replica.inference.compute_newer = compute_from_events
-    follower = follow_events(own)
+    follower = follow_events(own_namespace)
     hooks.namespaces.append(follow_events)
-    holder, newer_events = own.holder, follower.newer_events
+    holder, newer_events = own_namespace.holder, follower.newer_events
     newest_position = NewestPosition(newer_events, holder, config.of_events().store())
-    parts = EventParts.of(
+    event_parts = EventParts.of(
         config, replica.name, lambda: holder.blocklist, newest_position,
         lambda: None if holder.live is None else new_item_inputs(holder.live), replica.loops,
     )  # fmt: skip
-    parts.also(own.refresher, config.figures_s)
-    counts = parts.intake.counts
-    replica.metrics.registry.register(counts)
+    event_parts.add_periodic_tasks(own_namespace.refresher, config.figures_s)
+    event_counts = event_parts.intake.counts
+    replica.metrics.registry.register(event_counts)
 
-    async def start() -> None:
+    async def start_intake() -> None:
         await newest_position.load_taken_position(replica.in_thread)
-        await parts.start()
+        await event_parts.start()
 
-    hooks.handlers["sendEvents"] = handler_of(replica.service, parts.intake)
-    hooks.counts.append(lambda: counts_by_field(counts, replica.metrics.changed_answers))
-    hooks.reports["events"] = EventOverview(parts.intake, follower, holder).to_json
-    hooks.start.append(start)
-    hooks.stop.append(parts.aclose)
-    return parts.intake
+    hooks.handlers["sendEvents"] = handler_of(replica.service, event_parts.intake)
+    hooks.counts.append(lambda: counts_by_field(event_counts, replica.metrics.changed_answers))
+    hooks.reports["events"] = EventOverview(event_parts.intake, follower, holder).to_json
+    hooks.start_steps.append(start_intake)
+    hooks.stop_steps.append(event_parts.aclose)
+    return event_parts.intake
 
 
 def follow_events(namespace: HeldNamespace) -> EventFollower:
@@ -240,9 +240,9 @@ def follow_events(namespace: HeldNamespace) -> EventFollower:
     follower = EventFollower(
         config.events_redis, config.of_events().keyspace(), newer_events, holder,
         functools.partial(namespace.follower.note_concern, "events"), recheck_values=updater.recheck_values,
-        limit_bytes=config.events.stream_bytes,
+        held_bytes_max=config.events.stream_bytes,
     )  # fmt: skip
-    refresher.add_periodic("attribute_values", VALUES_LOOK_S, updater.take_values)
+    refresher.add_periodic("attribute_values", VALUES_CHECK_INTERVAL_S, updater.apply_new_values)
     refresher.add_loop("events", follower.run)
     namespace.metrics.registry.register(EventMetrics(follower))
     return follower
@@ -265,12 +265,12 @@ def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
             )  # fmt: skip
         return snapshot
     if snapshot.predictor is not None:
-        opened = functools.partial(
+        open_with_models = functools.partial(
             events.with_models, snapshot.manifest, snapshot.root, snapshot.items, seen_items, snapshot.predictor,
             threads=config.live_threads, cores=parse_cores(config.live_cores),
             exact_search_bytes_max=config.events.exact_bytes,
         )  # fmt: skip
-        events, degraded = open_event_models(namespace.store, snapshot.manifest, opened, events)
+        events, degraded = open_event_models(namespace.store, snapshot.manifest, open_with_models, events)
     return dataclasses.replace(snapshot.with_part(events), degraded=degraded)
 
 
@@ -290,9 +290,9 @@ def handler_of(service: LookupService, intake: EventIntake) -> Handler:
 
     async def read_events(request: Request) -> object:
         body = await read_request_body(service, request)
-        read = functools.partial(pop_content, request.scope, body, "json", service.limits)
+        parse_body = functools.partial(pop_content, request.scope, body, "json", service.limits)
         try:
-            return await run_in_thread_if_large(body, read)
+            return await run_in_thread_if_large(body, parse_body)
         except Problem as problem:
             events_max = intake.reader.config.batch
             return await asyncio.to_thread(read_body_of_events, problem, body, events_max)

@@ -28,9 +28,9 @@ from cache.l2.resp import (
 CONNECTIONS_MAX: Final = 8
 """Connections of a process: for the acceptor, the inbox, gauges and rejected events."""
 
-CONNECT_S: Final = 1.0
+CONNECT_TIMEOUT_S: Final = 1.0
 
-REPLY_S: Final = 3.0
+REPLY_TIMEOUT_S: Final = 3.0
 """Seconds for a reply: a disk that must store an event first may take long, and no lookup waits for it."""
 
 Persistence = Literal["always", "everysec", "none", "unknown"]
@@ -40,9 +40,9 @@ CommandSender = Callable[..., Awaitable[Any]]
 """Callable that sends the words of a command and returns its reply; raises redis-py's errors."""
 
 Command = tuple[bytes | str | int | float, ...]
-_RANKS: Final = {"always": 2, "everysec": 1, "none": 0, "unknown": 0}
-_AOF = re.compile(rb"aof_enabled:([01])")
-_POLICY: Final = re.compile(rb"maxmemory_policy:(\S+)")
+_RANK_BY_PERSISTENCE: Final = {"always": 2, "everysec": 1, "none": 0, "unknown": 0}
+_AOF_ENABLED_PATTERN = re.compile(rb"aof_enabled:([01])")
+_EVICTION_POLICY_PATTERN: Final = re.compile(rb"maxmemory_policy:(\S+)")
 
 
 class EventsUnavailable(LarderError):
@@ -63,14 +63,17 @@ class EventsFull(LarderError):
 
 
 class FoundDurability(NamedTuple):
-    """Durability found on a server; `waits` if each call has to wait for the disk."""
+    """Durability found on a server; `has_to_wait` if each call has to wait for the disk."""
 
     persistence: Persistence
     waits: bool = False
 
     def suffices(self, demanded: Durability) -> bool:
         """True if the durability is at least the demanded one."""
-        return demanded == "any" or _RANKS[self.persistence] >= _RANKS[demanded]
+        return (
+            demanded == "any"
+            or _RANK_BY_PERSISTENCE[self.persistence] >= _RANK_BY_PERSISTENCE[demanded]
+        )
 
 
 class EventsRedis:
@@ -81,18 +84,18 @@ class EventsRedis:
     """
 
     def __init__(self, url: str, demanded: Durability) -> None:
-        self.demanded = demanded
+        self.demanded_durability = demanded
         self.found_durability: FoundDurability | None = None
         """Durability found by the last check; None before the first."""
         try:
             self._pool = ConnectionPool.from_url(
                 url,
                 protocol=2,
-                socket_connect_timeout=CONNECT_S,
-                socket_timeout=REPLY_S,
+                socket_connect_timeout=CONNECT_TIMEOUT_S,
+                socket_timeout=REPLY_TIMEOUT_S,
                 max_connections=CONNECTIONS_MAX,
                 retry=Retry(NoBackoff(), 0),
-                redis_connect_func=self._greet,
+                redis_connect_func=self._open_connection,
                 **ASYNC_BOUNDED_POOL_SETTINGS,
             )
         except ValueError as error:
@@ -103,12 +106,12 @@ class EventsRedis:
 
     async def execute(self, *command_parts: Any) -> Any:
         """Return the reply to one command."""
-        with _as_unavailable():
+        with _translate_errors():
             return await self._client.execute_command(*command_parts)  # type: ignore[no-untyped-call]
 
     async def execute_all(self, commands: Sequence[Command]) -> list[Any]:
         """Return the replies to all commands, in one round trip; raise the first error once all have been sent."""
-        with _as_unavailable():
+        with _translate_errors():
             async with self._client.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
@@ -118,16 +121,20 @@ class EventsRedis:
         self, keys: Sequence[bytes], arguments: Sequence[Any], script: str = ACCEPT_SCRIPT
     ) -> list[bytes]:
         """Return the replies of an acceptance script, once the events are as durable as demanded."""
-        call = (len(keys), *keys, *arguments)
-        with _as_unavailable():
+        script_arguments = (len(keys), *keys, *arguments)
+        with _translate_errors():
             # A connection of its own, not the client: one that is opened only now may have met another server.
             connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
             try:
-                await self._demand_of(connection)
+                await self._check_durability_of(connection)
                 try:
-                    return await self._called(connection, ("EVALSHA", _script_id(script), *call))
+                    return await self._execute_durably(
+                        connection, ("EVALSHA", _script_id(script), *script_arguments)
+                    )
                 except NoScriptError:
-                    return await self._called(connection, ("EVAL", script, *call))
+                    return await self._execute_durably(
+                        connection, ("EVAL", script, *script_arguments)
+                    )
             except ResponseError as error:
                 if not str(error).startswith(STREAM_FULL_PREFIX):
                     raise
@@ -137,50 +144,58 @@ class EventsRedis:
 
     async def demand_durability(self) -> None:
         """Check the settings of this Redis; raise EventsUnavailable unless it keeps events as demanded."""
-        _demand(await self.look_at_durability(), self.demanded)
+        _check_durability(await self.refresh_durability(), self.demanded_durability)
 
-    async def look_at_durability(self) -> FoundDurability:
+    async def refresh_durability(self) -> FoundDurability:
         """Return the current durability of this Redis."""
-        with _as_unavailable():
-            durability = await durability_of(self._client.execute_command, self.demanded)
+        with _translate_errors():
+            durability = await find_durability(
+                self._client.execute_command, self.demanded_durability
+            )
         self.found_durability = durability
         return durability
 
     async def eviction_policy(self) -> str:
         """Return the maxmemory-policy of this Redis, "" if INFO lacks it."""
-        policy_match = _POLICY.search(await self.execute("INFO", "memory"))
+        policy_match = _EVICTION_POLICY_PATTERN.search(await self.execute("INFO", "memory"))
         return policy_match[1].decode() if policy_match else ""
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._client.aclose(close_connection_pool=True)
 
-    async def _demand_of(self, connection: AbstractConnection) -> None:
-        if self.found_durability is None or not self.found_durability.suffices(self.demanded):
+    async def _check_durability_of(self, connection: AbstractConnection) -> None:
+        if self.found_durability is None or not self.found_durability.suffices(
+            self.demanded_durability
+        ):
             # It may have been mended since.
-            self.found_durability = await durability_of(
-                partial(_execute_on, connection), self.demanded
+            self.found_durability = await find_durability(
+                partial(_execute_on, connection), self.demanded_durability
             )
-        _demand(self.found_durability, self.demanded)
+        _check_durability(self.found_durability, self.demanded_durability)
 
-    async def _called(self, connection: AbstractConnection, command: Command) -> list[bytes]:
+    async def _execute_durably(
+        self, connection: AbstractConnection, command: Command
+    ) -> list[bytes]:
         commands = [command]
         if self.found_durability is not None and self.found_durability.waits:
-            commands.append(("WAITAOF", 1, 0, int(REPLY_S * 900)))
+            commands.append(("WAITAOF", 1, 0, int(REPLY_TIMEOUT_S * 900)))
         await connection.send_packed_command(connection.pack_commands(commands))
-        replies = [await _reply(connection) for _ in commands]
+        replies = [await _read_reply(connection) for _ in commands]
         for reply in replies:
             if isinstance(reply, ResponseError):
                 raise reply
         if len(replies) > 1 and not checked_reply("WAITAOF", replies[1])[0]:
             raise EventsUnavailable("the Redis of events did not write to its disk in time")
-        accepted: list[bytes] = checked_reply(str(command[0]), replies[0], TEXTS_SHAPE)
-        return accepted
+        outcome_replies: list[bytes] = checked_reply(str(command[0]), replies[0], TEXTS_SHAPE)
+        return outcome_replies
 
-    async def _greet(self, connection: AbstractConnection) -> None:
+    async def _open_connection(self, connection: AbstractConnection) -> None:
         """Open a connection as redis-py does, and check durability again, since the server may be another one."""
         await connection.on_connect()
-        self.found_durability = await durability_of(partial(_execute_on, connection), self.demanded)
+        self.found_durability = await find_durability(
+            partial(_execute_on, connection), self.demanded_durability
+        )
 
 
 @cache
@@ -188,7 +203,7 @@ def _script_id(script: str) -> str:
     return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
-def _demand(durability: FoundDurability, demanded: Durability) -> None:
+def _check_durability(durability: FoundDurability, demanded: Durability) -> None:
     if not durability.suffices(demanded):
         raise EventsUnavailable(
             f"[events] durability demands {demanded!r}, and the Redis of events has {durability.persistence!r}: set "
@@ -204,7 +219,7 @@ async def _execute_on(connection: AbstractConnection, *command_parts: str) -> An
     return checked_reply(command_parts[0], await connection.read_response())
 
 
-async def _reply(connection: AbstractConnection) -> Any:
+async def _read_reply(connection: AbstractConnection) -> Any:
     """Return the next reply; an error reply is returned, not raised, so that later replies are read, too."""
     try:
         return await connection.read_response()
@@ -213,7 +228,7 @@ async def _reply(connection: AbstractConnection) -> Any:
 
 
 @contextlib.contextmanager
-def _as_unavailable() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except OutOfMemoryError as error:
@@ -226,31 +241,31 @@ def _as_unavailable() -> Iterator[None]:
         raise EventsUnavailable("the Redis of events closed the connection") from error
 
 
-async def durability_of(send_command: CommandSender, demanded: Durability) -> FoundDurability:
+async def find_durability(send_command: CommandSender, demanded: Durability) -> FoundDurability:
     """Find out durability from the server's settings, or if those are hidden, from what INFO says of its log.
 
     A server that hides how often it writes to disk, and has WAITAOF, is made to wait if more than `any` is demanded.
     """
     try:
-        flat = await send_command("CONFIG GET", "*append*")
+        flat_settings = await send_command("CONFIG GET", "*append*")
     except WrongReply:
         raise
     except ResponseError:  # this user may not, or it is renamed
-        flat = []
-    value_by_setting = dict(zip(flat[::2], flat[1::2], strict=False))
+        flat_settings = []
+    value_by_setting = dict(zip(flat_settings[::2], flat_settings[1::2], strict=False))
     if b"appendonly" in value_by_setting:
         fsync = value_by_setting.get(b"appendfsync")
         # While a server rewrites its log and does not write it to disk, half a minute of events may be lost.
-        pauses = value_by_setting.get(b"no-appendfsync-on-rewrite") == b"yes"
+        is_fsync_paused = value_by_setting.get(b"no-appendfsync-on-rewrite") == b"yes"
         if (
             value_by_setting[b"appendonly"] != b"yes"
-            or pauses
+            or is_fsync_paused
             or fsync not in (b"always", b"everysec")
         ):
             return FoundDurability("none")
         return FoundDurability("always" if fsync == b"always" else "everysec")
     try:
-        aof_match = _AOF.search(await send_command("INFO", "persistence"))
+        aof_match = _AOF_ENABLED_PATTERN.search(await send_command("INFO", "persistence"))
     except WrongReply:
         raise
     except ResponseError:

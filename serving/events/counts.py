@@ -9,90 +9,104 @@ from prometheus_client.registry import Collector
 
 from cache.format.redis_keys import Keyspace
 from serving.events.connection import EventsRedis, EventsUnavailable
-from serving.metrics.collectors import ChangedAnswers, SecondsHistogram, by_label
+from serving.metrics.collectors import ChangedAnswers, SecondsHistogram, add_samples_by_label
 
 ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
-TAKEN_IN, REFUSED, NEWER_EVENT_ANSWERS, COMPARED, CHANGED_PPM = "v:", "y:", "w", "c", "d"
+(
+    RESULT_PREFIX,
+    REFUSAL_PREFIX,
+    NEWER_EVENT_ANSWERS_FIELD,
+    COMPARED_LISTS_FIELD,
+    CHANGED_PPM_FIELD,
+) = "v:", "y:", "w", "c", "d"
 """Fields, or their beginnings, of counts as the dashboard adds them up."""
 ERASED = "erased"
 """Reason for which no part of an event is stored, so that an erased id is not stored again."""
-REFUSALS = ("events_full", "events_unavailable", "overloaded")
+REFUSAL_REASONS = ("events_full", "events_unavailable", "overloaded")
 """Reasons for which a request of events, or a batch of the inbox, is refused whole."""
-REJECTIONS = (
+REJECTION_REASONS = (
     ERASED, TOO_MANY, "too_large", "in_future", "missing_field", "invalid_field", "unknown_field", "invalid_id",
     "invalid_json", "unfit_item", "fixed_items", "invalid_feature", "too_many_features", "feature_too_long",
     "not_finite",
 )  # fmt: skip
 """Reasons for which an event is rejected."""
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_WAYS = ("http", "inbox")
+_BUCKET_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_INTAKE_WAYS = ("http", "inbox")
 
 
 class EventCounts(Collector):
     """Collector of this process's counts, and of the last known sizes of the stream and the inbox."""
 
-    def __init__(self, redis: EventsRedis, keyspace: Keyspace, stream_bytes: int) -> None:
-        """Create counts of zero; `stream_bytes`: bound of the stream."""
+    def __init__(self, redis: EventsRedis, keyspace: Keyspace, stream_bytes_max: int) -> None:
+        """Create counts of zero; `stream_bytes_max`: bound of the stream."""
         # What first appears above 0 has no increase an alert could see.
-        self.results: Counter[str] = Counter(dict.fromkeys((ACCEPTED, REPEATED, *REJECTIONS), 0))
-        self.refusals: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
+        self.count_by_result: Counter[str] = Counter(
+            dict.fromkeys((ACCEPTED, REPEATED, *REJECTION_REASONS), 0)
+        )
+        self.refusal_count_by_reason: Counter[str] = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
         self.dropped_count = 0
         """Rejected events that were not stored, because too many waited to be written."""
-        self.seconds = SecondsHistogram(
-            "larder_events_accept_seconds", "Time until events were accepted, by the way they came", "by", _WAYS,
-            _SECONDS,
+        self.accept_seconds = SecondsHistogram(
+            "larder_events_accept_seconds", "Time until events were accepted, by the way they came", "by", _INTAKE_WAYS,
+            _BUCKET_BOUNDS_S,
         )  # fmt: skip
-        self._redis, self._keyspace, self._stream_bytes = redis, keyspace, stream_bytes
-        self.gauges: dict[str, float] = {}
+        self._redis, self._keyspace, self._stream_bytes_max = redis, keyspace, stream_bytes_max
+        self.value_by_gauge: dict[str, float] = {}
         """Figures of the last refresh by name; empty before the first."""
 
     async def refresh(self) -> None:
         """Measure the stream and the inbox, and check the server's settings; if it is away, report only that."""
-        stream, inbox = self._keyspace.events, self._keyspace.inbox
+        stream_key, inbox_key = self._keyspace.events, self._keyspace.inbox
         try:
-            durability = await self._redis.look_at_durability()
-            size_bytes, length, waiting, first, redis_time = await self._redis.execute_all([
-                ("MEMORY USAGE", stream, "SAMPLES", 5), ("XLEN", stream), ("XLEN", inbox),
-                ("XRANGE", inbox, "-", "+", "COUNT", 1), ("TIME",),
+            durability = await self._redis.refresh_durability()
+            size_bytes, stream_length, inbox_length, oldest_inbox_entries, redis_time = await self._redis.execute_all([
+                ("MEMORY USAGE", stream_key, "SAMPLES", 5), ("XLEN", stream_key), ("XLEN", inbox_key),
+                ("XRANGE", inbox_key, "-", "+", "COUNT", 1), ("TIME",),
             ])  # fmt: skip
         except EventsUnavailable:
-            self.gauges = {"up": 0.0}
+            self.value_by_gauge = {"up": 0.0}
             return
         # Not a position: producers may write ids of their own, such as microseconds.
-        oldest_s = int(first[0][0].split(b"-")[0]) / 1000 if first else float(redis_time[0])
-        self.gauges = {
-            "up": float(durability.suffices(self._redis.demanded)),
+        oldest_entry_s = (
+            int(oldest_inbox_entries[0][0].split(b"-")[0]) / 1000
+            if oldest_inbox_entries
+            else float(redis_time[0])
+        )
+        self.value_by_gauge = {
+            "up": float(durability.suffices(self._redis.demanded_durability)),
             "stream_bytes": float(size_bytes or 0),
-            "stream_max_bytes": float(self._stream_bytes),
-            "stream_length": float(length),
-            "inbox_length": float(waiting),
-            "inbox_lag_seconds": max(0.0, float(redis_time[0]) - oldest_s),
+            "stream_max_bytes": float(self._stream_bytes_max),
+            "stream_length": float(stream_length),
+            "inbox_length": float(inbox_length),
+            "inbox_lag_seconds": max(0.0, float(redis_time[0]) - oldest_entry_s),
         }
 
     def collect(self) -> Iterable[Metric]:
         """Yield counter families, the histogram, and a gauge for each figure of the last refresh."""
-        results = CounterMetricFamily(
+        results_family = CounterMetricFamily(
             "larder_events", "Events, by what became of them", labels=["result"]
         )
-        yield by_label(results, self.results)
-        refusals = CounterMetricFamily(
+        yield add_samples_by_label(results_family, self.count_by_result)
+        refusals_family = CounterMetricFamily(
             "larder_events_refused",
             "Requests of events and pieces of the inbox that were refused whole, by reason",
             labels=["reason"],
         )
-        yield by_label(refusals, self.refusals)
+        yield add_samples_by_label(refusals_family, self.refusal_count_by_reason)
         yield CounterMetricFamily(
             "larder_events_rejected_dropped",
             "Rejected events not kept with their reason",
             value=self.dropped_count,
         )
-        yield from self.seconds.collect()
-        for name, value in self.gauges.items():
-            yield GaugeMetricFamily(f"larder_events_{name}", TEXTS[name], value=value)
+        yield from self.accept_seconds.collect()
+        for gauge_name, gauge_value in self.value_by_gauge.items():
+            yield GaugeMetricFamily(
+                f"larder_events_{gauge_name}", HELP_TEXT_BY_GAUGE[gauge_name], value=gauge_value
+            )
 
 
-TEXTS = {
+HELP_TEXT_BY_GAUGE = {
     "up": "1 while the Redis of events answers and is as durable as demanded",
     "stream_bytes": "Bytes of the stream of accepted events",
     "stream_max_bytes": "Bytes that it may have; beyond them events are refused",
@@ -105,8 +119,20 @@ TEXTS = {
 
 def counts_by_field(counts: EventCounts, changed_answers: ChangedAnswers) -> dict[str, int]:
     """Return the counts of events, and of answers with newer events, by the fields of the dashboard."""
-    by_field = {f"{TAKEN_IN}{name}": n for name, n in counts.results.items() if n}
-    by_field |= {f"{REFUSED}{name}": n for name, n in counts.refusals.items() if n}
-    answers, lists, changed_share_sum = changed_answers.totals()
+    count_by_field = {
+        f"{RESULT_PREFIX}{result_or_reason}": n
+        for result_or_reason, n in counts.count_by_result.items()
+        if n
+    }
+    count_by_field |= {
+        f"{REFUSAL_PREFIX}{result_or_reason}": n
+        for result_or_reason, n in counts.refusal_count_by_reason.items()
+        if n
+    }
+    newer_event_answers, compared_lists, changed_share_sum = changed_answers.totals()
     changed_ppm = round(changed_share_sum * 1e6)
-    return by_field | {NEWER_EVENT_ANSWERS: answers, COMPARED: lists, CHANGED_PPM: changed_ppm}
+    return count_by_field | {
+        NEWER_EVENT_ANSWERS_FIELD: newer_event_answers,
+        COMPARED_LISTS_FIELD: compared_lists,
+        CHANGED_PPM_FIELD: changed_ppm,
+    }

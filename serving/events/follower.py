@@ -46,22 +46,22 @@ _ENTRIES_AT_ONCE = 256
 
 _READ_WAIT_MS = 1_000
 
-_SILENT_S = 5.0
+_SOCKET_TIMEOUT_S = 5.0
 """Seconds without a reply after which the connection counts as lost."""
 
-_IDLE_S = 0.2
-_RECONNECT_S = 0.5
+_IDLE_PAUSE_S = 0.2
+_RECONNECT_PAUSE_S = 0.5
 
 _STORE_WAIT_S: Final = 2.0
 """Seconds that a start waits for the store, which answers do not need."""
 
 
 class EventFollower:
-    """Follower that keeps `newer_events` complete since the oldest held generation, up to `limit_bytes`; for one loop.
+    """Follower that keeps `newer_events` complete since the oldest held generation, up to `held_bytes_max`; one loop.
 
-    Beyond that no more events are added until a night has taken some over. `note` is called while that lasts, while
-    Redis is out of reach, and until the stream was read through for the first time; `recheck_values` is called when
-    older values of items were added.
+    Beyond that no more events are added until a night has taken some over. `note_stale` is called while that lasts,
+    while Redis is out of reach, and until the stream was read through for the first time; `recheck_values` is called
+    when older values of items were added.
     """
 
     def __init__(
@@ -70,56 +70,56 @@ class EventFollower:
         keyspace: Keyspace,
         newer_events: NewerEvents,
         holder: GenerationHolder,
-        note: NoteStale,
+        note_stale: NoteStale,
         *,
         recheck_values: Callable[[], None],
-        limit_bytes: int,
+        held_bytes_max: int,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.unreadable = 0
+        self.unreadable_count = 0
         """Entries of the stream that are no events."""
         self._url = url
-        self._stream = keyspace.events
+        self._stream_key = keyspace.events
         self.newer_events = newer_events
         self._holder = holder
-        self._note = note
+        self._note_stale = note_stale
         self._recheck_values = recheck_values
-        self.limit_bytes = limit_bytes
+        self.held_bytes_max = held_bytes_max
         self._timer = timer
         self._clock = RedisClock(timer)
-        self._floor: int | None = None
+        self._floor_number: int | None = None
         self._waits_since: float | None = None
         """Time by `timer` since when there is a stream to follow and no event was read yet; None once one was."""
         self._blocklist = Blocklist()
         # Made once for each list: of 100,000 it takes 6 ms.
-        self._blocked, self._free = _EventOwners(), _EventOwners()
-        self._is_at_end, self._at_end_at = False, 0.0
+        self._blocked_owners, self._unblocked_owners = _EventOwners(), _EventOwners()
+        self._is_at_end, self._caught_up_at = False, 0.0
 
     async def run(self) -> None:
         """Follow the stream, and again after its Redis was away; any other exception ends the follower."""
         self._fall_behind()
         while True:
             try:
-                async with self.connected() as client:
+                async with self.connect() as client:
                     while True:
                         if not await self.step(client, _READ_WAIT_MS):
-                            await asyncio.sleep(_IDLE_S)
+                            await asyncio.sleep(_IDLE_PAUSE_S)
             except (RedisError, OSError) as error:
                 log.warning("events cannot be followed: %s", type(error).__name__)
                 self._fall_behind()
             except Exception:
                 self._fall_behind()
                 raise
-            await asyncio.sleep(_RECONNECT_S)
+            await asyncio.sleep(_RECONNECT_PAUSE_S)
 
     @asynccontextmanager
-    async def connected(self) -> AsyncIterator[Redis]:
+    async def connect(self) -> AsyncIterator[Redis]:
         """Open a connection of its own, whose reads may block."""
         client = check_replies(
             Redis.from_url(
                 self._url,
                 protocol=2,
-                socket_timeout=_SILENT_S,
+                socket_timeout=_SOCKET_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
                 **ASYNC_BOUNDED_POOL_SETTINGS,
             )
@@ -134,22 +134,22 @@ class EventFollower:
 
     async def step(self, client: Redis, wait_ms: int | None = None) -> bool:
         """Add the new events, waiting up to `wait_ms` for one; False if there is nothing to follow, or no room."""
-        floor = self._wanted_floor()
-        if floor is None:
+        floor_number = self._find_floor_number()
+        if floor_number is None:
             self._catch_up()
             return False
-        await self._take_blocklist(client, self._holder.blocklist)
-        if self._floor is None:
-            await self._read_whole(client, floor)
-        elif floor < self._floor:
-            await self._read_earlier(client, floor, self._floor)
-        elif floor > self._floor:
-            await self._drop(floor)
-        if self.newer_events.size_bytes >= self.limit_bytes:
+        await self._apply_blocklist(client, self._holder.blocklist)
+        if self._floor_number is None:
+            await self._read_all_since(client, floor_number)
+        elif floor_number < self._floor_number:
+            await self._read_earlier(client, floor_number, self._floor_number)
+        elif floor_number > self._floor_number:
+            await self._drop_until(floor_number)
+        if self.newer_events.size_bytes >= self.held_bytes_max:
             self._fall_behind()
             return False
         wait_ms = wait_ms if self._is_at_end else None
-        if await self._read(client, self.newer_events, wait_ms) < _ENTRIES_AT_ONCE:
+        if await self._add_entries(client, self.newer_events, wait_ms) < _ENTRIES_AT_ONCE:
             self._catch_up()
         else:
             self._is_at_end = False
@@ -164,172 +164,172 @@ class EventFollower:
         """
         if self._is_at_end:
             return 0.0
-        if self._floor is None:
+        if self._floor_number is None:
             return 0.0 if self._waits_since is None else self._timer() - self._waits_since
         latest_event_at = Position.from_number(self.newer_events.users.last_number).ms / 1000
-        return max(0.0, self._clock() - max(latest_event_at, self._at_end_at))
+        return max(0.0, self._clock() - max(latest_event_at, self._caught_up_at))
 
     def count_new_items_without_vector(self) -> int:
         """Return the number of new items of which the live generation has no vector, since its item tower fails."""
         served = self._holder.served
         return 0 if served is None else len(served.live.new_items.left_out_ids)
 
-    def _wanted_floor(self) -> int | None:
+    def _find_floor_number(self) -> int | None:
         """Return the oldest position that a held generation was made at; None if no generation has events."""
         served = self._holder.served
         if served is None:
             return None
         return min(_until_numbers(served.snapshots), default=None)
 
-    async def _read(
+    async def _add_entries(
         self,
         client: Redis,
         newer_events: NewerEvents,
         wait_ms: int | None,
         *,
         until_number: int = NO_LIMIT,
-        of: "_EventOwners | None" = None,
+        only_owners: "_EventOwners | None" = None,
     ) -> int:
         """Add the next entries, up to a position's number, of some owners or all; return their number."""
-        last = str(Position.from_number(newer_events.users.last_number))
-        streams: Any = await client.xread(
-            {self._stream: last}, count=_ENTRIES_AT_ONCE, block=wait_ms
+        last_entry_id = str(Position.from_number(newer_events.users.last_number))
+        stream_replies: Any = await client.xread(
+            {self._stream_key: last_entry_id}, count=_ENTRIES_AT_ONCE, block=wait_ms
         )
-        entries: list[tuple[bytes, dict[bytes, bytes]]] = streams[0][1] if streams else []
-        for id_, fields in entries:
-            position = Position.parse(id_)
+        stream_entries: list[tuple[bytes, dict[bytes, bytes]]] = stream_replies[0][1] if stream_replies else []
+        for entry_id, entry_fields in stream_entries:
+            position = Position.parse(entry_id)
             if position.number > until_number:
                 return 0
             try:
-                event = event_of_entry(fields)
+                event = event_of_entry(entry_fields)
             except CorruptArtefact:
-                self.unreadable += 1
+                self.unreadable_count += 1
                 log.warning("entry %s of the stream is no event", position)
                 newer_events.users.last_number = position.number
                 continue
-            if self._blocked.has(event) or (of is not None and not of.has(event)):
+            if self._blocked_owners.has(event) or (only_owners is not None and not only_owners.has(event)):
                 newer_events.users.last_number = position.number
             else:
                 newer_events.add(position, event)
-        return len(entries)
+        return len(stream_entries)
 
-    async def _take_blocklist(self, client: Redis, blocklist: Blocklist) -> None:
+    async def _apply_blocklist(self, client: Redis, blocklist: Blocklist) -> None:
         """Forget the events of newly blocked owners, and read again those of unblocked ones."""
         newer_events = self.newer_events
         if blocklist is not self._blocklist:
-            previous_sources, self._blocked = self._blocked, _blocked_owners(blocklist)
+            previous_owners, self._blocked_owners = self._blocked, _blocked_owners(blocklist)
             self._blocklist = blocklist
-            self._free = _EventOwners(
-                (self._free.users | previous_sources.users) - self._blocked.users,
-                (self._free.items | previous_sources.items) - self._blocked.items,
+            self._unblocked_owners = _EventOwners(
+                (self._unblocked_owners.user_ids | previous_owners.user_ids) - self._blocked_owners.user_ids,
+                (self._unblocked_owners.item_ids | previous_owners.item_ids) - self._blocked_owners.item_ids,
             )
             newer_events.forget(
-                self._blocked.users & newer_events.packed.keys(), self._blocked.items
+                self._blocked_owners.user_ids & newer_events.packed.keys(), self._blocked_owners.item_ids
             )
-        if self._floor is not None and (self._free.users or self._free.items):
-            newer_events.forget(*self._free)  # where this was tried before, and an outage ended it
-            await self._read_aside(client, self._floor, newer_events.users.last_number, self._free)
-            if self._free.items:
+        if self._floor_number is not None and (self._unblocked_owners.user_ids or self._unblocked_owners.item_ids):
+            newer_events.forget(*self._unblocked_owners)  # where this was tried before, and an outage ended it
+            await self._reread(client, self._floor_number, newer_events.users.last_number, self._unblocked_owners)
+            if self._unblocked_owners.item_ids:
                 self._recheck_values()
-        self._free = _EventOwners()
+        self._unblocked_owners = _EventOwners()
 
-    async def _read_earlier(self, client: Redis, floor: int, known_floor: int) -> None:
+    async def _read_earlier(self, client: Redis, floor_number: int, known_floor_number: int) -> None:
         """Read the events between a new, earlier floor and the known ones."""
-        if await self._read_aside(client, floor, known_floor):
+        if await self._reread(client, floor_number, known_floor_number):
             self.newer_events.users.complete_after_number = (
                 self.newer_events.values.complete_after_number
-            ) = floor
-            self._floor = floor
+            ) = floor_number
+            self._floor_number = floor_number
 
-    async def _read_aside(
-        self, client: Redis, after: int, until_number: int, of: "_EventOwners | None" = None
+    async def _reread(
+        self, client: Redis, after_number: int, until_number: int, only_owners: "_EventOwners | None" = None
     ) -> bool:
         """Read a piece of the stream again and put it in front, while new events are added as usual.
 
         If both do not fit into memory, read everything again from there, as far as that goes, and return False.
         """
         self._fall_behind()
-        aside = _empty_events_since(after)
-        while await self._read(client, aside, None, until_number=until_number, of=of):
-            if aside.size_bytes + self.newer_events.size_bytes >= self.limit_bytes:
-                await self._read_whole(client, after)
+        reread_events = _empty_events_since(after_number)
+        while await self._add_entries(client, reread_events, None, until_number=until_number, only_owners=only_owners):
+            if reread_events.size_bytes + self.newer_events.size_bytes >= self.held_bytes_max:
+                await self._read_all_since(client, after_number)
                 return False
-            await self._read(client, self.newer_events, None)
-        users = list(aside.packed)
-        for start in range(0, len(users), _ENTRIES_AT_ONCE):
-            self.newer_events.users.prepend(aside.users, users[start : start + _ENTRIES_AT_ONCE])
+            await self._add_entries(client, self.newer_events, None)
+        user_ids = list(reread_events.packed)
+        for first_index in range(0, len(user_ids), _ENTRIES_AT_ONCE):
+            self.newer_events.users.prepend(reread_events.users, user_ids[first_index : first_index + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
-        for _ in self.newer_events.values.prepend_in_turns(aside.values):
+        for _ in self.newer_events.values.prepend_in_turns(reread_events.values):
             await asyncio.sleep(0)
-        self.newer_events.items.prepend(aside.items)
+        self.newer_events.items.prepend(reread_events.items)
         return True
 
-    async def _read_whole(self, client: Redis, floor: int) -> None:
+    async def _read_all_since(self, client: Redis, floor_number: int) -> None:
         """Read the stream from a position on; the former events count until that is done."""
         self._fall_behind()
-        aside = _empty_events_since(floor)
-        while await self._read(client, aside, None) and aside.size_bytes < self.limit_bytes:
+        reread_events = _empty_events_since(floor_number)
+        while await self._add_entries(client, reread_events, None) and reread_events.size_bytes < self.held_bytes_max:
             pass
-        for _ in self.newer_events.become_in_turns(aside):
+        for _ in self.newer_events.become_in_turns(reread_events):
             await asyncio.sleep(0)
-        self._floor = floor
+        self._floor_number = floor_number
 
-    async def _drop(self, floor: int) -> None:
+    async def _drop_until(self, floor_number: int) -> None:
         """Forget the events that all held generations include, some users at a time."""
-        users = list(self.newer_events.packed)
-        for start in range(0, len(users), _ENTRIES_AT_ONCE):
-            self.newer_events.users.drop_until(floor, users[start : start + _ENTRIES_AT_ONCE])
+        user_ids = list(self.newer_events.packed)
+        for first_index in range(0, len(user_ids), _ENTRIES_AT_ONCE):
+            self.newer_events.users.drop_until(floor_number, user_ids[first_index : first_index + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
-        more = True
-        while more:
-            more = self.newer_events.values.drop_until(floor, _ENTRIES_AT_ONCE) == _ENTRIES_AT_ONCE
+        has_more = True
+        while has_more:
+            has_more = self.newer_events.values.drop_until(floor_number, _ENTRIES_AT_ONCE) == _ENTRIES_AT_ONCE
             await asyncio.sleep(0)
-        self.newer_events.items.drop_until(floor)
-        self.newer_events.users.last_number = max(self.newer_events.users.last_number, floor)
-        self.newer_events.users.complete_after_number = floor
-        self._floor = floor
+        self.newer_events.items.drop_until(floor_number)
+        self.newer_events.users.last_number = max(self.newer_events.users.last_number, floor_number)
+        self.newer_events.users.complete_after_number = floor_number
+        self._floor_number = floor_number
 
     def _fall_behind(self) -> None:
-        if self._floor is not None or self._wanted_floor() is not None:
+        if self._floor_number is not None or self._find_floor_number() is not None:
             self._is_at_end = False
             if self._waits_since is None:
                 self._waits_since = self._timer()
-            self._note(EVENTS_BEHIND)
+            self._note_stale(EVENTS_BEHIND)
 
     def _catch_up(self) -> None:
-        self._is_at_end, self._at_end_at, self._waits_since = True, self._clock(), None
-        self._note(None)
+        self._is_at_end, self._caught_up_at, self._waits_since = True, self._clock(), None
+        self._note_stale(None)
 
 
 class _EventOwners(NamedTuple):
     """Users and items whose events are left out, or read again."""
 
-    users: frozenset[bytes] = frozenset()
-    items: frozenset[bytes] = frozenset()
+    user_ids: frozenset[bytes] = frozenset()
+    item_ids: frozenset[bytes] = frozenset()
 
     def has(self, event: Event) -> bool:
-        return event.user in self.users or (event.kind == "item" and event.item in self.items)
+        return event.user in self.user_ids or (event.kind == "item" and event.item in self.item_ids)
 
 
-def _blocked_owners(blocklist: Blocklist) -> _EventOwners:
+def _owners_in_blocklist(blocklist: Blocklist) -> _EventOwners:
     """Return the users and items that answers must not use."""
     return _EventOwners(
         frozenset(blocklist.entities) | frozenset(blocklist.users), frozenset(blocklist.items)
     )
 
 
-def _empty_events_since(number: int) -> NewerEvents:
+def _empty_events_since(position_number: int) -> NewerEvents:
     empty_events = NewerEvents()
     empty_events.users.last_number = empty_events.users.complete_after_number = (
         empty_events.values.complete_after_number
-    ) = number
+    ) = position_number
     return empty_events
 
 
 def _until_numbers(snapshots: Iterable[Snapshot]) -> list[int]:
     """Return the number of the position that each generation with events was made at."""
-    parts = [snapshot.part(GenerationEvents) for snapshot in snapshots]
-    return [generation_events.until_number for generation_events in parts if generation_events]
+    snapshot_events = [snapshot.part(GenerationEvents) for snapshot in snapshots]
+    return [generation_events.until_number for generation_events in snapshot_events if generation_events]
 
 
 class EventMetrics(Collector):
@@ -341,8 +341,8 @@ class EventMetrics(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         """Yield the metric families."""
         follower, newer_events = self._follower, self._follower.newer_events
-        left_out = follower.count_new_items_without_vector()
-        for name, text, value in (
+        items_without_vector = follower.count_new_items_without_vector()
+        for gauge_name, help_text, gauge_value in (
             (
                 "lag_seconds",
                 "Since everything was counted that had been accepted",
@@ -354,11 +354,11 @@ class EventMetrics(Collector):
             (
                 "new_items_without_vector",
                 "Of these the ones on which the live item tower fails, and that no list names",
-                left_out,
+                items_without_vector,
             ),
-            ("held_max_bytes", "Bytes of them that a worker may have", follower.limit_bytes),
+            ("held_max_bytes", "Bytes of them that a worker may have", follower.held_bytes_max),
         ):
-            yield GaugeMetricFamily(f"larder_events_{name}", text, value)
+            yield GaugeMetricFamily(f"larder_events_{gauge_name}", help_text, gauge_value)
         yield CounterMetricFamily(
             "larder_event_values_refused",
             "Events whose values were not taken in: their item or user has too many attributes",
@@ -393,8 +393,8 @@ class NewestPosition:
 
     def __call__(self) -> Position:
         snapshots = () if self._holder.served is None else self._holder.served.snapshots
-        numbers = _until_numbers(snapshots)
+        until_numbers = _until_numbers(snapshots)
         return max(
             self._taken_position,
-            Position.from_number(max([self._newer_events.users.last_number, *numbers])),
+            Position.from_number(max([self._newer_events.users.last_number, *until_numbers])),
         )

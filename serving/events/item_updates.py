@@ -22,21 +22,21 @@ from serving.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
 
-_NAMED_ITEMS: Final = 3
+_LOGGED_ITEMS_MAX: Final = 3
 """New items without a vector that a line of the log names."""
 
-VALUES_LOOK_S = 0.25
+VALUES_CHECK_INTERVAL_S = 0.25
 """Seconds between checks of the values that events set: each new set rebuilds the changed columns."""
 
 
 class ItemUpdate(NamedTuple):
     """How far a snapshot includes what events brought about items.
 
-    `values_until` is the number of the position up to which it has their values; `new_items_version` is the version of
-    `NewItemEvents` that its new items were made of.
+    `values_until_number` is the number of the position up to which it has their values; `new_items_version` is the
+    version of `NewItemEvents` that its new items were made of.
     """
 
-    values_until: int
+    values_until_number: int
     new_items_version: int = 0
 
     @classmethod
@@ -58,13 +58,13 @@ def new_item_inputs(snapshot: Snapshot) -> NewItemInputs | None:
 
 def with_changed_filtering(snapshot: Snapshot, filtering: Filtering) -> Snapshot:
     """Return a snapshot with other values of items: lists that its night made by changed attributes are outdated."""
-    facets = {} if snapshot.manifest.events is None else snapshot.manifest.events.facets
+    facet_by_table = {} if snapshot.manifest.events is None else snapshot.manifest.events.facets
     return snapshot.with_same_stamp(
         part_by_class={**snapshot.part_by_class, Filtering: filtering},
         changed_facets={
-            table: filtering.attributes.columns[name]
-            for table, name in facets.items()
-            if name in filtering.changed_attributes
+            table: filtering.attributes.columns[attribute_name]
+            for table, attribute_name in facet_by_table.items()
+            if attribute_name in filtering.changed_attributes
         },
         changed_filters=frozenset(filter(filtering.may_differ, snapshot.manifest.filters)),
     )
@@ -81,61 +81,61 @@ class ItemUpdater:
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._holder = holder
-        self._attributes, self._new_items = newer_events.values, newer_events.items
+        self._attribute_events, self._new_item_events = newer_events.values, newer_events.items
         self._metrics = metrics
         self._timer = timer
-        self._failed: set[str] = set()
+        self._failed_generations: set[str] = set()
         holder.update_snapshot = self.update
 
-    async def take_values(self) -> None:
+    async def apply_new_values(self) -> None:
         """Put newer values of items' attributes, and new items, in force in all held generations."""
         while (served := self._holder.served) is not None and any(
             map(self._is_behind, served.snapshots)
         ):
             update = self._update_of(served.snapshots)
-            if await self._holder.change_snapshots(served, update.into):
+            if await self._holder.change_snapshots(served, update.apply_to):
                 self._metrics.set_by_events(update.counts[served.live.generation])
                 return
 
     def recheck_values(self) -> None:
-        """Make `take_values` check all values again, because older ones than the checked ones were added."""
+        """Make `apply_new_values` check all values again, because older ones than the checked ones were added."""
         if self._holder.served is not None:
-            self._holder.served = self._holder.served.map_snapshots(_without_values)
+            self._holder.served = self._holder.served.map_snapshots(_with_values_of_night)
 
     async def update(self, snapshot: Snapshot) -> Snapshot:
         """Return a newly opened snapshot with the values and items that events brought since its night."""
         if not self._is_behind(snapshot):
             return snapshot
-        return await asyncio.to_thread(self._update_of((snapshot,)).into, snapshot)
+        return await asyncio.to_thread(self._update_of((snapshot,)).apply_to, snapshot)
 
     def _update_of(self, snapshots: Iterable[Snapshot]) -> "SnapshotUpdate":
         missing_by_generation = {
-            snapshot.generation: MissingItems.of(self._attributes, self._new_items, snapshot)
+            snapshot.generation: MissingItems.of(self._attribute_events, self._new_item_events, snapshot)
             for snapshot in snapshots
             if self._is_behind(snapshot)
         }
-        return SnapshotUpdate(missing_by_generation, self._failed, self._timer())
+        return SnapshotUpdate(missing_by_generation, self._failed_generations, self._timer())
 
     def _is_behind(self, snapshot: Snapshot) -> bool:
         """True if the snapshot lacks known values or items, unless earlier ones are still to be read again."""
         update = ItemUpdate.of(snapshot)
-        if update.values_until < self._attributes.complete_after_number:
+        if update.values_until_number < self._attribute_events.complete_after_number:
             return False
         if (
             new_item_inputs(snapshot) is not None
-            and update.new_items_version != self._new_items.version
+            and update.new_items_version != self._new_item_events.version
         ):
             return True
         if snapshot.new_items.retry_at <= self._timer():
             return True
         if snapshot.part(Filtering) is None and not snapshot.new_items:
             return False
-        return self._attributes.newest_item_number > update.values_until
+        return self._attribute_events.newest_item_number > update.values_until_number
 
 
-def _without_values(snapshot: Snapshot) -> Snapshot:
+def _with_values_of_night(snapshot: Snapshot) -> Snapshot:
     values_until = events_until_number(snapshot.manifest)
-    return snapshot.with_part(ItemUpdate.of(snapshot)._replace(values_until=values_until))
+    return snapshot.with_part(ItemUpdate.of(snapshot)._replace(values_until_number=values_until))
 
 
 class MissingItems(NamedTuple):
@@ -143,40 +143,40 @@ class MissingItems(NamedTuple):
 
     values: NewerValues
     new_items: tuple[NewItem, ...]
-    of_new_items: ValuesOfItems
+    values_of_new_items: ValuesOfItems
     version: int
 
     @classmethod
-    def of(cls, attributes: AttributeEvents, events: NewItemEvents, snapshot: Snapshot) -> Self:
+    def of(cls, attribute_events: AttributeEvents, new_item_events: NewItemEvents, snapshot: Snapshot) -> Self:
         generation_events = snapshot.part(GenerationEvents)
         until_number = 0 if generation_events is None else generation_events.until_number
         new_items = (
-            tuple(events.list_items_after(until_number))
+            tuple(new_item_events.list_items_after(until_number))
             if new_item_inputs(snapshot) is not None
             else ()
         )
-        values = attributes.values_of_items(
+        values_of_new_items = attribute_events.values_of_items(
             (new_item.raw_id for new_item in new_items), until_number
         )
-        values_until = ItemUpdate.of(snapshot).values_until
-        return cls(attributes.item_values_since(values_until), new_items, values, events.version)
+        values_until = ItemUpdate.of(snapshot).values_until_number
+        return cls(attribute_events.item_values_since(values_until), new_items, values_of_new_items, new_item_events.version)
 
 
 class SnapshotUpdate:
     """Update of snapshots with item values and new items of events, in any thread; `counts`: outcomes by generation.
 
-    `failed` are generations where that failed, which is logged once.
+    `failed_generations` are generations where that failed, which is logged once.
     """
 
     def __init__(
-        self, missing_by_generation: Mapping[str, MissingItems], failed: set[str], now_s: float
+        self, missing_by_generation: Mapping[str, MissingItems], failed_generations: set[str], now_s: float
     ) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._missing_by_generation = missing_by_generation
-        self._failed = failed
+        self._failed_generations = failed_generations
         self._now_s = now_s
 
-    def into(self, snapshot: Snapshot) -> Snapshot:
+    def apply_to(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the values and new items; values of unknown attributes or items are ignored."""
         if (missing_items := self._missing_by_generation.get(snapshot.generation)) is None:
             return snapshot
@@ -185,44 +185,44 @@ class SnapshotUpdate:
             try:
                 snapshot = apply_update(snapshot, missing_items)
             except Exception:
-                if snapshot.generation not in self._failed:
-                    self._failed.add(snapshot.generation)
+                if snapshot.generation not in self._failed_generations:
+                    self._failed_generations.add(snapshot.generation)
                     log.exception(
                         "generation %s does not take over what events set", snapshot.generation
                     )
         return snapshot
 
     def _with_values(self, snapshot: Snapshot, missing_items: MissingItems) -> Snapshot:
-        update = ItemUpdate.of(snapshot)._replace(values_until=missing_items.values.until_number)
+        item_update = ItemUpdate.of(snapshot)._replace(values_until_number=missing_items.values.until_number)
         if (filtering := snapshot.part(Filtering)) is None:
-            return snapshot.with_part(update)
-        values, of_new_items = (
+            return snapshot.with_part(item_update)
+        attribute_values, packed_new_item_values = (
             list(missing_items.values.iterate_values()),
-            missing_items.of_new_items.packed_by_item,
+            missing_items.values_of_new_items.packed_by_item,
         )
         ordinals = snapshot.items.ordinals_of(
-            [attribute_value.entity_id for attribute_value in values]
+            [attribute_value.entity_id for attribute_value in attribute_values]
         ).tolist()
         item_values = [
             ItemValue(ordinal, attribute_value.attribute, attribute_value.new_value)
-            for ordinal, attribute_value in zip(ordinals, values, strict=True)
+            for ordinal, attribute_value in zip(ordinals, attribute_values, strict=True)
             if ordinal >= 0
         ]
         changed_filtering, changed_columns = filtering.with_item_values(item_values)
-        counts = self.counts[snapshot.generation]
-        pairs = zip(ordinals, values, strict=True)
-        unknown = [
-            at < 0 and attribute_value.entity_id not in of_new_items
-            for at, attribute_value in pairs
+        count_by_outcome = self.counts[snapshot.generation]
+        ordinals_and_values = zip(ordinals, attribute_values, strict=True)
+        is_item_unknown = [
+            item_ordinal < 0 and attribute_value.entity_id not in packed_new_item_values
+            for item_ordinal, attribute_value in ordinals_and_values
         ]
-        counts["unknown item"] = sum(unknown)
-        counts["unknown attribute"] = changed_columns.unknown_count
-        for reasons in changed_columns.unfit_ordinals.values():
-            counts.update(
-                {reason: len(unfit_ordinals) for reason, unfit_ordinals in reasons.items()}
+        count_by_outcome["unknown item"] = sum(is_item_unknown)
+        count_by_outcome["unknown attribute"] = changed_columns.unknown_count
+        for unfit_by_reason in changed_columns.unfit_ordinals.values():
+            count_by_outcome.update(
+                {unfit_reason: len(unfit_ordinals) for unfit_reason, unfit_ordinals in unfit_by_reason.items()}
             )
-        counts["set"] = len(values) - counts.total()
-        return with_changed_filtering(snapshot, changed_filtering).with_part(update)
+        count_by_outcome["set"] = len(attribute_values) - count_by_outcome.total()
+        return with_changed_filtering(snapshot, changed_filtering).with_part(item_update)
 
     def _with_new_items(self, snapshot: Snapshot, missing_items: MissingItems) -> Snapshot:
         generation_events = snapshot.part(GenerationEvents)
@@ -230,7 +230,7 @@ class SnapshotUpdate:
         if tower is None:
             return snapshot
         values_by_item = {
-            new_item.raw_id: missing_items.of_new_items.values_of(new_item.raw_id)
+            new_item.raw_id: missing_items.values_of_new_items.values_of(new_item.raw_id)
             for new_item in missing_items.new_items
         }
         new_items = tower.compute_new_items(
@@ -241,10 +241,10 @@ class SnapshotUpdate:
                 "generation %s has no vector of %d new items, so no list names them (%s): the item tower fails on "
                 "them, or makes a number that is not finite or too large",
                 snapshot.generation, len(newly_left_out),
-                ", ".join(repr(raw.decode()) for raw in newly_left_out[:_NAMED_ITEMS]),
+                ", ".join(repr(item_id.decode()) for item_id in newly_left_out[:_LOGGED_ITEMS_MAX]),
             )  # fmt: skip
-        values = [values_by_item[new_item.raw_id] for new_item in new_items.items]
+        values_of_new_items = [values_by_item[new_item.raw_id] for new_item in new_items.items]
         if (filtering := snapshot.part(Filtering)) is not None:
-            snapshot = snapshot.with_part(filtering.with_new_items(values, new_items.vectors))
-        update = ItemUpdate.of(snapshot)._replace(new_items_version=missing_items.version)
-        return snapshot.with_part(update).with_new_items(new_items)
+            snapshot = snapshot.with_part(filtering.with_new_items(values_of_new_items, new_items.vectors))
+        item_update = ItemUpdate.of(snapshot)._replace(new_items_version=missing_items.version)
+        return snapshot.with_part(item_update).with_new_items(new_items)

@@ -108,33 +108,33 @@ class NewerEvents(NewerInputs):
         self.values.replace_contents(replacement.values)
         self.items.replace_contents(replacement.items)
 
-    def forget(self, users: Iterable[bytes], items: frozenset[bytes]) -> None:
+    def forget(self, user_ids: Iterable[bytes], item_ids: frozenset[bytes]) -> None:
         """Forget the events of users, and new items and item values, of items of a night as of those of events."""
-        for raw in users:
+        for raw in user_ids:
             self.users.forget(raw)
             self.values.forget("user", raw)
-        for raw in items:
+        for raw in item_ids:
             if raw in self.items:
                 self.items.forget(raw)
-        for raw in self.values.items_with_values(items):
+        for raw in self.values.items_with_values(item_ids):
             self.values.forget("item", raw)
 
-    def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
+    def changes(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
         """True if the user has events that the generation lacks, and that change the answers of this table."""
-        events = snapshot.part(GenerationEvents)
-        if events is None or (features := events.tables.get(table.name)) is None:
+        generation_events = snapshot.part(GenerationEvents)
+        if generation_events is None or (model_features := generation_events.tables.get(table.name)) is None:
             return False
-        if not self.users.has_newer(raw, events.until_number):
+        if not self.users.has_newer(user_id, generation_events.until_number):
             return False
-        return self.users.has_newer_item(raw, events.until_number) or takes_any_attribute(
-            self.values.values_of_user(raw, events.until_number), features
+        return self.users.has_newer_item(user_id, generation_events.until_number) or takes_any_attribute(
+            self.values.values_of_user(user_id, generation_events.until_number), model_features
         )
 
     def find_counted_events(
         self,
         snapshot: Snapshot,
         table: Table,
-        raw: bytes,
+        user_id: bytes,
         position: int,
         sent_input: tuple[LiveInput, bytes] | None = None,
         as_of: int = NO_LIMIT,
@@ -150,30 +150,30 @@ class NewerEvents(NewerInputs):
             table, position, snapshot.seen_items
         ):
             return None
-        if snapshot.blocks_entity(table, raw):
+        if snapshot.blocks_entity(table, user_id):
             return None
-        features = events_of_night.tables[table.name]
-        newer_events = self.users.list_events_after(raw, events_of_night.until_number)
-        values = self.values.values_of_user(raw, events_of_night.until_number)
-        is_of_values = takes_any_attribute(values, features)
+        model_features = events_of_night.tables[table.name]
+        newer_events = self.users.list_events_after(user_id, events_of_night.until_number)
+        user_values = self.values.values_of_user(user_id, events_of_night.until_number)
+        uses_event_values = takes_any_attribute(user_values, model_features)
         events = tuple(
             [
                 event
                 for event in newer_events
-                if event.number <= as_of and (event.item or is_of_values)
+                if event.number <= as_of and (event.item or uses_event_values)
             ]
         )
         if not events:
             return None
-        event_input, digest = EventInput(position, events, None, values), b""
+        event_input, digest = EventInput(position, events, None, user_values), b""
         if sent_input is not None and not events_of_night.has_input(table, event_input):
-            source, digest = sent_input
-            event_input = event_input._replace(caller_input=source)
+            caller_input, digest = sent_input
+            event_input = event_input._replace(caller_input=caller_input)
         is_whole = events_of_night.until_number >= self.users.complete_after_number
         is_past = as_of < NO_LIMIT
-        is_approximate = is_of_values and self.values.newest_number_of_user(raw) > as_of
+        is_approximate = uses_event_values and self.values.newest_number_of_user(user_id) > as_of
         return CountedEvents(
-            event_input, _digest(raw, events, digest), is_whole, is_past, is_approximate
+            event_input, _digest(user_id, events, digest), is_whole, is_past, is_approximate
         )
 
     async def count_newer(
@@ -202,38 +202,38 @@ class NewerEvents(NewerInputs):
         ):
             for case in cases:
                 case.is_before_night = True
-        _answer_with_new(snapshot, cases, options)
-        packed, pace = self.packed, YieldPacer()
-        undecided = []
-        for case in cases:
-            raw = case.entity.raw
-            if raw is None or raw not in packed or case.counted_events is not None:
+        _include_new_items(snapshot, cases, options)
+        packed, pacer = self.packed, YieldPacer()
+        undecided_answers = []
+        for pending_answer in cases:
+            user_id = pending_answer.entity.raw
+            if user_id is None or user_id not in packed or pending_answer.counted_events is not None:
                 continue
-            await pace.count_entity(case.entity)
+            await pacer.count_entity(pending_answer.entity)
             counted_events = _find_counted_events(
-                self, snapshot, case, raw, options, takes_sent=case.entity.has_input
+                self, snapshot, pending_answer, user_id, options, counts_sent_input=pending_answer.entity.has_input
             )
             if counted_events is None:
                 continue
-            counts_sent = case.record_key.position >= 0 and counted_events.counts_sent
-            if counts_sent and _is_computed(snapshot, case, counted_events):
-                undecided.append((case, raw))
+            counts_sent = pending_answer.record_key.position >= 0 and counted_events.counts_sent
+            if counts_sent and _is_computed(snapshot, pending_answer, counted_events):
+                undecided_answers.append((pending_answer, user_id))
             else:
-                _count(snapshot, case, counted_events)
-        if not undecided:
+                _include_counted_events(snapshot, pending_answer, counted_events)
+        if not undecided_answers:
             return
         record_keys = [
-            case.record_key._replace(table=case.table, digest=None) for case, _ in undecided
+            case.record_key._replace(table=case.table, digest=None) for case, _ in undecided_answers
         ]
         outcomes = await read_records(record_keys)
-        for (case, raw), outcome in zip(undecided, outcomes, strict=True):
-            await pace.count_entity(case.entity)
+        for (pending_answer, user_id), outcome in zip(undecided_answers, outcomes, strict=True):
+            await pacer.count_entity(pending_answer.entity)
             has_record = isinstance(outcome, Hit)
             counted_events = _find_counted_events(
-                self, snapshot, case, raw, options, takes_sent=not has_record
+                self, snapshot, pending_answer, user_id, options, counts_sent_input=not has_record
             )
             if counted_events is not None:
-                _count(snapshot, case, counted_events)
+                _include_counted_events(snapshot, pending_answer, counted_events)
 
     def copy_newer_input(
         self, snapshot: Snapshot, case: PendingAnswer, sibling_pending: PendingAnswer
@@ -242,39 +242,39 @@ class NewerEvents(NewerInputs):
 
         Events that were accepted in between would make a list of one history, and leave out the items of another.
         """
-        events, counted_events = snapshot.part(GenerationEvents), sibling_pending.counted_events
-        if events is None or counted_events is None:
+        generation_events, counted_events = snapshot.part(GenerationEvents), sibling_pending.counted_events
+        if generation_events is None or counted_events is None:
             return
-        if events.changes_answer(case.table, counted_events.position, snapshot.seen_items):
-            _count(snapshot, case, counted_events)
+        if generation_events.changes_answer(case.table, counted_events.position, snapshot.seen_items):
+            _include_counted_events(snapshot, case, counted_events)
 
 
-def _digest(raw: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
+def _digest(user_id: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
     # All of them: with the newest alone an answer that lacked some would be taken for the whole one.
-    numbers = struct.pack(
-        f"<II{len(events)}Q", len(raw), len(events), *[event.number for event in events]
+    packed_numbers = struct.pack(
+        f"<II{len(events)}Q", len(user_id), len(events), *[event.number for event in events]
     )
-    return xxhash.xxh3_128_digest(numbers + raw + sent_digest)
+    return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_digest)
 
 
 def _find_counted_events(
     newer_events: NewerEvents,
     snapshot: Snapshot,
     case: PendingAnswer,
-    raw: bytes,
+    user_id: bytes,
     options: RequestOptions,
     *,
-    takes_sent: bool,
+    counts_sent_input: bool,
 ) -> CountedEvents | None:
     """Return the newer events of a user that an answer counts, with the new items among them; None without any."""
     as_of = NO_LIMIT if options.as_of is None else options.as_of
-    sent_input = (case.live_input, case.digest) if takes_sent else None
+    sent_input = (case.live_input, case.digest) if counts_sent_input else None
     counted_events = newer_events.find_counted_events(
-        snapshot, case.table, raw, case.record_key.position, sent_input, as_of
+        snapshot, case.table, user_id, case.record_key.position, sent_input, as_of
     )
     if counted_events is None:
         return None
-    counted_events = _with_new(snapshot, counted_events, options.as_of)
+    counted_events = _with_new_items(snapshot, counted_events, options.as_of)
     if new_items := case.new_items:
         digest = xxhash.xxh3_128_digest(counted_events.digest + new_items.digest)
         counted_events = counted_events._replace(digest=digest)
@@ -285,15 +285,15 @@ def _find_counted_events(
 
 def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> bool:
     """True if a model is to compute the answer from the events."""
-    events = snapshot.part(GenerationEvents)
+    generation_events = snapshot.part(GenerationEvents)
     return (
-        events is not None
+        generation_events is not None
         and newer_input.is_whole
-        and events.can_compute(case.table, newer_input.position)
+        and generation_events.can_compute(case.table, newer_input.position)
     )
 
 
-def _count(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> None:
+def _include_counted_events(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> None:
     is_computed = _is_computed(snapshot, case, newer_input)
     case.include_counted_events(newer_input, is_settled=not is_computed)
     if newer_input.is_past and is_computed:
@@ -302,7 +302,7 @@ def _count(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> 
         case.live_reason = LiveReason.NO_MODEL
 
 
-def _with_new(
+def _with_new_items(
     snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None
 ) -> CountedEvents:
     """Return the events with the new items among them, counted as the next night counts them.
@@ -314,19 +314,19 @@ def _with_new(
         return counted_events
     if as_of is not None:
         new_items = new_items.up_to(as_of)
-    among = sorted({*counted_events.items} & new_items.number_by_id.keys())
-    if not among:
+    new_items_in_events = sorted({*counted_events.items} & new_items.number_by_id.keys())
+    if not new_items_in_events:
         return counted_events
-    named = b"".join([len(raw).to_bytes(4, "little") + raw for raw in among])
+    packed_item_ids = b"".join([len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events])
     return counted_events._replace(
         input=counted_events.input._replace(new_items=new_items),
-        digest=xxhash.xxh3_128_digest(counted_events.digest + named),
+        digest=xxhash.xxh3_128_digest(counted_events.digest + packed_item_ids),
         is_approximate=counted_events.is_approximate
         or bool(snapshot.manifest.facts.get(ITEM_VECTORS_FACT)),
     )
 
 
-def _answer_with_new(
+def _include_new_items(
     snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions
 ) -> None:
     """Make computed lists of users name the new items of a generation.
@@ -338,28 +338,28 @@ def _answer_with_new(
         return
     if options.as_of is not None:
         new_items = new_items.up_to(options.as_of)
-    for case in cases:
-        if case.table.kind == "topk" and case.table.entity == "user":
-            case.include_new_items(new_items)
+    for pending_answer in cases:
+        if pending_answer.table.kind == "topk" and pending_answer.table.entity == "user":
+            pending_answer.include_new_items(new_items)
 
 
 def compute_from_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
     """Run one inference for jobs with newer events; a job that fails costs the others nothing."""
     snapshot, table = jobs[0].snapshot, jobs[0].table
-    events = snapshot.part(GenerationEvents)
-    predictor = None if events is None else events.predictor
+    generation_events = snapshot.part(GenerationEvents)
+    predictor = None if generation_events is None else generation_events.predictor
     if predictor is None:
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
     def predict(
-        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+        batch_jobs: Sequence[InferenceJob], prepared_inputs: Sequence[PreparedInput]
     ) -> Sequence[ComputedRecord]:
-        fingerprints, new = (
+        fingerprints, new_items = (
             [job.fingerprint for job in batch_jobs],
             [job.eligible_new_items for job in batch_jobs],
         )
-        records = predictor.predict(table, batch, fingerprints, scored_at, new)
+        records = predictor.predict(table, prepared_inputs, fingerprints, scored_at, new_items)
         return [ComputedRecord(record) for record in records]
 
-    inputs = [job.newer_input for job in jobs if isinstance(job.newer_input, EventInput)]
-    return run_in_halves(jobs, lambda: predictor.prepare_all(table, inputs), predict)
+    event_inputs = [job.newer_input for job in jobs if isinstance(job.newer_input, EventInput)]
+    return run_in_halves(jobs, lambda: predictor.prepare_all(table, event_inputs), predict)

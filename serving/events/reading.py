@@ -26,41 +26,41 @@ EVENT_ID_BYTES_MAX: Final = 128
 EVENT_TYPE_BYTES_MAX: Final = 64
 ATTRIBUTES_MAX: Final = 64
 ATTRIBUTE_NAME_BYTES_MAX: Final = 64
-TEXT_BYTES_MAX: Final = 1_024
-TEXTS_MAX: Final = 64
-VECTOR_MAX: Final = 8_192
+ATTRIBUTE_TEXT_BYTES_MAX: Final = 1_024
+ATTRIBUTE_TEXTS_MAX: Final = 64
+VECTOR_LENGTH_MAX: Final = 8_192
 
 EVENT_BYTES_MAX: Final = 4_096
 """Largest setting of `event_bytes`: no text of an event is longer."""
 
-DETAIL_CHARS: Final = 400
+DETAIL_CHARS_MAX: Final = 400
 """Characters of a rejection's text, which is sent and stored, and may quote the event."""
 
 _EVENT_FIELDS = frozenset(
     {"user", "item", "time", "id", "type", "weight", "attributes", "features", "vector"}
 )
 
-_ITEM_FIELDS = ("features", "vector")
+_ITEM_ONLY_FIELDS = ("features", "vector")
 
-_JSON_FIELD = b"e"
+_INBOX_JSON_FIELD = b"e"
 """Field of an inbox entry that holds all of an event as JSON."""
 
 _FLOAT_MAX = 3.4e38
 """Largest weight or part of a vector: nights hold both as float32."""
 
-_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
+_NUMBER_PATTERN = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
 
-_SECONDS_MAX = 10**11
+_UNIX_SECONDS_MAX = 10**11
 """Bound of Unix seconds: a greater number must be milliseconds."""
 
 _TIME_CHARS_MAX = 64
 _UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
-_LIST_HEAD: Final = re.compile(rb'\s*\{\s*"events"\s*:\s*\[')
-_LIST_TAIL: Final = re.compile(rb"\s*\}\s*")
+_EVENTS_HEAD_PATTERN: Final = re.compile(rb'\s*\{\s*"events"\s*:\s*\[')
+_EVENTS_TAIL_PATTERN: Final = re.compile(rb"\s*\}\s*")
 
 # Possessive: a text that is never closed is read once, and then ends the search.
-_JSON_TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
+_JSON_TOKEN_PATTERN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
 
 
 class RejectedEvent(NamedTuple):
@@ -71,7 +71,7 @@ class RejectedEvent(NamedTuple):
     detail: str
 
 
-class ReadEvents(NamedTuple):
+class ParsedEvents(NamedTuple):
     """Events of one request that may be accepted, each with its index, and the rejected ones."""
 
     event_indices: list[int]
@@ -98,204 +98,203 @@ class EventReader:
 
     def extract_events(self, content: object) -> list[Any]:
         """Return the list of events in a request's body, unparsed; raise Problem if it is missing or too long."""
-        data = read_object(content, "body", frozenset({"events"}))
-        events = data.get("events")
+        body_fields = read_object(content, "body", frozenset({"events"}))
+        events = body_fields.get("events")
         if not isinstance(events, list):
             raise unprocessable("invalid_field", "events is a list", "events")
         check_length(events, 1, self.config.batch, "events", "batch_too_long")
         return events
 
-    def of_body(self, events: Sequence[Any], now_s: float, blocklist: Blocklist) -> ReadEvents:
+    def parse_body_events(self, raw_events: Sequence[Any], now_s: float, blocklist: Blocklist) -> ParsedEvents:
         """Parse the events of a body; `now_s` is the service's clock, Unix seconds."""
-        read_events = ReadEvents([], [], [])
+        read_events = ParsedEvents([], [], [])
         now_us = round(now_s * 1e6)
-        for index, raw_event in enumerate(events):
+        for event_index, raw_event in enumerate(raw_events):
             try:
-                event = self._checked(raw_event, f"events[{index}]", now_us, blocklist)
+                event = self._parse_and_check(raw_event, f"events[{event_index}]", now_us, blocklist)
             except Problem as problem:
-                detail = problem.message[:DETAIL_CHARS]
-                read_events.rejected.append(RejectedEvent(index, problem.reason, detail))
+                detail = problem.message[:DETAIL_CHARS_MAX]
+                read_events.rejected.append(RejectedEvent(event_index, problem.reason, detail))
             else:
-                read_events.event_indices.append(index)
+                read_events.event_indices.append(event_index)
                 read_events.packed.append(event)
         return read_events
 
-    def of_inbox(
-        self, fields: Mapping[bytes, bytes], entry: str, now_s: float, blocklist: Blocklist
+    def parse_inbox_entry(
+        self, entry_fields: Mapping[bytes, bytes], entry_id: str, now_s: float, blocklist: Blocklist
     ) -> PackedEvent:
         """Parse an entry of the inbox, whose id serves as the event's id if it has none; raise Problem."""
         try:
-            raw = fields.get(_JSON_FIELD)
-            raw_event = _parse_texts(fields) if raw is None else orjson.loads(raw)
+            event_json = entry_fields.get(_INBOX_JSON_FIELD)
+            raw_event = _parse_inbox_texts(entry_fields) if event_json is None else orjson.loads(event_json)
         except (UnicodeDecodeError, orjson.JSONDecodeError) as error:
-            _refuse_erased(fields.get(b"user", b"").decode(errors="replace"), blocklist)
+            _refuse_erased(entry_fields.get(b"user", b"").decode(errors="replace"), blocklist)
             raise unprocessable("invalid_json", f"the entry is no event: {error}", "e") from error
         if isinstance(raw_event, dict) and raw_event.get("id") is None:
-            raw_event = {**raw_event, "id": entry}
-        return self._checked(raw_event, "event", round(now_s * 1e6), blocklist)
+            raw_event = {**raw_event, "id": entry_id}
+        return self._parse_and_check(raw_event, "event", round(now_s * 1e6), blocklist)
 
-    def _checked(
-        self, raw_event: object, field: str, now_us: int, blocklist: Blocklist
+    def _parse_and_check(
+        self, raw_event: object, field_path: str, now_us: int, blocklist: Blocklist
     ) -> PackedEvent:
         """Return the event packed; raise Problem if it is invalid, too large, or of an erased or blocked owner."""
         if isinstance(raw_event, UnreadableEvent):
             detail = (
-                f"{field} is not JSON (which has no NaN, Infinity or half of a pair of surrogates): "
+                f"{field_path} is not JSON (which has no NaN, Infinity or half of a pair of surrogates): "
                 f"{raw_event.reason}"
             )
-            raise unprocessable("invalid_json", detail, field)
+            raise unprocessable("invalid_json", detail, field_path)
         # First: nothing is kept of it, whatever else is wrong with it.
         if isinstance(raw_event, dict):
             _refuse_erased(raw_event.get("user"), blocklist)
-        event = self._event(raw_event, field, now_us)
-        if brings_item(event) and (inputs := self.get_new_item_inputs()) is not None:
+        event = self._parse_event(raw_event, field_path, now_us)
+        if brings_item(event) and (new_item_inputs := self.get_new_item_inputs()) is not None:
             try:
-                inputs.check(event)
+                new_item_inputs.check(event)
             except UnfitNewItem as error:
-                raise problem_from_input(error, field) from error
+                raise problem_from_input(error, field_path) from error
         packed_event, event_bytes_max = pack_event(self.keyspace, event), self.config.event_bytes
         if len(packed_event.body) > event_bytes_max:
             detail = f"the event has {len(packed_event.body)} bytes, {event_bytes_max} are allowed"
             raise unprocessable("too_large", detail, None, limit=event_bytes_max)
         return packed_event
 
-    def _event(self, raw_event: object, field: str, now_us: int) -> Event:
-        data = read_object(raw_event, field, _EVENT_FIELDS)
-        user, item, id_ = (data.get(name) for name in ("user", "item", "id"))
-        if id_ is None:
-            raise unprocessable("missing_field", f"{field}.id is missing", f"{field}.id")
+    def _parse_event(self, raw_event: object, field_path: str, now_us: int) -> Event:
+        event_fields = read_object(raw_event, field_path, _EVENT_FIELDS)
+        user, item, event_id = (event_fields.get(field_name) for field_name in ("user", "item", "id"))
+        if event_id is None:
+            raise unprocessable("missing_field", f"{field_path}.id is missing", f"{field_path}.id")
         if user is None and item is None:
-            raise unprocessable("missing_field", f"{field} has neither user nor item", field)
-        id_raw = read_id(id_, f"{field}.id")
-        if len(id_raw) > EVENT_ID_BYTES_MAX:
-            detail = f"{field}.id has {len(id_raw)} bytes, {EVENT_ID_BYTES_MAX} are allowed"
-            raise unprocessable("invalid_id", detail, f"{field}.id", limit=EVENT_ID_BYTES_MAX)
-        at_us = read_time(data["time"], f"{field}.time") if "time" in data else now_us
-        if at_us > now_us + self.config.ahead_s * 1e6:
-            ahead_s = (at_us - now_us) / 1e6
-            detail = f"{field}.time is {ahead_s:.3f} s ahead, {self.config.ahead_s:g} s are allowed"
-            raise unprocessable("in_future", detail, f"{field}.time")
-        raw_features, vector, weight = data.get("features"), data.get("vector"), data.get("weight")
+            raise unprocessable("missing_field", f"{field_path} has neither user nor item", field_path)
+        event_id_bytes = read_id(event_id, f"{field_path}.id")
+        if len(event_id_bytes) > EVENT_ID_BYTES_MAX:
+            detail = f"{field_path}.id has {len(event_id_bytes)} bytes, {EVENT_ID_BYTES_MAX} are allowed"
+            raise unprocessable("invalid_id", detail, f"{field_path}.id", limit=EVENT_ID_BYTES_MAX)
+        event_time_us = read_time(event_fields["time"], f"{field_path}.time") if "time" in event_fields else now_us
+        if event_time_us > now_us + self.config.ahead_s * 1e6:
+            ahead_s = (event_time_us - now_us) / 1e6
+            detail = f"{field_path}.time is {ahead_s:.3f} s ahead, {self.config.ahead_s:g} s are allowed"
+            raise unprocessable("in_future", detail, f"{field_path}.time")
+        raw_features, vector, weight = event_fields.get("features"), event_fields.get("vector"), event_fields.get("weight")
         if user is not None and item is not None:
             _refuse_fields(
-                data, field, ("attributes", *_ITEM_FIELDS), "a user alone or an item alone"
+                event_fields, field_path, ("attributes", *_ITEM_ONLY_FIELDS), "a user alone or an item alone"
             )
         else:
-            _refuse_fields(data, field, ("weight",), "a user and an item")
+            _refuse_fields(event_fields, field_path, ("weight",), "a user and an item")
             if user is not None:
-                _refuse_fields(data, field, _ITEM_FIELDS, "an item alone")
-            if not {"attributes", *_ITEM_FIELDS} & data.keys():
-                detail = f"{field} tells nothing: an event of {'a user' if item is None else 'an item'} alone has"
+                _refuse_fields(event_fields, field_path, _ITEM_ONLY_FIELDS, "an item alone")
+            if not {"attributes", *_ITEM_ONLY_FIELDS} & event_fields.keys():
+                detail = f"{field_path} tells nothing: an event of {'a user' if item is None else 'an item'} alone has"
                 detail += " attributes" + ("" if item is None else ", features or a vector")
-                raise unprocessable("missing_field", detail, field)
+                raise unprocessable("missing_field", detail, field_path)
         return Event(
-            id_raw.decode(),
-            at_us,
-            None if user is None else read_id(user, f"{field}.user"),
-            None if item is None else read_id(item, f"{field}.item"),
-            _type(data["type"], f"{field}.type") if "type" in data else None,
-            1.0 if weight is None else _number(weight, f"{field}.weight"),
-            _attributes(data["attributes"], f"{field}.attributes") if "attributes" in data else None,
-            None if raw_features is None else read_features(raw_features, f"{field}.features", EVENT_BYTES_MAX),
-            None if vector is None else _vector(vector, f"{field}.vector"),
+            event_id_bytes.decode(),
+            event_time_us,
+            None if user is None else read_id(user, f"{field_path}.user"),
+            None if item is None else read_id(item, f"{field_path}.item"),
+            _read_event_type(event_fields["type"], f"{field_path}.type") if "type" in event_fields else None,
+            1.0 if weight is None else _read_number(weight, f"{field_path}.weight"),
+            _read_attributes(event_fields["attributes"], f"{field_path}.attributes") if "attributes" in event_fields else None,
+            None if raw_features is None else read_features(raw_features, f"{field_path}.features", EVENT_BYTES_MAX),
+            None if vector is None else _read_vector(vector, f"{field_path}.vector"),
         )  # fmt: skip
 
 
 def _refuse_erased(user: object, blocklist: Blocklist) -> None:
     try:
-        raw = canonical_id(user)
+        user_id = canonical_id(user)
     except InvalidId:
         return
-    if raw in blocklist.users or raw in blocklist.entities:
+    if user_id in blocklist.users or user_id in blocklist.entities:
         raise unprocessable("erased", "its user is blocked or was erased", None)
 
 
-def read_time(value: object, field: str) -> int:
+def read_time(raw_time: object, field_path: str) -> int:
     """Parse ISO 8601 (UTC without a zone) or Unix seconds to microseconds since 1970; raise Problem."""
-    if isinstance(value, str) and len(value) <= _TIME_CHARS_MAX:
+    if isinstance(raw_time, str) and len(raw_time) <= _TIME_CHARS_MAX:
         try:
-            parsed_time = iso_time(value)
+            parsed_time = iso_time(raw_time)
         except ValueError as error:
-            detail = f"{field} is no time of ISO 8601, such as 2026-01-31T12:00:00Z"
-            raise unprocessable("invalid_field", detail, field) from error
-        return _since_1970((parsed_time - _UNIX_EPOCH) // _MICROSECOND, field)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not abs(value) < _SECONDS_MAX:
-            raise unprocessable("invalid_field", f"{field} is in seconds since 1970", field)
-        return _since_1970(round(value * 1_000_000), field)
-    detail = f"{field} is a time of ISO 8601, or seconds since 1970"
-    raise unprocessable("invalid_field", detail, field)
+            detail = f"{field_path} is no time of ISO 8601, such as 2026-01-31T12:00:00Z"
+            raise unprocessable("invalid_field", detail, field_path) from error
+        return _check_since_1970((parsed_time - _UNIX_EPOCH) // _MICROSECOND, field_path)
+    if isinstance(raw_time, int | float) and not isinstance(raw_time, bool):
+        if not abs(raw_time) < _UNIX_SECONDS_MAX:
+            raise unprocessable("invalid_field", f"{field_path} is in seconds since 1970", field_path)
+        return _check_since_1970(round(raw_time * 1_000_000), field_path)
+    detail = f"{field_path} is a time of ISO 8601, or seconds since 1970"
+    raise unprocessable("invalid_field", detail, field_path)
 
 
-def _since_1970(at_us: int, field: str) -> int:
-    if at_us < 0:
-        raise unprocessable("invalid_field", f"{field} is before 1970", field)
-    return at_us
+def _check_since_1970(event_time_us: int, field_path: str) -> int:
+    if event_time_us < 0:
+        raise unprocessable("invalid_field", f"{field_path} is before 1970", field_path)
+    return event_time_us
 
 
-def _refuse_fields(data: Mapping[str, Any], field: str, names: Sequence[str], of: str) -> None:
-    for name in names:
-        if name in data:
-            where = f"{field}.{name}"
-            raise unprocessable("invalid_field", f"{where} is for an event of {of}", where)
+def _refuse_fields(event_fields: Mapping[str, Any], field_path: str, refused_names: Sequence[str], owners_text: str) -> None:
+    for field_name in refused_names:
+        if field_name in event_fields:
+            refused_path = f"{field_path}.{field_name}"
+            raise unprocessable("invalid_field", f"{refused_path} is for an event of {owners_text}", refused_path)
 
 
-def _type(value: object, field: str) -> str:
-    if not isinstance(value, str) or not 1 <= len(value.encode()) <= EVENT_TYPE_BYTES_MAX:
-        detail = f"{field} is a text of 1 to {EVENT_TYPE_BYTES_MAX} bytes"
-        raise unprocessable("invalid_field", detail, field)
-    return value
+def _read_event_type(raw_type: object, field_path: str) -> str:
+    if not isinstance(raw_type, str) or not 1 <= len(raw_type.encode()) <= EVENT_TYPE_BYTES_MAX:
+        detail = f"{field_path} is a text of 1 to {EVENT_TYPE_BYTES_MAX} bytes"
+        raise unprocessable("invalid_field", detail, field_path)
+    return raw_type
 
 
-def _number(value: object, field: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _FLOAT_MAX:
-        raise unprocessable("invalid_field", f"{field} is a number that float32 holds", field)
-    return float(value)
+def _read_number(raw_number: object, field_path: str) -> float:
+    if isinstance(raw_number, bool) or not isinstance(raw_number, int | float) or not abs(raw_number) < _FLOAT_MAX:
+        raise unprocessable("invalid_field", f"{field_path} is a number that float32 holds", field_path)
+    return float(raw_number)
 
 
-def _vector(value: object, field: str) -> tuple[float, ...]:
-    if not isinstance(value, list) or not 1 <= len(value) <= VECTOR_MAX:
-        detail = f"{field} is a list of 1 to {VECTOR_MAX} numbers"
-        raise unprocessable("invalid_field", detail, field)
-    return tuple([_number(number, f"{field}[{index}]") for index, number in enumerate(value)])
+def _read_vector(raw_vector: object, field_path: str) -> tuple[float, ...]:
+    if not isinstance(raw_vector, list) or not 1 <= len(raw_vector) <= VECTOR_LENGTH_MAX:
+        detail = f"{field_path} is a list of 1 to {VECTOR_LENGTH_MAX} numbers"
+        raise unprocessable("invalid_field", detail, field_path)
+    return tuple([_read_number(number, f"{field_path}[{index}]") for index, number in enumerate(raw_vector)])
 
 
-def _attributes(value: object, field: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not 1 <= len(value) <= ATTRIBUTES_MAX:
-        detail = f"{field} is an object of 1 to {ATTRIBUTES_MAX} values by name"
-        raise unprocessable("invalid_field", detail, field)
-    for name, attribute in value.items():
-        if not 1 <= len(name.encode()) <= ATTRIBUTE_NAME_BYTES_MAX:
-            detail = f"names in {field} have 1 to {ATTRIBUTE_NAME_BYTES_MAX} bytes"
-            raise unprocessable("invalid_field", detail, field)
-        if not _is_attribute(attribute):
-            where = f"{field}.{name}"
+def _read_attributes(raw_attributes: object, field_path: str) -> dict[str, Any]:
+    if not isinstance(raw_attributes, dict) or not 1 <= len(raw_attributes) <= ATTRIBUTES_MAX:
+        detail = f"{field_path} is an object of 1 to {ATTRIBUTES_MAX} values by name"
+        raise unprocessable("invalid_field", detail, field_path)
+    for attribute_name, attribute_value in raw_attributes.items():
+        if not 1 <= len(attribute_name.encode()) <= ATTRIBUTE_NAME_BYTES_MAX:
+            detail = f"names in {field_path} have 1 to {ATTRIBUTE_NAME_BYTES_MAX} bytes"
+            raise unprocessable("invalid_field", detail, field_path)
+        if not _is_attribute_value(attribute_value):
+            attribute_path = f"{field_path}.{attribute_name}"
             detail = (
-                f"{where} is a text of at most {TEXT_BYTES_MAX} bytes, a list of at most {TEXTS_MAX} of them, a finite "
-                "number, true or false, or null, which clears it"
+                f"{attribute_path} is a text of at most {ATTRIBUTE_TEXT_BYTES_MAX} bytes, a list of at most " f"{ATTRIBUTE_TEXTS_MAX} of them, a finite " "number, true or false, or null, which clears it"
             )
-            raise unprocessable("invalid_field", detail, where)
-    return value
+            raise unprocessable("invalid_field", detail, attribute_path)
+    return raw_attributes
 
 
-def _is_attribute(value: object) -> bool:
-    if isinstance(value, list):
-        return len(value) <= TEXTS_MAX and all(
-            isinstance(element, str) and _is_attribute(element) for element in value
+def _is_attribute_value(raw_value: object) -> bool:
+    if isinstance(raw_value, list):
+        return len(raw_value) <= ATTRIBUTE_TEXTS_MAX and all(
+            isinstance(list_element, str) and _is_attribute_value(list_element) for list_element in raw_value
         )
-    if isinstance(value, str):
-        return len(value.encode()) <= TEXT_BYTES_MAX
-    is_finite = isinstance(value, float) and math.isfinite(value)
-    return value is None or isinstance(value, bool | int) or is_finite
+    if isinstance(raw_value, str):
+        return len(raw_value.encode()) <= ATTRIBUTE_TEXT_BYTES_MAX
+    is_finite_float = isinstance(raw_value, float) and math.isfinite(raw_value)
+    return raw_value is None or isinstance(raw_value, bool | int) or is_finite_float
 
 
-def _parse_texts(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
+def _parse_inbox_texts(entry_fields: Mapping[bytes, bytes]) -> dict[str, Any]:
     """Convert an inbox entry's texts to event fields; a malformed number stays a text, which is refused later."""
-    event_fields: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
-    for name in ("time", "weight"):
-        text = event_fields.get(name)
-        if isinstance(text, str) and _NUMBER.fullmatch(text):
-            event_fields[name] = float(text)
+    event_fields: dict[str, Any] = {name.decode(): field_text.decode() for name, field_text in entry_fields.items()}
+    for field_name in ("time", "weight"):
+        number_text = event_fields.get(field_name)
+        if isinstance(number_text, str) and _NUMBER_PATTERN.fullmatch(number_text):
+            event_fields[field_name] = float(number_text)
     return event_fields
 
 
@@ -313,10 +312,10 @@ def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
     Reads at most `events_max + 1` events. `body` as a whole is not JSON.
     """
     try:
-        pieces = list(islice(_event_pieces(body), events_max + 1))
+        event_pieces = list(islice(_event_pieces(body), events_max + 1))
     except _NoListError:
         return None
-    events = [_read_piece(piece) for piece in pieces]
+    events = [_parse_piece(event_piece) for event_piece in event_pieces]
     return (
         {"events": events} if any(isinstance(event, UnreadableEvent) for event in events) else None
     )
@@ -328,33 +327,33 @@ class _NoListError(ValueError):
 
 def _event_pieces(body: bytes) -> Iterator[bytes]:
     """Yield the text of each event of the list; raise _NoListError, perhaps after some of them."""
-    head = _LIST_HEAD.match(body)
-    if head is None:
+    head_match = _EVENTS_HEAD_PATTERN.match(body)
+    if head_match is None:
         raise _NoListError
-    start, depth = head.end(), 0
-    for token in _JSON_TOKEN.finditer(body, start):
+    piece_start, bracket_depth = head_match.end(), 0
+    for token in _JSON_TOKEN_PATTERN.finditer(body, piece_start):
         symbol = token[0]
         if symbol == b'"':
             raise _NoListError
         if symbol in b"[{":
-            depth += 1
+            bracket_depth += 1
         elif symbol in b"]}":
-            depth -= 1
-        if depth < 0 or (depth == 0 and symbol == b","):
-            piece = body[start : token.start()]
-            if not piece.strip():
+            bracket_depth -= 1
+        if bracket_depth < 0 or (bracket_depth == 0 and symbol == b","):
+            event_piece = body[piece_start : token.start()]
+            if not event_piece.strip():
                 raise _NoListError
-            yield piece
-            start = token.end()
-        if depth < 0:
-            if symbol != b"]" or not _LIST_TAIL.fullmatch(body, start):
+            yield event_piece
+            piece_start = token.end()
+        if bracket_depth < 0:
+            if symbol != b"]" or not _EVENTS_TAIL_PATTERN.fullmatch(body, piece_start):
                 raise _NoListError
             return
     raise _NoListError
 
 
-def _read_piece(piece: bytes) -> object:
+def _parse_piece(event_piece: bytes) -> object:
     try:
-        return orjson.loads(piece)
+        return orjson.loads(event_piece)
     except orjson.JSONDecodeError as error:
         return UnreadableEvent(str(error))

@@ -15,7 +15,7 @@ from serving.requests.parsing import lookup_from_url
 
 PATH_PREFIX = b"/v1/explain/"
 
-_TIER = schemas.named_object_schema(
+_TIER_SCHEMA = schemas.named_object_schema(
     "ExplainedTier",
     {
         "found": {"type": "boolean"},
@@ -27,7 +27,7 @@ _TIER = schemas.named_object_schema(
 )
 
 
-_EXPLANATION: Json = schemas.named_object_schema(
+_EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
     "Explanation",
     {
         "table": {"type": "string"},
@@ -78,8 +78,8 @@ _EXPLANATION: Json = schemas.named_object_schema(
         "page": schemas.details_schema(
             "Its page in Redis with its checksum; null: unknown", is_null=True
         ),
-        "l1": _TIER,
-        "l2": _TIER,
+        "l1": _TIER_SCHEMA,
+        "l2": _TIER_SCHEMA,
         "same_bytes": {
             "type": ["boolean", "null"],
             "description": "Whether both tiers hold the same; null: one holds nothing",
@@ -113,7 +113,7 @@ _EXPLANATION: Json = schemas.named_object_schema(
 
 _TIER_EXAMPLE: Json = {"found": True, "by": "batch"}
 
-_EXAMPLE: Json = {
+_EXPLANATION_EXAMPLE: Json = {
     "table": "user_topk",
     "id": "u-00042",
     "sentence": "L1 would answer: the night computed it and it was asked before",
@@ -137,8 +137,8 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             summary="Why an entity is answered as it is",
             description="Says which rung would answer, what each holds, and what the model says now. Nothing is "
             "changed by asking. Of the service's own namespace alone: `arm` is refused.",
-            answer_schema=_EXPLANATION,
-            answer_example=_EXAMPLE,
+            answer_schema=_EXPLANATION_SCHEMA,
+            answer_example=_EXPLANATION_EXAMPLE,
             path_names=("table", "entity"),
             has_query=True,
             has_options=True,
@@ -152,8 +152,8 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             tag="explanations",
             summary="Why an entity with an input is answered as it is",
             description="The same for one entity with a history or features.",
-            answer_schema=_EXPLANATION,
-            answer_example=_EXAMPLE,
+            answer_schema=_EXPLANATION_SCHEMA,
+            answer_example=_EXPLANATION_EXAMPLE,
             body_schema=schemas.lookup_body_schema(limits, "ExplainRequest", 1),
             body_example={"entities": [{"id": "u-00042", "history": ["i-01302"]}]},
             path_names=("table",),
@@ -166,10 +166,10 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
 
 def attach(replica: Replica) -> Explainer:
     """Attach the handlers that explain the answer for an entity."""
-    service, components = replica.service, replica.own.components
+    service, components = replica.service, replica.own_namespace.components
     explainer = Explainer(
-        replica.own.follower, components.tiers, components.remote, replica.batcher, replica.admission,
-        replica.own.store, components.ladder, in_thread=replica.in_thread,
+        replica.own_namespace.follower, components.tiers, components.remote, replica.batcher, replica.admission,
+        replica.own_namespace.store, components.ladder, in_thread=replica.in_thread,
     )  # fmt: skip
 
     async def explain_one(request: Request, _started: float) -> object:
@@ -177,13 +177,13 @@ def attach(replica: Replica) -> Explainer:
         lookup_request = lookup_from_url(
             raw_path, PATH_PREFIX, request.scope["query_string"], service.limits
         )
-        return await explained(request, lookup_request)
+        return await explain_request(request, lookup_request)
 
     async def explain_input(request: Request, _started: float) -> object:
         lookup_request = await read_lookup(service, request, "json", request.path_params["table"])
-        return await explained(request, lookup_request)
+        return await explain_request(request, lookup_request)
 
-    async def explained(request: Request, lookup_request: LookupRequest) -> object:
+    async def explain_request(request: Request, lookup_request: LookupRequest) -> object:
         lookup_request = LookupRequest(
             lookup_request.entities, with_request_headers(service, request, lookup_request.options)
         )

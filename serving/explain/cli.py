@@ -12,7 +12,7 @@ from serving.requests.answers import STORED_SOURCES
 
 Section = tuple[str, list[tuple[str, str]]]
 
-_VALUES_SHOWN = 10
+_SHOWN_VALUES_MAX = 10
 """Items of a list, or numbers of a vector, that are shown."""
 
 PROG = "python -m serving explain"
@@ -21,7 +21,7 @@ PROG = "python -m serving explain"
 def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     """Exit code: 0 explained, 1 not (the reason goes to standard error), 2 wrong usage."""
     parser = argument_parser(prog)
-    return ask_and_show(parser.parse_args(arguments), parser, "explain", show)
+    return ask_and_show(parser.parse_args(arguments), parser, "explain", print_explanation)
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
@@ -34,7 +34,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
 
 
-def show(explanation: Mapping[str, Any]) -> None:
+def print_explanation(explanation: Mapping[str, Any]) -> None:
     """Prints the explanation to standard output."""
     title, sentence = (
         printable(f"{explanation['table']} {explanation['id']}"),
@@ -42,7 +42,7 @@ def show(explanation: Mapping[str, Any]) -> None:
     )
     sections: list[Section] = [
         (name, [(printable(label), printable(text)) for label, text in rows])
-        for name, rows in sections_of(explanation)
+        for name, rows in explanation_sections(explanation)
     ]
     try:
         from rich.markup import escape
@@ -57,55 +57,71 @@ def show(explanation: Mapping[str, Any]) -> None:
         _print_plain(title, sentence, sections)
         return
     console.print(f"[bold]{escape(title)}[/bold]: {escape(sentence)}", highlight=False)
-    for name, rows in sections:
-        table = Table(title=name, title_justify="left", show_header=False, box=None)
+    for section_name, section_rows in sections:
+        table = Table(title=section_name, title_justify="left", show_header=False, box=None)
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
-        for label, text in rows:
-            table.add_row(label, escape(text))
+        for row_label, row_text in section_rows:
+            table.add_row(row_label, escape(row_text))
         console.print(table, highlight=False)
 
 
 def _print_plain(title: str, sentence: str, sections: list[Section]) -> None:
     print(f"{title}: {sentence}")
-    for name, rows in sections:
-        print(f"\n{name}")
-        for label, text in rows:
-            print(f"  {label:<14} {text}")
+    for section_name, section_rows in sections:
+        print(f"\n{section_name}")
+        for row_label, row_text in section_rows:
+            print(f"  {row_label:<14} {row_text}")
     sys.stdout.flush()
 
 
-def sections_of(explanation: Mapping[str, Any]) -> Iterator[Section]:
+def explanation_sections(explanation: Mapping[str, Any]) -> Iterator[Section]:
     """Names and values, in the order of the ladder."""
     answer = explanation["answer"]
-    rows = [("tier", answer["tier"])]
-    rows += [(name, answer[name]) for name in ("reason", "live") if answer[name]]
-    rows += [("generation", f"{explanation['generation']} (epoch {explanation['epoch']})")]
-    rows += [("published", explanation["published_at"]), ("age", _age(explanation["age_seconds"]))]
-    rows += [(name, explanation[name]) for name in ("stale", "degraded") if explanation[name]]
-    yield "Answer", rows
-    yield "Where", list(_where(explanation))
+    section_rows = [("tier", answer["tier"])]
+    section_rows += [
+        (field_name, answer[field_name]) for field_name in ("reason", "live") if answer[field_name]
+    ]
+    section_rows += [("generation", f"{explanation['generation']} (epoch {explanation['epoch']})")]
+    section_rows += [
+        ("published", explanation["published_at"]),
+        ("age", _age_text(explanation["age_seconds"])),
+    ]
+    section_rows += [
+        (field_name, explanation[field_name])
+        for field_name in ("stale", "degraded")
+        if explanation[field_name]
+    ]
+    yield "Answer", section_rows
+    yield "Where", list(_location_rows(explanation))
     if (record := explanation["record"]) is not None:
-        yield "Record", list(_record(record))
+        yield "Record", list(_record_rows(record))
     model = explanation["model"]
-    rows = [("computed from", _or(model["computed_from"], "nothing"))]
-    rows += [(name, str(model[name])) for name in ("reason", "precision") if model[name]]
-    rows += list(_prediction(model))
-    yield "Model now", rows
+    section_rows = [("computed from", _text_or(model["computed_from"], "nothing"))]
+    section_rows += [
+        (field_name, str(model[field_name]))
+        for field_name in ("reason", "precision")
+        if model[field_name]
+    ]
+    section_rows += list(_prediction_rows(model))
+    yield "Model now", section_rows
     if (events := explanation.get("events")) is not None:  # none from an earlier version
         event_texts = [f"{event['item']} ({event['position']})" for event in events["counted"]]
-        rows = [("counted", _text(event_texts)), ("as of", events["as_of"])]
-        yield "Newer events", [*rows, ("night's until", events["until"])]
+        section_rows = [("counted", _value_text(event_texts)), ("as of", events["as_of"])]
+        yield "Newer events", [*section_rows, ("night's until", events["until"])]
     if (difference := explanation["difference"]) is not None:
         yield (
             "Difference",
-            [(name.replace("_", " "), _text(value)) for name, value in difference.items()],
+            [
+                (field_name.replace("_", " "), _value_text(value))
+                for field_name, value in difference.items()
+            ],
         )
     if (default := explanation.get("default")) is not None:
-        yield "Default", list(_prediction(default))
+        yield "Default", list(_prediction_rows(default))
 
 
-def _where(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _location_rows(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     directory = explanation["directory"]
     position_text = f"position {directory['position']} of {directory['entities']}"
     directory_text = (
@@ -118,10 +134,10 @@ def _where(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "page", f"{page['key']}, byte {page['offset_bytes']} of {page['size_bytes']}"
         yield (
             "checksum",
-            f"{page['state']}: {_or(page['checksum'])}, expected {_or(page['expected'])}",
+            f"{page['state']}: {_text_or(page['checksum'])}, expected {_text_or(page['expected'])}",
         )
     for tier in STORED_SOURCES:
-        yield tier.upper(), _tier(explanation[tier])
+        yield tier.upper(), _tier_text(explanation[tier])
     if (is_same_bytes := explanation["same_bytes"]) is not None:
         yield "same bytes", "yes" if is_same_bytes else "NO"
     if (previous := explanation["previous"]) is not None:
@@ -129,7 +145,7 @@ def _where(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "previous", f"{previous['generation']} {previous_state}"
 
 
-def _tier(tier: Mapping[str, Any]) -> str:
+def _tier_text(tier: Mapping[str, Any]) -> str:
     if not tier["found"]:
         return str(tier["reason"])
     remaining_s = tier.get("expires_in_seconds")
@@ -138,38 +154,40 @@ def _tier(tier: Mapping[str, Any]) -> str:
     )
 
 
-def _record(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    at = datetime.fromtimestamp(record["scored_at"], UTC).isoformat(timespec="seconds")
-    yield "made by", f"{record['by']}, scored {at}"
+def _record_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    scored_at = datetime.fromtimestamp(record["scored_at"], UTC).isoformat(timespec="seconds")
+    yield "made by", f"{record['by']}, scored {scored_at}"
     yield "bytes", f"{record['bytes']}, format {record['format']}, {record['count']} used"
     yield "fingerprint", record["fingerprint"]
-    yield from _prediction(record)
+    yield from _prediction_rows(record)
 
 
-def _prediction(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _prediction_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "items" in prediction:
-        pairs = zip(prediction["items"], prediction["scores"], strict=True)
-        yield "items", _text([f"{item} ({score:.5g})" for item, score in pairs])
-    for name in ("vector", "values"):
-        if prediction.get(name) is not None:
-            yield name, _text([f"{number:.5g}" for number in prediction[name]])
+        items_and_scores = zip(prediction["items"], prediction["scores"], strict=True)
+        yield "items", _value_text([f"{item} ({score:.5g})" for item, score in items_and_scores])
+    for field_name in ("vector", "values"):
+        if prediction.get(field_name) is not None:
+            yield field_name, _value_text([f"{number:.5g}" for number in prediction[field_name]])
 
 
-def _text(value: object) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
     if not isinstance(value, list):
-        return _or(value)
-    more = f", and {len(value) - _VALUES_SHOWN} more" if len(value) > _VALUES_SHOWN else ""
-    return (", ".join(map(str, value[:_VALUES_SHOWN])) or "none") + more
+        return _text_or(value)
+    more_text = (
+        f", and {len(value) - _SHOWN_VALUES_MAX} more" if len(value) > _SHOWN_VALUES_MAX else ""
+    )
+    return (", ".join(map(str, value[:_SHOWN_VALUES_MAX])) or "none") + more_text
 
 
-def _or(value: object, otherwise: str = "-") -> str:
+def _text_or(value: object, otherwise: str = "-") -> str:
     return otherwise if value is None else str(value)
 
 
-def _age(seconds: float) -> str:
+def _age_text(seconds: float) -> str:
     hours, minutes = divmod(int(seconds) // 60, 60)
     return f"{hours} h {minutes} min"

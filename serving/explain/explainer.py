@@ -78,16 +78,16 @@ log = logging.getLogger(__name__)
 _PAGE_TIMEOUT_S = 3.0
 """Seconds for reading a whole page, which has megabytes where a record has hundreds of bytes."""
 
-_SUMS_TIMEOUT_S = 2.0
+_CHECKSUMS_TIMEOUT_S = 2.0
 """Seconds for reading the checksums from the artefact store."""
 
-_SUM_READS_MAX = 2
+_CHECKSUM_READS_MAX = 2
 """Reads of checksums under way, including abandoned ones."""
 
 RESCORE_TIMEOUT_S = 2.0
 """Seconds for one inference, including its wait."""
 
-_PLENTY_S = 3_600.0
+_UNBOUNDED_S = 3_600.0
 
 EXPLANATIONS_MAX = 2
 """Explanations under way: each reads a whole page, and runs the model."""
@@ -104,18 +104,18 @@ class TierInspector:
     def __init__(
         self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic
     ) -> None:
-        self._local = tiers.local_tier
-        self._negative = tiers.negative_cache
+        self._l1 = tiers.local_tier
+        self._negative_cache = tiers.negative_cache
         self._remote = remote
         self._timer = timer
 
-    def l1(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
+    def inspect_l1(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
         """Return the outcome of inspecting L1; None if it holds nothing of this entity."""
-        key = LocalKey(view.generation, record_key.table.name, record_key.key)
-        entry = self._local.inspect(key)
-        if entry is not None:
-            return judge_entry(entry, record_key, "l1")
-        if record_key.position < 0 and key in self._negative:
+        l1_key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        l1_entry = self._l1.inspect(l1_key)
+        if l1_entry is not None:
+            return judge_entry(l1_entry, record_key, "l1")
+        if record_key.position < 0 and l1_key in self._negative_cache:
             return MISS_BY_REASON[MissReason.NEGATIVE]
         return None
 
@@ -123,37 +123,37 @@ class TierInspector:
         """Return the live answer in L1 that replaces a record while its page is out of reach, if there is one."""
         if record_key.position < 0 or record_key.digest is None:
             return None
-        key = LocalKey(view.generation, record_key.table.name, record_key.key)
-        entry = self._local.inspect(live_key(key, record_key.digest))
-        return None if entry is None else judge_entry(entry, record_key, "l1")
+        l1_key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        l1_entry = self._l1.inspect(live_key(l1_key, record_key.digest))
+        return None if l1_entry is None else judge_entry(l1_entry, record_key, "l1")
 
-    async def record(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
+    async def read_record(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the record of L1, else the outcome of a read of L2."""
-        outcome = self.l1(view, record_key)
-        return outcome if isinstance(outcome, Hit) else await self.l2(view, record_key)
+        outcome = self.inspect_l1(view, record_key)
+        return outcome if isinstance(outcome, Hit) else await self.read_l2(view, record_key)
 
-    async def l2(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
+    async def read_l2(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the outcome of a read of L2."""
         asked_at = self._timer()
-        answer: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
-        if isinstance(answer, TierUnavailable):
-            return unavailable_miss(answer)
+        l2_reply: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
+        if isinstance(l2_reply, TierUnavailable):
+            return unavailable_miss(l2_reply)
         if record_key.position < 0:
-            if answer is None:
+            if l2_reply is None:
                 return MISS_BY_REASON[MissReason.NOT_IN_GENERATION]
-            entry = overlay_entry(record_key, cast(Overlay, answer), asked_at)
+            entry = overlay_entry(record_key, cast(Overlay, l2_reply), asked_at)
             return entry if isinstance(entry, Miss) else judge_entry(entry, record_key, "l2")
-        if not isinstance(answer, bytes):
+        if not isinstance(l2_reply, bytes):
             return MISS_BY_REASON[MissReason.PAGE_MISSING]
-        if not is_answer_of(answer, record_key.fingerprint):
-            return MISS_BY_REASON[unsound_reason(answer, record_key.fingerprint)]
-        return Hit(answer, "l2", False, None)
+        if not is_answer_of(l2_reply, record_key.fingerprint):
+            return MISS_BY_REASON[unsound_reason(l2_reply, record_key.fingerprint)]
+        return Hit(l2_reply, "l2", False, None)
 
-    async def page(self, read: PageRead) -> bytes | Miss:
+    async def read_page(self, page_read: PageRead) -> bytes | Miss:
         """Return a whole page, or the reason of a miss."""
         try:
             async with asyncio.timeout(_PAGE_TIMEOUT_S):
-                page_payload = await self._remote.page(read)
+                page_payload = await self._remote.page(page_read)
         except TierUnavailable as error:
             return unavailable_miss(error)
         except TimeoutError:
@@ -165,35 +165,35 @@ class TierInspector:
 class PageChecks:
     """Checker of whole pages against their checksums, used only for explanations."""
 
-    inspector: TierInspector
+    tier_inspector: TierInspector
     keyspace: Keyspace
     store: ArtefactStore
     in_thread: StoreThreads
-    _reading: set[asyncio.Task[str]] = field(init=False, default_factory=set)
+    _checksum_tasks: set[asyncio.Task[str]] = field(init=False, default_factory=set)
 
     async def check_page(
         self, snapshot: Snapshot, table: Table, record_key: RecordKey
     ) -> dict[str, Any]:
         """Read a nightly record's page; return its key, the record's position, and both checksums (xxh3-64, hex)."""
-        shard, position = snapshot.directories[table.entity].locate(record_key.position)
-        part = table.parts[shard]
-        number, offset = table.locate_record(shard, position)
-        within = number - part.first_page
-        record_count = min(table.records_per_page, part.count - within * table.records_per_page)
+        shard, record_position = snapshot.directories[table.entity].locate(record_key.position)
+        table_part = table.parts[shard]
+        page_number, offset_bytes = table.locate_record(shard, record_position)
+        page_index = page_number - table_part.first_page
+        record_count = min(table.records_per_page, table_part.count - page_index * table.records_per_page)
         size_bytes = record_count * table.layout.size_bytes
         generation = snapshot.generation
         page_report: dict[str, Any] = {
-            "key": self.keyspace.page(generation, table.name, number),
-            "number": number,
+            "key": self.keyspace.page(generation, table.name, page_number),
+            "number": page_number,
             "shard": shard,
-            "offset_bytes": offset,
+            "offset_bytes": offset_bytes,
             "size_bytes": size_bytes,
             "records": record_count,
         }
-        page_result = await self.inspector.page(
-            PageRead(generation, table.name, number, 0, size_bytes)
+        page_result = await self.tier_inspector.read_page(
+            PageRead(generation, table.name, page_number, 0, size_bytes)
         )
-        expected, sums_error = await self._expected(generation, part, within)
+        expected, sums_error = await self._expected_checksum(generation, table_part, page_index)
         if isinstance(page_result, Miss):
             return page_report | {
                 "state": page_result.reason.value,
@@ -205,33 +205,33 @@ class PageChecks:
         page_report |= {"state": state, "expected": expected, "checksum": checksum}
         return page_report | ({"why": sums_error} if sums_error else {})
 
-    async def _expected(
-        self, generation: str, part: TablePart, within: int
+    async def _expected_checksum(
+        self, generation: str, part: TablePart, page_index: int
     ) -> tuple[str | None, str | None]:
-        late = f"the artefact store did not hand over the checksums within {_SUMS_TIMEOUT_S:g} s"
-        if len(self._reading) >= _SUM_READS_MAX:
-            return None, late
-        task = asyncio.create_task(self.in_thread(self._read, generation, part, within))
-        self._reading.add(task)
+        timeout_message = f"the artefact store did not hand over the checksums within {_CHECKSUMS_TIMEOUT_S:g} s"
+        if len(self._checksum_tasks) >= _CHECKSUM_READS_MAX:
+            return None, timeout_message
+        task = asyncio.create_task(self.in_thread(self._read_checksum, generation, part, page_index))
+        self._checksum_tasks.add(task)
         task.add_done_callback(self._discard_task)
         # Not ended with its caller: its thread would go on, and the next caller would take one more.
-        if not (await asyncio.wait({task}, timeout=_SUMS_TIMEOUT_S))[0]:
-            return None, late
+        if not (await asyncio.wait({task}, timeout=_CHECKSUMS_TIMEOUT_S))[0]:
+            return None, timeout_message
         try:
             return task.result(), None
         except LarderError as error:
             return None, error.message
 
     def _discard_task(self, task: "asyncio.Task[str]") -> None:
-        self._reading.discard(task)
+        self._checksum_tasks.discard(task)
         if not task.cancelled():
             task.exception()  # told to whoever still waits
 
-    def _read(self, generation: str, part: TablePart, within: int) -> str:
-        raw = self.store.read(generation_path(generation, part.sums.path))
-        if raw is None or hashlib.sha256(raw).hexdigest() != part.sums.sha256:
+    def _read_checksum(self, generation: str, part: TablePart, page_index: int) -> str:
+        checksum_bytes = self.store.read(generation_path(generation, part.sums.path))
+        if checksum_bytes is None or hashlib.sha256(checksum_bytes).hexdigest() != part.sums.sha256:
             raise CorruptArtefact(f"{part.sums.path} is missing in the store, or damaged")
-        return f"{int(np.frombuffer(raw, '<u8')[within]):016x}"
+        return f"{int(np.frombuffer(checksum_bytes, '<u8')[page_index]):016x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class RescoreResult:
     computed_from: RescoreInput | None
     seconds: float
     precision: str | None
-    computed: bytes | None = None
+    computed_record: bytes | None = None
     """Record as inference returned it, from an input."""
 
     @property
@@ -272,32 +272,32 @@ class Rescorer:
 
     batcher: MicroBatcher
     admission: Admission
-    looking: TierInspector
+    inspector: TierInspector
 
     async def rescore(
         self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record | None
     ) -> RescoreResult:
         """Compute from the entity's input, else from the stored vector for the items of the stored list."""
         began_at = time.monotonic()
-        precision = "fp32" if _rescore_input(case) == "events" else _precision(snapshot, case.table)
+        precision = "fp32" if _rescore_input_of(case) == "events" else _precision(snapshot, case.table)
         if snapshot.predictor is None:
-            return RescoreResult(None, LiveReason.NO_MODEL, _rescore_input(case), 0.0, None)
+            return RescoreResult(None, LiveReason.NO_MODEL, _rescore_input_of(case), 0.0, None)
         record: Record | None = None
-        computed: bytes | None = None
+        computed_record: bytes | None = None
         reason: str | None = "nothing_to_compute_from"
-        computed_from = _rescore_input(case)
+        computed_from = _rescore_input_of(case)
         if case.may_compute(snapshot):
-            record, computed, reason = await self._live(snapshot, case)
+            record, computed_record, reason = await self._infer_live(snapshot, case)
         elif computed_from is not None:  # blocked, or without a producer
             reason = case.reason if case.reason == MissReason.ENTITY_BLOCKED else "no_producer"
         elif stored_record is not None and stored_record.items is not None:
-            record = await self._from_vector(snapshot, case, stored_record)
+            record = await self._rescore_from_vector(snapshot, case, stored_record)
             if record is not None:
                 reason, computed_from = None, "stored_vector"
         seconds = time.monotonic() - began_at
-        return RescoreResult(record, reason, computed_from, seconds, precision, computed)
+        return RescoreResult(record, reason, computed_from, seconds, precision, computed_record)
 
-    async def _live(
+    async def _infer_live(
         self, snapshot: Snapshot, case: PendingAnswer
     ) -> tuple[Record | None, bytes | None, str | None]:
         """Return the decoded record and its bytes, or the reason why there is none."""
@@ -310,8 +310,8 @@ class Rescorer:
             eligible_new_items=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
         )  # fmt: skip
         try:
-            computed = await asyncio.wait_for(self.batcher.infer(job), RESCORE_TIMEOUT_S)
-            return case.decode_record(snapshot, computed.record), computed.record, None
+            computed_record = await asyncio.wait_for(self.batcher.infer(job), RESCORE_TIMEOUT_S)
+            return case.decode_record(snapshot, computed_record.record), computed_record.record, None
         except LiveUnavailable as error:
             return None, None, error.reason
         except TimeoutError:
@@ -323,38 +323,38 @@ class Rescorer:
             log.warning("live inference for %s failed", case.table.name, exc_info=True)
             return None, None, LiveReason.FAILED
 
-    async def _from_vector(
+    async def _rescore_from_vector(
         self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record
     ) -> Record | None:
         """Return the stored list, scored and ordered by the stored vector; None without one."""
-        raw, items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
-        if raw is None or items is None or predictor is None or case.table.entity != "user":
+        user_id, list_items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
+        if user_id is None or list_items is None or predictor is None or case.table.entity != "user":
             return None
         if not predictor.supports(case.table.name):
             return None
         try:
-            table = user_vector_table(snapshot)
+            vector_table = user_vector_table(snapshot)
         except Problem:
             return None
-        record_key = find_record_key(snapshot, table, raw)
-        outcome = await self.looking.record(snapshot.view, record_key)
+        record_key = find_record_key(snapshot, vector_table, user_id)
+        outcome = await self.inspector.read_record(snapshot.view, record_key)
         if not isinstance(outcome, Hit):
             return None
         try:
             vector = PendingAnswer(
-                case.entity, table, table.layout.width, record_key, case.digest
+                case.entity, vector_table, vector_table.layout.width, record_key, case.digest
             ).decode_record(snapshot, outcome.record)
         except CorruptArtefact:
             return None
-        ordinals = items.astype(np.int64)
+        ordinals = list_items.astype(np.int64)
         scores = await asyncio.to_thread(
             predictor.score_vector, case.table.name, vector.numbers, ordinals
         )
         order = np.lexsort((ordinals, -scores))
-        return stored_record._replace(numbers=scores[order], items=items[order])
+        return stored_record._replace(numbers=scores[order], items=list_items[order])
 
 
-def _rescore_input(case: PendingAnswer) -> RescoreInput | None:
+def _rescore_input_of(case: PendingAnswer) -> RescoreInput | None:
     if case.counted_events is not None and not case.is_settled:
         return "events"
     if case.entity.has_input:
@@ -383,13 +383,13 @@ class LadderReplay:
 
     def __init__(
         self,
-        looking: TierInspector,
+        inspector: TierInspector,
         l1: ReadResult | None,
         l2: ReadResult,
         live_result: ReadResult | None,
         rescore_result: RescoreResult,
     ) -> None:
-        self._inspector = looking
+        self._inspector = inspector
         self._rescore_result = rescore_result
         self._result_by_key: dict[tuple[str, int | bytes], ReadResult] = {}
         stored_result = l2 if l1 is None else l1
@@ -401,7 +401,7 @@ class LadderReplay:
             stored_result = live_result._replace(reason=stored_result.reason)
         self.stored_result = stored_result
 
-    async def answered(
+    async def resolve_case(
         self,
         served: ServedGenerations,
         case: PendingAnswer,
@@ -410,10 +410,10 @@ class LadderReplay:
     ) -> PendingAnswer:
         """Run the ladder on the recorded outcomes; return the pending answer with its source and reason."""
         self._result_by_key[served.live.generation, case.record_key.key] = self.stored_result
-        ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
+        ladder = Ladder(self, self, metrics, l2_deadline_s=_UNBOUNDED_S)
         options = dataclasses.replace(
             requested_options,
-            deadline_s=_PLENTY_S,
+            deadline_s=_UNBOUNDED_S,
             filter=None,
             rerank=None,
             max_events=0,  # the case counts them already
@@ -426,7 +426,7 @@ class LadderReplay:
         """Return the outcome of inspecting both tiers, made once for each generation and record."""
         result_key = view.generation, record_key.key
         if result_key not in self._result_by_key:
-            self._result_by_key[result_key] = await self._inspector.record(view, record_key)
+            self._result_by_key[result_key] = await self._inspector.read_record(view, record_key)
         return self._result_by_key[result_key]
 
     async def get_many(
@@ -454,11 +454,11 @@ class LadderReplay:
         limit_s: float,  # noqa: ARG002
     ) -> Sequence[ComputedRecord | LiveUnavailable]:
         """Return the outcome of the inference that was run already."""
-        computed, reason = self._rescore_result.computed, self._rescore_result.reason
+        computed_record, reason = self._rescore_result.computed_record, self._rescore_result.reason
         return [
             LiveUnavailable(reason or LiveReason.FAILED)
-            if computed is None
-            else ComputedRecord(computed)
+            if computed_record is None
+            else ComputedRecord(computed_record)
             for _ in cases
         ]
 
@@ -476,7 +476,7 @@ class RecordDecoder:
         return next(
             (
                 record_and_hit
-                for record_and_hit in self._readable(outcomes)
+                for record_and_hit in self._readable_records(outcomes)
                 if not record_and_hit[1].is_live
             ),
             None,
@@ -484,7 +484,7 @@ class RecordDecoder:
 
     def find_readable_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
         """Return the first readable record."""
-        return next(iter(self._readable(outcomes)), None)
+        return next(iter(self._readable_records(outcomes)), None)
 
     def prediction(
         self,
@@ -493,17 +493,17 @@ class RecordDecoder:
         reranker: Reranker | None = None,
     ) -> Prediction:
         """Build the prediction of an answer: without blocked, seen and filtered items, cut at `k`."""
-        case, exclusions = self.case, (self.exclusions,)
+        case, exclusion_sets = self.case, (self.exclusions,)
         return prediction_from_record(
-            self.snapshot, case.table, record, case.k, exclusions, filter_mask, reranker
+            self.snapshot, case.table, record, case.k, exclusion_sets, filter_mask, reranker
         )
 
-    def _readable(self, outcomes: tuple[ReadResult | None, ...]) -> list[tuple[Record, Hit]]:
+    def _readable_records(self, outcomes: tuple[ReadResult | None, ...]) -> list[tuple[Record, Hit]]:
         hits = [read_result for read_result in outcomes if isinstance(read_result, Hit)]
-        decoded = [(self._decoded(hit), hit) for hit in hits]
-        return [(record, hit) for record, hit in decoded if record is not None]
+        records_and_hits = [(self._decode_hit(hit), hit) for hit in hits]
+        return [(record, hit) for record, hit in records_and_hits if record is not None]
 
-    def _decoded(self, hit: Hit) -> Record | None:
+    def _decode_hit(self, hit: Hit) -> Record | None:
         try:
             return self.case.decode_record(self.snapshot, hit.record)
         except CorruptArtefact:
@@ -526,26 +526,26 @@ class Explainer:
         in_thread: StoreThreads,
     ) -> None:
         self._follower = follower
-        self._inspector = looking = TierInspector(tiers, remote)
-        self._pages = PageChecks(looking, remote.control.keyspace, store, in_thread)
-        self._rescorer = Rescorer(batcher, admission, looking)
+        self._inspector = inspector = TierInspector(tiers, remote)
+        self._page_checks = PageChecks(inspector, remote.control.keyspace, store, in_thread)
+        self._rescorer = Rescorer(batcher, admission, inspector)
         self._ladder = ladder
-        self._under_way = 0
+        self._under_way_count = 0
         self._uncounted_metrics = UncountedMetrics()
 
     async def explain(self, served: ServedGenerations, request: LookupRequest) -> dict[str, Any]:
         """Explain the answer of one entity; raise Problem for several, for an impossible request, and when busy."""
         if len(request.entities) != 1:
             raise unprocessable("batch_too_long", "one entity is explained at a time", "entities")
-        if self._under_way >= EXPLANATIONS_MAX:
+        if self._under_way_count >= EXPLANATIONS_MAX:
             raise Problem(503, "overloaded", f"{EXPLANATIONS_MAX} explanations are under way here")
-        self._under_way += 1
+        self._under_way_count += 1
         try:
             return await self._build_explanation(
                 served.pin_generation(request.options.generation), request
             )
         finally:
-            self._under_way -= 1
+            self._under_way_count -= 1
 
     async def _build_explanation(
         self, served: ServedGenerations, request: LookupRequest
@@ -555,7 +555,7 @@ class Explainer:
 
         async def read_records(record_keys: Sequence[RecordKey]) -> Sequence[ReadResult]:
             return [
-                await self._inspector.record(snapshot.view, record_key)
+                await self._inspector.read_record(snapshot.view, record_key)
                 for record_key in record_keys
             ]
 
@@ -563,7 +563,7 @@ class Explainer:
         deadline = time.monotonic() + request.options.deadline_s
         filter_mask = await self._ladder.shaper.filter_mask(snapshot, request.options, deadline)
         reranker = await self._ladder.shaper.reranker(snapshot, request.options, deadline)
-        table, night_key, raw, requested_key = (
+        table, night_key, entity_id, requested_key = (
             case.table,
             case.nightly_key,
             case.entity.raw,
@@ -571,8 +571,8 @@ class Explainer:
         )
         view = snapshot.view
         l1, l2 = (
-            self._inspector.l1(view, requested_key),
-            await self._inspector.l2(view, requested_key),
+            self._inspector.inspect_l1(view, requested_key),
+            await self._inspector.read_l2(view, requested_key),
         )
         live_result = self._inspector.find_stand_in(view, requested_key)
         excluded_ordinals = (
@@ -580,19 +580,19 @@ class Explainer:
         )
         if case.counted_events is not None:
             excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.items).tolist())
-        records = RecordDecoder(snapshot, case, excluded_ordinals)
-        if snapshot.blocks_entity(table, raw):
+        record_decoder = RecordDecoder(snapshot, case, excluded_ordinals)
+        if snapshot.blocks_entity(table, entity_id):
             case.reason = MissReason.ENTITY_BLOCKED
-        night_record_and_hit = records.find_nightly_record(l1, l2)
+        night_record_and_hit = record_decoder.find_nightly_record(l1, l2)
         rescore_result = await self._rescorer.rescore(
             snapshot, case, night_record_and_hit and night_record_and_hit[0]
         )
         replay = LadderReplay(self._inspector, l1, l2, live_result, rescore_result)
-        answered = await replay.answered(served, case, request.options, self._uncounted_metrics)
-        previous = await self._previous(served, answered, replay)
-        answer = _answer(answered, rescore_result)
+        answered_case = await replay.resolve_case(served, case, request.options, self._uncounted_metrics)
+        previous = await self._previous_fields(served, answered_case, replay)
+        answer = _answer_fields(answered_case, rescore_result)
         is_stored = answer["tier"] in STORED_SOURCES
-        answer_read_result = await replay.read(view, answered.record_key) if is_stored else None
+        answer_read_result = await replay.read(view, answered_case.record_key) if is_stored else None
         explanation: dict[str, Any] = {
             "table": table.name,
             "id": case.entity.id,
@@ -603,14 +603,14 @@ class Explainer:
             "stale": self._follower.stale,
             "degraded": snapshot.degraded,
             "answer": answer,
-            "directory": self._directory(snapshot, night_key),
-            "events": _events(snapshot, case.counted_events),
-            "new_items": _new_items(answered),
-            "page": await self._pages.check_page(snapshot, night_key.table, night_key)
+            "directory": self._directory_fields(snapshot, night_key),
+            "events": _event_fields(snapshot, case.counted_events),
+            "new_items": _new_item_rows(answered_case),
+            "page": await self._page_checks.check_page(snapshot, night_key.table, night_key)
             if night_key.position >= 0
             else None,
-            "l1": self._tier(l1),
-            "l2": self._tier(l2),
+            "l1": self._tier_fields(l1),
+            "l2": self._tier_fields(l2),
             "same_bytes": _has_same_record(l1, l2),
             "record": None,
             "filter": filter_mask
@@ -620,59 +620,59 @@ class Explainer:
             "model": rescore_result.to_json(),
             "difference": None,
         }
-        shown_record_and_hit = night_record_and_hit or records.find_readable_record(
+        shown_record_and_hit = night_record_and_hit or record_decoder.find_readable_record(
             answer_read_result, l1, l2
         )
         live_prediction = (
-            None if rescore_result.record is None else records.prediction(rescore_result.record)
+            None if rescore_result.record is None else record_decoder.prediction(rescore_result.record)
         )
         explanation["model"] |= live_prediction or {}
         if shown_record_and_hit is not None:
-            prediction = records.prediction(shown_record_and_hit[0])
-            explanation["record"] = _record(*shown_record_and_hit, prediction)
+            prediction = record_decoder.prediction(shown_record_and_hit[0])
+            explanation["record"] = _record_fields(*shown_record_and_hit, prediction)
             if filter_mask is not None and shown_record_and_hit[0].items is not None:
-                explanation["filter"] |= _within(
-                    records.prediction(shown_record_and_hit[0], filter_mask),
+                explanation["filter"] |= _list_fields(
+                    record_decoder.prediction(shown_record_and_hit[0], filter_mask),
                     shown_record_and_hit[0],
                     table,
                 )
                 explanation["filter"] |= {"table": night_key.table.name}
             if reranker is not None and shown_record_and_hit[0].items is not None:
-                within = records.prediction(shown_record_and_hit[0], filter_mask, reranker)
-                explanation["rerank"] |= {"items_of_list": within["items"]}
+                list_prediction = record_decoder.prediction(shown_record_and_hit[0], filter_mask, reranker)
+                explanation["rerank"] |= {"items_of_list": list_prediction["items"]}
             if live_prediction is not None and night_key.table is table:
                 explanation["difference"] = prediction_difference(prediction, live_prediction)
-        if answer["tier"] == Source.DEFAULT and raw is not None:
-            history_ordinals = frozenset(answered.find_seen_ordinals(snapshot).tolist())
+        if answer["tier"] == Source.DEFAULT and entity_id is not None:
+            history_ordinals = frozenset(answered_case.find_seen_ordinals(snapshot).tolist())
             explanation["default"] = prediction_from_defaults(
                 snapshot, table, case.entity, case.k, (excluded_ordinals, history_ordinals)
             )
-        return explanation | {"sentence": sentence(explanation)}
+        return explanation | {"sentence": explanation_sentence(explanation)}
 
-    def _directory(self, snapshot: Snapshot, record_key: RecordKey) -> dict[str, Any]:
-        entities = snapshot.manifest.entity_sets[record_key.table.entity]
-        hash_ = (
+    def _directory_fields(self, snapshot: Snapshot, record_key: RecordKey) -> dict[str, Any]:
+        entity_set = snapshot.manifest.entity_sets[record_key.table.entity]
+        hash_text = (
             f"{record_key.key:016x}" if isinstance(record_key.key, int) else record_key.key.hex()
         )
         return {
             "known": record_key.position >= 0,
-            "hash": hash_,
-            "seed": entities.seed,
+            "hash": hash_text,
+            "seed": entity_set.seed,
             "position": record_key.position if record_key.position >= 0 else None,
-            "entities": entities.count,
+            "entities": entity_set.count,
         }
 
-    def _tier(self, outcome: ReadResult | None) -> dict[str, Any]:
+    def _tier_fields(self, outcome: ReadResult | None) -> dict[str, Any]:
         if outcome is None:
             return {"found": False, "reason": "absent"}
         if isinstance(outcome, Miss):
             return {"found": False, "reason": outcome.reason.value}
-        left_s = None if outcome.expires_at is None else outcome.expires_at - time.monotonic()
+        remaining_s = None if outcome.expires_at is None else outcome.expires_at - time.monotonic()
         return {"found": True, "by": "live" if outcome.is_live else "batch"} | (
-            {} if left_s is None else {"expires_in_seconds": round(left_s, 3)}
+            {} if remaining_s is None else {"expires_in_seconds": round(remaining_s, 3)}
         )
 
-    async def _previous(
+    async def _previous_fields(
         self, served: ServedGenerations, case: PendingAnswer, replay: LadderReplay
     ) -> dict[str, Any] | None:
         """Return the result of a read from the previous generation; None if none is held."""
@@ -697,7 +697,7 @@ class Explainer:
         return previous_report | {"found": True}
 
 
-def _events(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, Any] | None:
+def _event_fields(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, Any] | None:
     """Return the events that the answer counts, and the generation's own position; None without any."""
     generation_events = snapshot.part(GenerationEvents)
     if counted_events is None or generation_events is None:
@@ -718,18 +718,18 @@ def _events(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, 
     }
 
 
-def _new_items(case: PendingAnswer) -> list[dict[str, str]]:
+def _new_item_rows(case: PendingAnswer) -> list[dict[str, str]]:
     """Return the new items in the answer, and the positions that brought them."""
-    named = () if case.answer is None else case.answer.get("items") or ()
+    listed_items = () if case.answer is None else case.answer.get("items") or ()
     number_by_item = {new_item.raw_id.decode(): new_item.position_number for new_item in case.new_items.items}
     return [
         {"item": item, "position": str(Position.from_number(number_by_item[item]))}
-        for item in named
+        for item in listed_items
         if item in number_by_item
     ]
 
 
-def _answer(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any]:
+def _answer_fields(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any]:
     """Return the answer's source and reason, and why live gave no answer to an input."""
     source = "default" if case.answer is None else case.answer["source"]
     is_stored = source in STORED_SOURCES
@@ -738,13 +738,13 @@ def _answer(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any
     return {"tier": source, "reason": reason and str(reason), "live": live}
 
 
-def _within(prediction: Prediction, record: Record, table: Table) -> dict[str, Any]:
+def _list_fields(prediction: Prediction, record: Record, table: Table) -> dict[str, Any]:
     """Return the items of the stored list that pass the filter, and the source of a lookup: the list or vectors."""
     source = "vectors" if may_have_more_items(prediction, record, table) else "list"
     return {"items_of_list": prediction["items"], "from": source}
 
 
-def _record(record: Record, hit: Hit, prediction: Mapping[str, Any]) -> dict[str, Any]:
+def _record_fields(record: Record, hit: Hit, prediction: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "by": "live" if is_live(hit.record) else "batch",
         "bytes": len(hit.record),
@@ -767,7 +767,7 @@ ComparedPrediction = Mapping[str, Any]
 
 
 def prediction_difference(
-    stored_prediction: ComparedPrediction, live: ComparedPrediction
+    stored_prediction: ComparedPrediction, live_prediction: ComparedPrediction
 ) -> dict[str, Any]:
     """Compare two predictions of one kind: lists, vectors or values.
 
@@ -776,61 +776,61 @@ def prediction_difference(
     """
     if "items" in stored_prediction:
         return _list_difference(
-            stored_prediction["items"], stored_prediction["scores"], live["items"], live["scores"]
+            stored_prediction["items"], stored_prediction["scores"], live_prediction["items"], live_prediction["scores"]
         )
-    name = "vector" if "vector" in stored_prediction else "values"
-    return _number_difference(np.asarray(stored_prediction[name]), np.asarray(live[name]))
+    number_field = "vector" if "vector" in stored_prediction else "values"
+    return _number_difference(np.asarray(stored_prediction[number_field]), np.asarray(live_prediction[number_field]))
 
 
 def _list_difference(
     stored_items: Sequence[str],
     stored_scores: NDArray[np.float32],
-    live: Sequence[str],
+    live_items: Sequence[str],
     live_scores: NDArray[np.float32],
 ) -> dict[str, Any]:
     stored_score_by_item = dict(zip(stored_items, map(float, stored_scores), strict=True))
-    after = dict(zip(live, map(float, live_scores), strict=True))
-    common_items = [item for item in stored_items if item in after]
+    live_score_by_item = dict(zip(live_items, map(float, live_scores), strict=True))
+    common_items = [item for item in stored_items if item in live_score_by_item]
     scores = (
-        np.array([scored[item] for item in common_items])
-        for scored in (after, stored_score_by_item)
+        np.array([score_by_item[item] for item in common_items])
+        for score_by_item in (live_score_by_item, stored_score_by_item)
     )
-    k = max(len(stored_items), len(live))
-    live_rank_by_item = {item: number for number, item in enumerate(live)}
-    moved = [
-        abs(number - live_rank_by_item[item])
-        for number, item in enumerate(stored_items)
+    k = max(len(stored_items), len(live_items))
+    live_rank_by_item = {item: rank for rank, item in enumerate(live_items)}
+    places_moved = [
+        abs(rank - live_rank_by_item[item])
+        for rank, item in enumerate(stored_items)
         if item in live_rank_by_item
     ]
     return {
-        "exact": list(stored_items) == list(live),
+        "exact": list(stored_items) == list(live_items),
         "k": k,
-        "overlap": overlap(stored_items, live, k),
-        "only_stored": [item for item in stored_items if item not in after],
-        "only_live": [item for item in live if item not in stored_score_by_item],
-        "places_moved_max": max(moved, default=0),
-        **_deltas(*scores),
+        "overlap": overlap(stored_items, live_items, k),
+        "only_stored": [item for item in stored_items if item not in live_score_by_item],
+        "only_live": [item for item in live_items if item not in stored_score_by_item],
+        "places_moved_max": max(places_moved, default=0),
+        **_delta_fields(*scores),
     }
 
 
 def _number_difference(
-    stored_numbers: NDArray[np.float32], live: NDArray[np.float32]
+    stored_numbers: NDArray[np.float32], live_numbers: NDArray[np.float32]
 ) -> dict[str, Any]:
-    if stored_numbers.shape != live.shape:
-        return {"exact": False, "sizes": [len(stored_numbers), len(live)]}
+    if stored_numbers.shape != live_numbers.shape:
+        return {"exact": False, "sizes": [len(stored_numbers), len(live_numbers)]}
     return {
-        "exact": bool(np.array_equal(stored_numbers, live)),
-        "cosine": cosine(stored_numbers, live),
-        **_deltas(live.astype(np.float64), stored_numbers),
+        "exact": bool(np.array_equal(stored_numbers, live_numbers)),
+        "cosine": cosine(stored_numbers, live_numbers),
+        **_delta_fields(live_numbers.astype(np.float64), stored_numbers),
     }
 
 
-def _deltas(
-    live: NDArray[np.float64], stored_numbers: NDArray[np.floating]
+def _delta_fields(
+    live_numbers: NDArray[np.float64], stored_numbers: NDArray[np.floating]
 ) -> dict[str, float | None]:
-    if not len(live):
+    if not len(live_numbers):
         return {"delta_max": None, "delta_mean": None}
-    errors = absolute_errors(live, stored_numbers)
+    errors = absolute_errors(live_numbers, stored_numbers)
     return {"delta_max": errors.largest_error, "delta_mean": errors.mean_error}
 
 
@@ -861,45 +861,45 @@ _TIER_TEXTS = {
 }
 
 
-def sentence(explanation: Mapping[str, Any]) -> str:
+def explanation_sentence(explanation: Mapping[str, Any]) -> str:
     """Return a sentence on the answering rung, why no higher one answers, and any defect of the stored record."""
     answer = explanation["answer"]
-    parts = [_TIER_TEXTS[answer["tier"]]]
+    clauses = [_TIER_TEXTS[answer["tier"]]]
     if (reason := answer["reason"]) is not None:
-        parts[0] += f", since {_REASON_TEXTS.get(reason, reason)}"
+        clauses[0] += f", since {_REASON_TEXTS.get(reason, reason)}"
     if answer["live"]:
-        parts.append(f"live inference could not: {answer['live']}")
+        clauses.append(f"live inference could not: {answer['live']}")
     elif answer["tier"] in FALLBACK_SOURCES and not explanation["model"]["computed_from"]:
-        parts.append("live inference needs a history or features")
+        clauses.append("live inference needs a history or features")
     l2_reason = explanation["l2"].get("reason")
     if answer["tier"] == Source.L1 and l2_reason in _OUTAGE_TEXTS and reason is None:
-        parts.append(_OUTAGE_TEXTS[l2_reason])
+        clauses.append(_OUTAGE_TEXTS[l2_reason])
     if (explanation["page"] or {}).get("state") == "damaged":
-        parts.append("its page in Redis is not the one that the night made: restore it")
+        clauses.append("its page in Redis is not the one that the night made: restore it")
     if (
         explanation["same_bytes"] is False
         and explanation["record"]
         and explanation["record"]["by"] == "batch"
     ):
-        parts.append("L1 and Redis hold different records")
+        clauses.append("L1 and Redis hold different records")
     difference = explanation["difference"]
     if difference is not None:
-        parts.append(_difference_text(difference, explanation["model"]["computed_from"]))
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
+        clauses.append(_difference_text(difference, explanation["model"]["computed_from"]))
+    joined_clauses = "; ".join(clauses)
+    return f"{joined_clauses[0].upper()}{joined_clauses[1:]}."
 
 
 def _difference_text(difference: Mapping[str, Any], computed_from: str) -> str:
-    by = {
+    computed_by = {
         "sent": "the model, from what was sent,",
         "own": "the model",
         "events": "the model, from the night's input and newer events,",
         "stored_vector": "the stored vector",
     }[computed_from]
     if difference["exact"]:
-        return f"{by} says the same now"
+        return f"{computed_by} says the same now"
     if "overlap" not in difference:
-        return f"{by} differs by up to {difference.get('delta_max')} now"
+        return f"{computed_by} differs by up to {difference.get('delta_max')} now"
     if difference["overlap"] == 1.0:
-        return f"{by} has the same items in another order now"
-    return f"{by} shares {difference['overlap']:.0%} of the items now"
+        return f"{computed_by} has the same items in another order now"
+    return f"{computed_by} shares {difference['overlap']:.0%} of the items now"

@@ -3,19 +3,21 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from cache.filters.filtering import Filtering
-from serving.filters.filtered_lookup import FILTER_THREADS, FilteredLookup, Filters
+from serving.filters.filtered_lookup import FILTER_THREADS, FilteredLookup, FilterEvaluator
 from serving.generations.snapshot import Snapshot
 from serving.process.resources import lower_thread_priority
 from serving.replica.hooks import Replica
 from serving.replica.namespace import HeldNamespace
 
 
-def attach(replica: Replica) -> Filters:
+def attach(replica: Replica) -> FilterEvaluator:
     """Open the attributes of each generation's items, and answer requests with a filter or a re-ranking."""
-    masking = ThreadPoolExecutor(
+    mask_executor = ThreadPoolExecutor(
         FILTER_THREADS, "larder-filters", initializer=lower_thread_priority, initargs=(replica.config.live_nice,)
     )  # fmt: skip
-    filters = Filters(replica.executor, replica.admission.admit_live, mask_executor=masking)
+    filters = FilterEvaluator(
+        replica.executor, replica.admission.admit_live, mask_executor=mask_executor
+    )
 
     def shape_lists(namespace: HeldNamespace) -> None:
         ladder = namespace.components.ladder
@@ -23,11 +25,11 @@ def attach(replica: Replica) -> Filters:
         namespace.openers.append(open_filtering)
 
     async def aclose() -> None:
-        masking.shutdown(wait=False, cancel_futures=True)
+        mask_executor.shutdown(wait=False, cancel_futures=True)
 
-    shape_lists(replica.own)
+    shape_lists(replica.own_namespace)
     replica.hooks.namespaces.append(shape_lists)
-    replica.hooks.close.append(aclose)
+    replica.hooks.close_steps.append(aclose)
     return filters
 
 

@@ -39,10 +39,10 @@ FILTER_THREADS = 2
 WAITING_FILTERS_MAX = 64
 """Filters that wait for one of these threads or are evaluated; a request with another one is refused."""
 
-_INLINE_COST = 262_144
+_INLINE_COMPARISONS_MAX = 262_144
 """Number of comparisons up to which a filter is evaluated on the event loop: a hop to a thread takes as long."""
 
-_INLINE_ROWS = 4_096
+_INLINE_VECTORS_MAX = 4_096
 """Number of vectors up to which a search is made on the event loop."""
 
 
@@ -61,13 +61,13 @@ class _Evaluation:
 
     filtering: Filtering
     """Reference that keeps the object alive, because its id is the key."""
-    work: "Future[FilterMask]"
+    thread_future: "Future[FilterMask]"
     outcome: "asyncio.Future[FilterMask]"
-    waiting: int = 0
+    waiting_count: int = 0
     """Number of requests that wait for it."""
 
 
-class Filters:
+class FilterEvaluator:
     """Evaluator of requests' filters in threads, whose number bounds the concurrent work.
 
     `executor` searches lists by vectors, `mask_executor` evaluates filters. Nothing else runs there: a flood of
@@ -97,31 +97,29 @@ class Filters:
         Raises Problem for ones that the live generation does not support.
         """
         options = context.options
-        field = "rerank" if options.filter is None else "filter"
-        for case in cases:
-            if case.table.kind != "topk":
+        option_name = "rerank" if options.filter is None else "filter"
+        for pending_answer in cases:
+            if pending_answer.table.kind != "topk":
                 raise unprocessable(
-                    f"invalid_{field}",
-                    f"{case.table.name} holds no lists: {field} goes with tables that do",
-                    field,
+                    f"invalid_{option_name}",
+                    f"{pending_answer.table.name} holds no lists: {option_name} goes with tables that do",
+                    option_name,
                 )
-            if case.table.is_facet and options.filter is not None:
+            if pending_answer.table.is_facet and options.filter is not None:
                 raise unprocessable(
-                    "invalid_filter",
-                    f"{case.table.name} is a facet, whose values have no vector to find more by: ask another table",
-                    "filter",
+                    "invalid_filter" f"{pending_answer.table.name} is a facet, whose values have no vector to find more by: ask another " "table" "filter",
                 )
-        await self._shape(served.live, context)
+        await self._set_mask_and_reranker(served.live, context)
         if served.previous is not None:
             # Where its items had other attributes, it cannot answer this.
             with contextlib.suppress(Problem):
-                await self._shape(served.previous, context)
+                await self._set_mask_and_reranker(served.previous, context)
 
-    async def _shape(self, snapshot: Snapshot, context: RequestContext) -> None:
+    async def _set_mask_and_reranker(self, snapshot: Snapshot, context: RequestContext) -> None:
         options = context.options
         if options.filter is not None:
             context.set_filter_mask(
-                snapshot, await self._passed(snapshot, options.filter, context.deadline)
+                snapshot, await self._passing_mask(snapshot, options.filter, context.deadline)
             )
         reranker = await self.reranker(snapshot, options.rerank, context.deadline)
         if reranker is not None:
@@ -137,22 +135,22 @@ class Filters:
         if reranking is None:
             return None
         try:
-            return await self._reranker(snapshot, reranking, deadline)
+            return await self._build_reranker(snapshot, reranking, deadline)
         except InvalidFilter as error:
             raise problem_from_input(error, "rerank") from error
 
-    async def _reranker(
+    async def _build_reranker(
         self, snapshot: Snapshot, reranking: Reranking, deadline: float
     ) -> Reranker:
-        boosted = []
+        boost_masks = []
         for boost_index, boost in enumerate(reranking.boosts):
             try:
-                boosted.append(await self._get_or_evaluate(snapshot, boost.filter, deadline))
+                boost_masks.append(await self._get_or_evaluate(snapshot, boost.filter, deadline))
             except InvalidFilter as error:
                 raise with_error_path(error, f"boost[{boost_index}].filter") from error
         filtering = snapshot.part(Filtering)
         attributes = None if filtering is None else filtering.attributes
-        return Reranker(reranking, tuple(boosted), attributes, snapshot.items.vectors)
+        return Reranker(reranking, tuple(boost_masks), attributes, snapshot.items.vectors)
 
     async def evaluate(
         self, snapshot: Snapshot, filter_: Filter | str | None, deadline: float
@@ -161,9 +159,9 @@ class Filters:
 
         Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
         """
-        return None if filter_ is None else await self._passed(snapshot, filter_, deadline)
+        return None if filter_ is None else await self._passing_mask(snapshot, filter_, deadline)
 
-    async def _passed(
+    async def _passing_mask(
         self, snapshot: Snapshot, filter_: Filter | str, deadline: float
     ) -> FilterMask:
         try:
@@ -184,44 +182,44 @@ class Filters:
             )
         if (filter_mask := filtering.get_cached(filter_)) is not None:
             return filter_mask
-        if self._mask_executor is None or filtering.evaluation_cost(filter_) <= _INLINE_COST:
+        if self._mask_executor is None or filtering.evaluation_cost(filter_) <= _INLINE_COMPARISONS_MAX:
             return filtering.evaluate(filter_)
-        return await self._evaluated(self._mask_executor, filtering, filter_, deadline)
+        return await self._evaluate_in_thread(self._mask_executor, filtering, filter_, deadline)
 
-    async def _evaluated(
+    async def _evaluate_in_thread(
         self, executor: Executor, filtering: Filtering, filter_: Filter | str, deadline: float
     ) -> FilterMask:
         """Return the filter's mask, evaluated once for all concurrent requests; raise Problem after `deadline`."""
-        key = id(filtering), filter_ if isinstance(filter_, str) else filter_.canonical_bytes
-        evaluation = self._evaluations.get(key)
+        evaluation_key = id(filtering), filter_ if isinstance(filter_, str) else filter_.canonical_bytes
+        evaluation = self._evaluations.get(evaluation_key)
         if evaluation is None:
             if len(self._evaluations) >= WAITING_FILTERS_MAX or not self.admit():
                 raise _overloaded()
-            work = executor.submit(filtering.evaluate, filter_)
-            evaluation = _Evaluation(filtering, work, asyncio.wrap_future(work))
-            self._evaluations[key] = evaluation
+            thread_future = executor.submit(filtering.evaluate, filter_)
+            evaluation = _Evaluation(filtering, thread_future, asyncio.wrap_future(thread_future))
+            self._evaluations[evaluation_key] = evaluation
             evaluation.outcome.add_done_callback(
-                lambda outcome: self._finish_evaluation(key, outcome)
+                lambda outcome: self._finish_evaluation(evaluation_key, outcome)
             )
-        evaluation.waiting += 1
+        evaluation.waiting_count += 1
         try:
             timeout_s = max(0.0, deadline - self._timer())
             await asyncio.wait({evaluation.outcome}, timeout=timeout_s)
         finally:
-            evaluation.waiting -= 1
-            if not evaluation.waiting and evaluation.work.cancel():
+            evaluation.waiting_count -= 1
+            if not evaluation.waiting_count and evaluation.thread_future.cancel():
                 # Nobody waits for it, and it was not begun; one that was is kept when it ends.
-                self._evaluations.pop(key, None)
+                self._evaluations.pop(evaluation_key, None)
         if not evaluation.outcome.done() or evaluation.outcome.cancelled():
             raise _overloaded()
         return evaluation.outcome.result()
 
     def _finish_evaluation(
-        self, key: tuple[int, bytes | str], outcome: "asyncio.Future[FilterMask]"
+        self, evaluation_key: tuple[int, bytes | str], outcome: "asyncio.Future[FilterMask]"
     ) -> None:
-        evaluation = self._evaluations.get(key)
+        evaluation = self._evaluations.get(evaluation_key)
         if evaluation is not None and evaluation.outcome is outcome:
-            del self._evaluations[key]
+            del self._evaluations[evaluation_key]
         if not outcome.cancelled():
             outcome.exception()  # taken, also where every request has left
 
@@ -236,7 +234,7 @@ class Filters:
         filtering = snapshot.part(Filtering)
         assert filtering is not None  # noqa: S101 - something passes
 
-        def all_of_them() -> list[SearchResult] | None:
+        def search_all() -> list[SearchResult] | None:
             search_results = []
             for vector_search in searches:
                 if self._timer() > deadline:  # nobody waits any more, and others do
@@ -252,17 +250,17 @@ class Filters:
                 )
             return search_results
 
-        is_short = filter_mask.count * len(searches) <= _INLINE_ROWS
+        is_short = filter_mask.count * len(searches) <= _INLINE_VECTORS_MAX
         if self._executor is None or is_short:
-            return all_of_them()
-        working = asyncio.get_running_loop().run_in_executor(self._executor, all_of_them)
+            return search_all()
+        search_future = asyncio.get_running_loop().run_in_executor(self._executor, search_all)
         finished_futures, _ = await asyncio.wait(
-            {working}, timeout=max(0.0, deadline - self._timer())
+            {search_future}, timeout=max(0.0, deadline - self._timer())
         )
         if not finished_futures:
-            working.cancel()  # what waits for a thread is not begun
+            search_future.cancel()  # what waits for a thread is not begun
             return None
-        return working.result()
+        return search_future.result()
 
 
 def _overloaded() -> Problem:
@@ -287,12 +285,12 @@ class SourcedVector(NamedTuple):
 class FilteredLookup(ListShaper):
     """Lookup like the ladder's, of the items that pass the request's filter, in the order of its re-ranking.
 
-    Hook `shape` of one namespace; `filters` are those of the process.
+    Hook `shape` of one namespace; `filter_evaluator` is that of the process.
     """
 
-    def __init__(self, ladder: Ladder, filters: Filters) -> None:
+    def __init__(self, ladder: Ladder, filter_evaluator: FilterEvaluator) -> None:
         self._ladder = ladder
-        self._filters = filters
+        self._filter_evaluator = filter_evaluator
 
     async def lookup(
         self, served: ServedGenerations, request: LookupRequest, started: float
@@ -301,12 +299,12 @@ class FilteredLookup(ListShaper):
         served = served.pin_generation(request.options.generation)
         cases = await build_pending_answers(served.live, request)
         context = RequestContext.of(request.options, started)
-        for case in cases:
-            case.is_exact = True
-        await self._filters.apply(served, cases, context)
+        for pending_answer in cases:
+            pending_answer.is_exact = True
+        await self._filter_evaluator.apply(served, cases, context)
         await self._ladder.resolve(served, cases, context)
-        if waiting := [case for case in cases if case.answer is None]:
-            await self._search(served, waiting, context)
+        if unanswered_cases := [case for case in cases if case.answer is None]:
+            await self._search_for_partial(served, unanswered_cases, context)
         return [case.answer for case in cases if case.answer is not None]
 
     def cached_mask(self, snapshot: Snapshot, options: RequestOptions) -> FilterMask | None:
@@ -320,25 +318,25 @@ class FilteredLookup(ListShaper):
         self, snapshot: Snapshot, options: RequestOptions, deadline: float
     ) -> Awaitable[FilterMask | None]:
         """Evaluate the filter of a request: see `Filters.evaluate`."""
-        return self._filters.evaluate(snapshot, options.filter, deadline)
+        return self._filter_evaluator.evaluate(snapshot, options.filter, deadline)
 
     def reranker(
         self, snapshot: Snapshot, options: RequestOptions, deadline: float
     ) -> Awaitable[Reranker | None]:
         """Make the re-ranker of a request: see `Filters.reranker`."""
-        return self._filters.reranker(snapshot, options.rerank, deadline)
+        return self._filter_evaluator.reranker(snapshot, options.rerank, deadline)
 
-    async def _search(
+    async def _search_for_partial(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
         """Search the best passing items for lists with too few; without vector or under overload keep the partial."""
         snapshot = served.live
         filter_mask = context.filter_mask(snapshot)
-        admitted = [case for case in cases if self._is_admitted(case)]
-        vectors = await self._vectors_of(served, admitted, context)
+        admitted_cases = [case for case in cases if self._try_admit(case)]
+        entity_vectors = await self._vectors_of(served, admitted_cases, context)
         pending_vectors = [
             (case, entity_vector)
-            for case, entity_vector in zip(admitted, vectors, strict=True)
+            for case, entity_vector in zip(admitted_cases, entity_vectors, strict=True)
             if entity_vector
         ]
         if pending_vectors and filter_mask is not None:
@@ -346,14 +344,14 @@ class FilteredLookup(ListShaper):
                 _search_of(case, snapshot, entity_vector.vector, context)
                 for case, entity_vector in pending_vectors
             ]
-            search_results = await self._filters.search(
+            search_results = await self._filter_evaluator.search(
                 snapshot, filter_mask, searches, context.deadline
             )
-            pace = YieldPacer(context.options)
+            pacer = YieldPacer(context.options)
             for (case, entity_vector), search_result in zip(
                 pending_vectors, search_results or (), strict=False
             ):
-                await pace.count_entity(case.entity)
+                await pacer.count_entity(case.entity)
                 case.reason = entity_vector.reason
                 # Its vector counts the events, or is one that no event changes, and its items are left out.
                 case.is_settled = bool(entity_vector.answer_flags)
@@ -370,8 +368,8 @@ class FilteredLookup(ListShaper):
             if case.answer is None:
                 self._ladder.answer_builder.answer_partial(case, snapshot, context)
 
-    def _is_admitted(self, case: PendingAnswer) -> bool:
-        if self._filters.admit():
+    def _try_admit(self, case: PendingAnswer) -> bool:
+        if self._filter_evaluator.admit():
             return True
         case.live_reason = LiveReason.OVERLOADED
         return False
@@ -382,33 +380,33 @@ class FilteredLookup(ListShaper):
         """Return vectors of the entities, in order; None where there is none of this generation."""
         snapshot = served.live
         entity_vectors: list[SourcedVector | None] = [None] * len(cases)
-        users = [index for index, case in enumerate(cases) if case.table.entity == "user"]
-        for index, case in enumerate(cases):
+        user_indices = [index for index, case in enumerate(cases) if case.table.entity == "user"]
+        for case_index, case in enumerate(cases):
             if (ordinal := case.own_ordinal) is not None:
                 source = Source.LIVE if case.hit is None else Source(case.hit.tier)
-                entity_vectors[index] = SourcedVector(
+                entity_vectors[case_index] = SourcedVector(
                     snapshot.items.vectors[ordinal], source, "batch",
                     case.reason if case.hit is None else None,
                 )  # fmt: skip
-        if users:
-            table = user_vector_table(snapshot).name
-            entities = tuple(cases[index].entity.with_table(table) for index in users)
+        if user_indices:
+            vector_table = user_vector_table(snapshot).name
+            entities = tuple(cases[index].entity.with_table(vector_table) for index in user_indices)
             options = replace(context.options, k=None, filter=None, rerank=None, exclude=())
-            of_vectors = await build_pending_answers(snapshot, LookupRequest(entities, options))
-            for index, of_vector in zip(users, of_vectors, strict=True):
-                of_vector.is_exact = True
-                self._ladder.newer_inputs.copy_newer_input(snapshot, of_vector, cases[index])
-            part = RequestContext.of(options, context.started, is_part=True)
-            answers = await self._ladder.resolve(served, of_vectors, part)
-            for index, of_vector, answer in zip(users, of_vectors, answers, strict=True):
+            vector_cases = await build_pending_answers(snapshot, LookupRequest(entities, options))
+            for case_index, vector_case in zip(user_indices, vector_cases, strict=True):
+                vector_case.is_exact = True
+                self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[case_index])
+            vector_context = RequestContext.of(options, context.started, is_part=True)
+            vector_answers = await self._ladder.resolve(served, vector_cases, vector_context)
+            for case_index, vector_case, answer in zip(user_indices, vector_cases, vector_answers, strict=True):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
                     flag_fields = {"approximate": True} if answer.get("approximate") else {}
-                    entity_vectors[index] = SourcedVector(
+                    entity_vectors[case_index] = SourcedVector(
                         answer["vector"], answer["source"], answer["producer"],
                         answer.get("reason"), flag_fields,
                     )  # fmt: skip
-                elif cases[index].live_reason is None:
-                    cases[index].live_reason = of_vector.live_reason
+                elif cases[case_index].live_reason is None:
+                    cases[case_index].live_reason = vector_case.live_reason
         return entity_vectors
 
 

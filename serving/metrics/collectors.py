@@ -47,7 +47,7 @@ HELP_BY_EVENT: Mapping[str, str] = {
 }
 """Help text by event of the core; each is a family of its own: a sum over all of them would mean nothing."""
 
-MISS_REASONS = tuple(
+COUNTED_MISS_REASONS = tuple(
     [
         reason
         for reason in MissReason
@@ -69,8 +69,8 @@ LOWEST_BOUND_S = 1e-6
 class LabelHistogram:
     """Histogram of one label value, such as the answers of one source: how many by bucket, and seconds in all."""
 
-    counts: list[int]
-    sum: float = 0.0
+    bucket_counts: list[int]
+    seconds_sum: float = 0.0
 
 
 class SecondsHistogram(Collector):
@@ -80,29 +80,29 @@ class SecondsHistogram(Collector):
     """
 
     def __init__(
-        self, name: str, text: str, label: str, values: Sequence[str], bounds: Sequence[float]
+        self, metric_name: str, help_text: str, label_name: str, label_values: Sequence[str], bounds: Sequence[float]
     ) -> None:
         self.bounds = refine_bounds(bounds)
-        self._name, self._text, self._label = name, text, label
+        self._metric_name, self._help_text, self._label_name = metric_name, help_text, label_name
         self._exposed_bounds = [(bound, self.bounds.index(bound)) for bound in bounds]
-        self.spent = {value: LabelHistogram([0] * (len(self.bounds) + 1)) for value in values}
+        self.histogram_by_label_value = {label_value: LabelHistogram([0] * (len(self.bounds) + 1)) for label_value in label_values}
 
-    def observe(self, value: str, seconds: float, times: int = 1) -> None:
-        """Add `times` observations of the same duration."""
-        spent = self.spent[value]
-        spent.counts[bisect_left(self.bounds, seconds)] += times
-        spent.sum += seconds * times
+    def observe(self, label_value: str, seconds: float, observation_count: int = 1) -> None:
+        """Add `observation_count` observations of the same duration."""
+        label_histogram = self.histogram_by_label_value[label_value]
+        label_histogram.bucket_counts[bisect_left(self.bounds, seconds)] += observation_count
+        label_histogram.seconds_sum += seconds * observation_count
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Yield the histogram family with Prometheus' buckets."""
-        family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
-        for value, spent in self.spent.items():
-            sums = list(accumulate(spent.counts))
+        family = HistogramMetricFamily(self._metric_name, self._help_text, labels=[self._label_name])
+        for label_value, label_histogram in self.histogram_by_label_value.items():
+            cumulative_counts = list(accumulate(label_histogram.bucket_counts))
             buckets: list[tuple[str, float]] = []
-            for bound, at in (*self._exposed_bounds, (float("inf"), len(sums) - 1)):
-                name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
-                buckets.append((name, float(sums[at])))
-            family.add_metric([value], buckets, spent.sum)
+            for bound, bucket_index in (*self._exposed_bounds, (float("inf"), len(cumulative_counts) - 1)):
+                bound_text: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
+                buckets.append((bound_text, float(cumulative_counts[bucket_index])))
+            family.add_metric([label_value], buckets, label_histogram.seconds_sum)
         yield family
 
 
@@ -112,42 +112,42 @@ def refine_bounds(
     """Bounds from `lowest` to the last of `bounds` (ascending, above `lowest`) that hold all of them exactly."""
     finer_bounds = [lowest]
     for bound in bounds:
-        below = finer_bounds[-1]
-        steps = max(1, math.ceil(math.log(bound / below) / math.log(ratio) - 1e-9))
-        finer_bounds += [below * (bound / below) ** (step / steps) for step in range(1, steps)]
+        lower_bound = finer_bounds[-1]
+        step_count = max(1, math.ceil(math.log(bound / lower_bound) / math.log(ratio) - 1e-9))
+        finer_bounds += [lower_bound * (bound / lower_bound) ** (step_number / step_count) for step_number in range(1, step_count)]
         finer_bounds.append(bound)
     return tuple(finer_bounds)
 
 
-def bucket_middle(bounds: Sequence[float], bucket: int) -> float:
+def bucket_middle(bounds: Sequence[float], bucket_index: int) -> float:
     """Value that a bucket's observations are taken for; bucket n ends at bound n, the one after the last has no end."""
-    if bucket == 0 or bucket >= len(bounds):
-        return bounds[min(bucket, len(bounds) - 1)]
-    return math.sqrt(bounds[bucket - 1] * bounds[bucket])
+    if bucket_index == 0 or bucket_index >= len(bounds):
+        return bounds[min(bucket_index, len(bounds) - 1)]
+    return math.sqrt(bounds[bucket_index - 1] * bounds[bucket_index])
 
 
-def quantile(bounds: Sequence[float], counts: Mapping[int, int], fraction: float) -> float | None:
+def quantile(bounds: Sequence[float], count_by_bucket: Mapping[int, int], fraction: float) -> float | None:
     """The value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
-    total = sum(counts.values())
-    rank, cumulative_count = max(1, math.ceil(fraction * total - 1e-9)), 0
-    for bucket in sorted(counts):
-        cumulative_count += counts[bucket]
+    observation_count = sum(count_by_bucket.values())
+    rank, cumulative_count = max(1, math.ceil(fraction * observation_count - 1e-9)), 0
+    for bucket_index in sorted(count_by_bucket):
+        cumulative_count += count_by_bucket[bucket_index]
         if cumulative_count >= rank:
-            return bucket_middle(bounds, bucket)
+            return bucket_middle(bounds, bucket_index)
     return None
 
 
 class FastTally:
-    """Counts of the hot route not yet in the metrics; functions in `flushes` first add counts kept elsewhere."""
+    """Counts of the hot route not yet in the metrics; `flush_callbacks` first add counts kept elsewhere."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.requests: defaultdict[str, int] = defaultdict(int)
-        self.flushes: list[Callable[[], None]] = []
+        self.flush_callbacks: list[Callable[[], None]] = []
 
     def drain(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
         """Return and clear the counts of answers by (table, source), and of requests with status 200 by route."""
-        for flush in self.flushes:
+        for flush in self.flush_callbacks:
             flush()
         drained_counts = dict(self.answers), dict(self.requests)
         self.answers.clear()
@@ -159,12 +159,12 @@ class L1Misses(Collector):
     """Counter of entities that Redis answered, by why L1 did not: plain numbers, which only the event loop adds to."""
 
     def __init__(self) -> None:
-        self._counts: defaultdict[tuple[str, Absence], int] = defaultdict(int)
+        self._count_by_table_and_reason: defaultdict[tuple[str, Absence], int] = defaultdict(int)
 
-    def add(self, table: str, reasons: Mapping[Absence, int]) -> None:
+    def add(self, table_name: str, count_by_reason: Mapping[Absence, int]) -> None:
         """Adds entities of a table, each counted under its one reason."""
-        for reason, count in reasons.items():
-            self._counts[table, reason] += count
+        for reason, count in count_by_reason.items():
+            self._count_by_table_and_reason[table_name, reason] += count
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Counter family by table and reason."""
@@ -173,7 +173,7 @@ class L1Misses(Collector):
             "Entities Redis answered, by why L1 did not hold them",
             labels=["table", "reason"],
         )
-        for (table, reason), count in self._counts.items():
+        for (table, reason), count in self._count_by_table_and_reason.items():
             family.add_metric([table, reason], count)
         yield family
 
@@ -183,37 +183,37 @@ class ChangedAnswers(Collector):
 
     def __init__(self) -> None:
         self.answers: Counter[str] = Counter()
-        self._lists: Counter[str] = Counter()
-        self._share_sums: defaultdict[str, float] = defaultdict(float)
+        self._list_count_by_table: Counter[str] = Counter()
+        self._share_sum_by_table: defaultdict[str, float] = defaultdict(float)
 
     def compare(
-        self, table: str, items: NDArray[np.uint32], of_the_night: NDArray[np.uint32]
+        self, table_name: str, items: NDArray[np.uint32], night_items: NDArray[np.uint32]
     ) -> None:
         """Adds the share of a computed list that is not in the one of the night."""
         if len(items):
-            self._lists[table] += 1
-            self._share_sums[table] += float(1.0 - np.isin(items, of_the_night).mean())
+            self._list_count_by_table[table_name] += 1
+            self._share_sum_by_table[table_name] += float(1.0 - np.isin(items, night_items).mean())
 
     def totals(self) -> tuple[int, int, float]:
         """Answers, lists that were compared, and the sum of their shares, of all tables."""
-        return self.answers.total(), self._lists.total(), sum(self._share_sums.values())
+        return self.answers.total(), self._list_count_by_table.total(), sum(self._share_sum_by_table.values())
 
     def collect(self) -> Iterable[Metric]:
         """Metric families by table."""
-        answers = CounterMetricFamily(
+        answers_family = CounterMetricFamily(
             "larder_event_answers", "Entities answered with newer events", labels=["table"]
         )
         for table, count in self.answers.items():
-            answers.add_metric([table], count)
-        yield answers
-        changes = SummaryMetricFamily(
+            answers_family.add_metric([table], count)
+        yield answers_family
+        change_family = SummaryMetricFamily(
             "larder_event_list_change_ratio",
             "Share of a list computed from newer events that is not in the night's, where L1 has that",
             labels=["table"],
         )
-        for table, count in self._lists.items():
-            changes.add_metric([table], count, self._share_sums[table])
-        yield changes
+        for table, count in self._list_count_by_table.items():
+            change_family.add_metric([table], count, self._share_sum_by_table[table])
+        yield change_family
 
 
 class InternalCounters(Collector):
@@ -221,23 +221,23 @@ class InternalCounters(Collector):
 
     def __init__(
         self,
-        read: Callable[[], Mapping[str, float]],
+        read_counts: Callable[[], Mapping[str, float]],
         help_by_event: Mapping[str, str] = HELP_BY_EVENT,
     ) -> None:
-        self._read, self._help_by_event = read, help_by_event
+        self._read_counts, self._help_by_event = read_counts, help_by_event
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Counter families, one for each event."""
-        for event, count in self._read().items():
+        for event, count in self._read_counts().items():
             yield CounterMetricFamily(
                 f"larder_{event}", self._help_by_event.get(event, event), value=count
             )
 
 
-def by_label(family: Family, samples: Mapping[str, float]) -> Family:
+def add_samples_by_label(family: Family, number_by_label_value: Mapping[str, float]) -> Family:
     """The family of one label, with a sample for each of its values."""
-    for value, number in samples.items():
-        family.add_metric([value], number)
+    for label_value, number in number_by_label_value.items():
+        family.add_metric([label_value], number)
     return family
 
 
@@ -249,17 +249,17 @@ class LoopFailures(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Counter and gauge, one sample for each name of a loop."""
-        failures = CounterMetricFamily(
+        failures_family = CounterMetricFamily(
             "larder_background_failures",
             "Errors that a background loop went on after",
             labels=["loop"],
         )
-        failing = GaugeMetricFamily(
+        failing_family = GaugeMetricFamily(
             "larder_background_failing", "1 while a background loop keeps failing", labels=["loop"]
         )
-        now_failing = self._loops.error_by_failing_loop
-        for name, count in sorted(self._loops.failure_count_by_loop.items()):
-            failures.add_metric([name], count)
-            failing.add_metric([name], float(name in now_failing))
-        yield failures
-        yield failing
+        failing_names = self._loops.error_by_failing_loop
+        for loop_name, count in sorted(self._loops.failure_count_by_loop.items()):
+            failures_family.add_metric([loop_name], count)
+            failing_family.add_metric([loop_name], float(loop_name in failing_names))
+        yield failures_family
+        yield failing_family

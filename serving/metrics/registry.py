@@ -17,19 +17,19 @@ from serving.requests.context import note_stage
 STAGES = ("parse", "stored", "live", "previous", "render", "inference")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-OUTCOMES = (
+POINTER_LOOK_OUTCOMES = (
     "in_step", "load_failed", "redis_unreachable",
     "pointer_corrupt", "pointer_vanished", "pointer_backwards", "pointer_conflicting",
 )  # fmt: skip
 """Outcomes of a look at the pointer."""
 
-FLIP_S = 1.0
+AROUND_FLIP_S = 1.0
 """Seconds after a swap in which answers count as around the flip."""
 
-_SECONDS = (
+_SECONDS_BOUNDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10,
 )  # fmt: skip
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
@@ -62,19 +62,29 @@ class Metrics:
         self.refreshes = counter(
             "larder_refreshes", "Looks at the pointer, by outcome", ["outcome"]
         )
-        for outcome in OUTCOMES:  # what first appears above 0 has no increase an alert could see
+        for (
+            outcome
+        ) in POINTER_LOOK_OUTCOMES:  # what first appears above 0 has no increase an alert could see
             self.refreshes.labels(outcome)
         self.answer_seconds = SecondsHistogram(
-            "larder_answer_seconds", "Request start to answer", "source", tuple(Source), _SECONDS
+            "larder_answer_seconds",
+            "Request start to answer",
+            "source",
+            tuple(Source),
+            _SECONDS_BOUNDS,
         )
         registry.register(self.answer_seconds)
         self.tally = FastTally()
         self.stage_seconds = SecondsHistogram(
-            "larder_stage_seconds", "Time in one stage of a request", "stage", STAGES, _SECONDS
+            "larder_stage_seconds",
+            "Time in one stage of a request",
+            "stage",
+            STAGES,
+            _SECONDS_BOUNDS,
         )
         registry.register(self.stage_seconds)
         self.live_batch = histogram(
-            "larder_live_batch_size", "Inputs per inference", buckets=_BATCHES
+            "larder_live_batch_size", "Inputs per inference", buckets=_BATCH_SIZE_BOUNDS
         )
         self.generation_info = gauge(
             "larder_generation_info", "1 for each generation held", ["generation", "role"]
@@ -124,11 +134,11 @@ class Metrics:
         self.flip_answer_seconds = histogram(
             "larder_flip_answer_seconds",
             "Request start to answer, in the second after a flip",
-            buckets=_SECONDS,
+            buckets=_SECONDS_BOUNDS,
         )
-        self._flips, self.is_flipping = 0, False
-        self.at_flips: list[Callable[[], None]] = []
-        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
+        self._flip_count, self.is_flipping = 0, False
+        self.flip_callbacks: list[Callable[[], None]] = []
+        self._child_by_key: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def answered(self, table: str, source: Source, seconds: float) -> None:
         """Counts one entity's answer, which came after `seconds`."""
@@ -147,18 +157,18 @@ class Metrics:
             for _ in range(times):
                 self.flip_answer_seconds.observe(seconds)
 
-    def set_by_events(self, results: Mapping[str, int]) -> None:
+    def set_by_events(self, count_by_result: Mapping[str, int]) -> None:
         """Count the values set by events, by result."""
-        for result, count in results.items():
+        for result, count in count_by_result.items():
             self._child(self.event_values, result).inc(count)
 
-    def live_failed(self, table: str, reason: str) -> None:
+    def live_failed(self, table_name: str, reason: str) -> None:
         """Counts one input that live did not answer."""
-        self._child(self.live_failures, table, reason).inc()
+        self._child(self.live_failures, table_name, reason).inc()
 
-    def missed(self, table: str, reason: str) -> None:
+    def missed(self, table_name: str, reason: str) -> None:
         """Counts one entity that no stored tier answered."""
-        self._child(self.misses, table, reason).inc()
+        self._child(self.misses, table_name, reason).inc()
 
     def count_entities(self, tables: Iterable[str]) -> None:
         """Counts entities that passed validation: each of them will be answered exactly once."""
@@ -172,9 +182,9 @@ class Metrics:
     def _child(self, counter: Counter, *labels: str) -> Counter:
         """Cached child: prometheus_client checks labels and locks at every look-up; a hit must not pay for that."""
         key = (counter, labels)
-        child = self._children.get(key)
+        child = self._child_by_key.get(key)
         if child is None:
-            child = self._children[key] = counter.labels(*labels)
+            child = self._child_by_key[key] = counter.labels(*labels)
         return child
 
     def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
@@ -182,14 +192,14 @@ class Metrics:
         self.stage_seconds.observe(stage, seconds)
         note_stage(stage, seconds, entities)
 
-    def inferred(self, size: int, seconds: float) -> None:
-        """Records one inference for `size` inputs."""
-        self.live_batch.observe(size)
+    def inferred(self, input_count: int, seconds: float) -> None:
+        """Records one inference for `input_count` inputs."""
+        self.live_batch.observe(input_count)
         self.stage("inference", seconds)
 
-    def warmed(self, records: int, seconds: float) -> None:
+    def warmed(self, record_count: int, seconds: float) -> None:
         """Counts records that were read ahead, and the seconds that it took."""
-        self.warmed_records.inc(records)
+        self.warmed_records.inc(record_count)
         self.warming_seconds.inc(seconds)
 
     def set_generations(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
@@ -201,14 +211,14 @@ class Metrics:
 
     def flipped(self) -> None:
         """Marks a change of the live generation: answers of the next moments are also counted as around a flip."""
-        self._flips += 1
+        self._flip_count += 1
         self.is_flipping = True
-        for begin in self.at_flips:
-            begin()
-        asyncio.get_running_loop().call_later(FLIP_S, self._settle, self._flips)
+        for flip_callback in self.flip_callbacks:
+            flip_callback()
+        asyncio.get_running_loop().call_later(AROUND_FLIP_S, self._settle, self._flip_count)
 
-    def _settle(self, flip: int) -> None:
-        self.is_flipping = self._flips != flip
+    def _settle(self, flip_number: int) -> None:
+        self.is_flipping = self._flip_count != flip_number
 
     async def exposition(self) -> bytes:
         """Response body for a scrape where this process is the whole service."""

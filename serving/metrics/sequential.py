@@ -38,33 +38,35 @@ class Drift:
     floor: float
     alpha: float
     samples: int = 0
-    found_after: int | None = None
-    _capital: list[float] = field(default_factory=lambda: [0.0] * len(_DRIFT_STAKES))
+    found_after_samples: int | None = None
+    _capital_by_stake: list[float] = field(default_factory=lambda: [0.0] * len(_DRIFT_STAKES))
 
-    def saw(self, overlap: float) -> bool:
+    def add_overlap(self, overlap: float) -> bool:
         """Adds a sample's overlap; returns whether the alarm is raised."""
         self.samples += 1
         reserved_capital = 1.0 / (self.samples * (self.samples + 1))
         largest_stake = 1.0 / max(1.0 - self.floor, 0.05)
-        limit = 1.0 / self.alpha
-        for at, stake in enumerate(_DRIFT_STAKES):
-            grown = (self._capital[at] + reserved_capital) * (
+        alarm_capital = 1.0 / self.alpha
+        for stake_index, stake in enumerate(_DRIFT_STAKES):
+            grown_capital = (self._capital_by_stake[stake_index] + reserved_capital) * (
                 1.0 + stake * largest_stake * (self.floor - overlap)
             )
-            self._capital[at] = min(grown, 2 * len(_DRIFT_STAKES) * limit)
-        if self.found_after is None and self.evidence >= limit:
-            self.found_after = self.samples
+            self._capital_by_stake[stake_index] = min(
+                grown_capital, 2 * len(_DRIFT_STAKES) * alarm_capital
+            )
+        if self.found_after_samples is None and self.evidence >= alarm_capital:
+            self.found_after_samples = self.samples
         return self.is_found
 
     @property
     def evidence(self) -> float:
         """The capital: 1 says nothing, 1/alpha raises the alarm."""
-        return sum(self._capital) / len(self._capital)
+        return sum(self._capital_by_stake) / len(self._capital_by_stake)
 
     @property
     def is_found(self) -> bool:
         """True if the evidence ever was enough for an alarm."""
-        return self.found_after is not None
+        return self.found_after_samples is not None
 
 
 def highest_error_rate(samples: int, wrong: int, alpha: float) -> float:

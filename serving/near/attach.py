@@ -10,18 +10,18 @@ def attach(replica: Replica) -> NearMatches | None:
     """Reuse answers for near inputs in all namespaces; None if no table is configured for it."""
     if not replica.config.near:
         return None
-    near = NearMatches(replica.config.near)
+    near_matches = NearMatches(replica.config.near)
 
     def warn_of(snapshot: Snapshot) -> Snapshot:
-        near.check(snapshot)
+        near_matches.check(snapshot)
         return snapshot
 
     def reuse_in(namespace: HeldNamespace) -> None:
         namespace.components.inferences.near_reuse_tables = frozenset(namespace.config.near)
         namespace.openers.append(warn_of)
 
-    replica.inference.reuse = near
-    reuse_in(replica.own)
+    replica.inference.reuse = near_matches
+    reuse_in(replica.own_namespace)
     replica.hooks.namespaces.append(reuse_in)
-    replica.metrics.registry.register(NearMetrics(near))
-    return near
+    replica.metrics.registry.register(NearMetrics(near_matches))
+    return near_matches

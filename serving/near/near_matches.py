@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
-_QUERIES_PER_CALL = 16
+_QUERIES_PER_SEARCH = 16
 """Queries per FAISS call: more would select another kernel, and another library for the sums."""
 
 CLOSENESS_RANGES = 12
@@ -41,7 +41,7 @@ FARTHEST_DISTANCE = 0.5
 
 _MARGIN_MIN = 1e-30
 
-SEARCH_DEPTH = 2
+SEARCH_DEPTH_LISTS = 2
 """Candidates kept of a search, in lengths of a list: with more, a farther input's best items are still among them."""
 
 SEARCH_DEPTH_MAX = 512
@@ -52,11 +52,11 @@ Entry = TypeVar("Entry")
 
 Answer = TypeVar("Answer")
 
-Ordinals = NDArray[np.int64]
+OrdinalArray = NDArray[np.int64]
 
-Vectors = NDArray[np.float32]
+VectorArray = NDArray[np.float32]
 
-Numbers = NDArray[np.float32]
+NumberArray = NDArray[np.float32]
 
 InputKind = Literal["history", "features", "both"]
 
@@ -84,37 +84,37 @@ class RecentVectors(Generic[Entry]):
         self._capacity = capacity
         self._dims = dims
         self._index = faiss.IndexFlatL2(dims)
-        self._rows: NDArray[np.float32] | None = None
+        self._index_vectors: NDArray[np.float32] | None = None
         self._entries: list[Entry] = []
-        self._used = np.zeros(capacity, np.int64)
-        self._tick = 0
+        self._used_tick_by_slot = np.zeros(capacity, np.int64)
+        self._use_tick = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def nearest(self, queries: NDArray[np.float32]) -> list[Nearest[Entry] | None]:
+    def find_nearest(self, queries: NDArray[np.float32]) -> list[Nearest[Entry] | None]:
         """Return the nearest vector of each query [n, dims]; None for a zero query, or an empty index."""
         if not self._entries:
             return [None] * len(queries)
         faiss.omp_set_num_threads(1)
         nearest_entries: list[Nearest[Entry] | None] = []
         lengths = np.sqrt(np.einsum("nd,nd->n", queries, queries)).tolist()
-        for start in range(0, len(queries), _QUERIES_PER_CALL):
-            part = np.ascontiguousarray(queries[start : start + _QUERIES_PER_CALL], np.float32)
-            squares, slots = self._index.search(part, 1)
-            pairs = zip(squares[:, 0].tolist(), slots[:, 0].tolist(), strict=True)
-            for length, (square, slot) in zip(lengths[start:], pairs, strict=False):
-                usable = length > 0 and slot >= 0
-                distance = square**0.5 / length if usable else 0.0
+        for first_index in range(0, len(queries), _QUERIES_PER_SEARCH):
+            query_chunk = np.ascontiguousarray(queries[first_index : first_index + _QUERIES_PER_SEARCH], np.float32)
+            squared_distances, slots = self._index.search(query_chunk, 1)
+            squares_and_slots = zip(squared_distances[:, 0].tolist(), slots[:, 0].tolist(), strict=True)
+            for length, (squared_distance, slot) in zip(lengths[first_index:], squares_and_slots, strict=False):
+                is_usable = length > 0 and slot >= 0
+                distance = squared_distance**0.5 / length if is_usable else 0.0
                 nearest_entries.append(
-                    Nearest(slot, self._entries[slot], distance) if usable else None
+                    Nearest(slot, self._entries[slot], distance) if is_usable else None
                 )
         return nearest_entries
 
     def mark_used(self, slot: int) -> None:
         """Mark the entry as used: the least recently used one is replaced first."""
-        self._tick += 1
-        self._used[slot] = self._tick
+        self._use_tick += 1
+        self._used_tick_by_slot[slot] = self._use_tick
 
     def add(self, vector: NDArray[np.float32], entry: Entry) -> None:
         """Add a vector with its entry; a full index replaces the least recently used one."""
@@ -123,20 +123,20 @@ class RecentVectors(Generic[Entry]):
             self._index.add(vector[None])
             self._entries.append(entry)
         else:
-            if self._rows is None:  # FAISS' own memory, which grows no more
-                flat = faiss.rev_swig_ptr(self._index.get_xb(), self._capacity * self._dims)
-                self._rows = flat.reshape(self._capacity, self._dims)
-            slot = int(self._used.argmin())
-            self._rows[slot] = vector
+            if self._index_vectors is None:  # FAISS' own memory, which grows no more
+                flat_vectors = faiss.rev_swig_ptr(self._index.get_xb(), self._capacity * self._dims)
+                self._index_vectors = flat_vectors.reshape(self._capacity, self._dims)
+            slot = int(self._used_tick_by_slot.argmin())
+            self._index_vectors[slot] = vector
             self._entries[slot] = entry
         self.mark_used(slot)
 
     def clear(self) -> None:
         """Remove all vectors."""
         self._index = faiss.IndexFlatL2(self._dims)
-        self._rows = None
+        self._index_vectors = None
         self._entries.clear()
-        self._used[:] = 0
+        self._used_tick_by_slot[:] = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +145,7 @@ class KeptAnswer(Generic[Answer]):
 
     answer: Answer
     margin: float
-    limit: float
+    distance_bound: float
 
 
 class NearAnswer(NamedTuple, Generic[Answer]):
@@ -169,80 +169,80 @@ class Neighbours(Generic[Answer]):
     """Recent answers of one table, generation and kind of input; thread-safe."""
 
     def __init__(
-        self, error: float, entries: int, dims: int, rng: Random, counts: Counter[NearOutcome]
+        self, error_bound: float, capacity: int, dims: int, rng: Random, count_by_outcome: Counter[NearOutcome]
     ) -> None:
-        self.policy = ReusePolicy(error, CLOSENESS_RANGES, rng)
-        self._vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(entries, dims)
-        self._counts = counts
-        self._version = 0
+        self.policy = ReusePolicy(error_bound, CLOSENESS_RANGES, rng)
+        self._recent_vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(capacity, dims)
+        self._count_by_outcome = count_by_outcome
+        self._blocklist_version = 0
         self._lock = Lock()
 
-    def near(
-        self, vectors: NDArray[np.float32], version: int = 0
+    def find_near(
+        self, vectors: NDArray[np.float32], blocklist_version: int = 0
     ) -> list[NearAnswer[Answer] | None]:
         """Return the nearest recent answer of each vector [n, dims]; None if none is near, or it proved wrong at less.
 
         A later version of the common exclusions forgets the answers before it; an earlier one finds nothing.
         """
         with self._lock:
-            if version > self._version:
-                self._version = version
-                self._vectors.clear()
-            if version < self._version:
+            if blocklist_version > self._blocklist_version:
+                self._blocklist_version = blocklist_version
+                self._recent_vectors.clear()
+            if blocklist_version < self._blocklist_version:
                 return [None] * len(vectors)
-            nearest_entries = self._vectors.nearest(vectors)
+            nearest_entries = self._recent_vectors.find_nearest(vectors)
         return [None if nearest is None else _near_answer(nearest) for nearest in nearest_entries]
 
-    def may_use(self, near: NearAnswer[Answer]) -> bool:
+    def may_use(self, near_answer: NearAnswer[Answer]) -> bool:
         """True unless the policy rejects such answers in any case."""
         with self._lock:
-            return self.policy.may_use(near.closeness)
+            return self.policy.may_use(near_answer.closeness)
 
-    def decide(self, near: NearAnswer[Answer]) -> Decision:
+    def decide(self, near_answer: NearAnswer[Answer]) -> Decision:
         """Return the policy's decision about a near answer."""
         with self._lock:
-            self._vectors.mark_used(near.slot)
-            return self.policy.decide(near.closeness)
+            self._recent_vectors.mark_used(near_answer.slot)
+            return self.policy.decide(near_answer.closeness)
 
-    def settle(
+    def judge_and_store(
         self,
         vector: NDArray[np.float32],
         answer: Answer,
-        near: NearAnswer[Answer] | None,
+        near_answer: NearAnswer[Answer] | None,
         outcome: NearOutcome,
         *,
-        wrong: bool,
+        is_wrong: bool,
         margin: float = 1.0,
-        version: int = 0,
+        blocklist_version: int = 0,
     ) -> None:
         """Judge the near answer by a computed one; store that unless the near one is right for both.
 
         The smaller its `margin`, the sooner another answer is right for a near input.
         """
-        limit = math.inf
+        distance_bound = math.inf
         with self._lock:
-            if near is not None and outcome in JUDGED_OUTCOMES:
-                self.policy.judge(near.closeness, is_audit=outcome == "audit", wrong=wrong)
-                if not wrong:
+            if near_answer is not None and outcome in JUDGED_OUTCOMES:
+                self.policy.judge(near_answer.closeness, is_audit=outcome == "audit", wrong=is_wrong)
+                if not is_wrong:
                     return
-                limit = near.distance
-                near.kept_answer.limit = min(near.kept_answer.limit, limit)
+                distance_bound = near_answer.distance
+                near_answer.kept_answer.distance_bound = min(near_answer.kept_answer.distance_bound, distance_bound)
             # A vector of no length, or what is made of numbers that are none, has no neighbours.
             is_sound = (
                 0 < float(np.abs(vector).max(initial=0)) < math.inf and 0 <= margin < math.inf
             )
-            if is_sound and version == self._version:
-                self._vectors.add(vector, KeptAnswer(answer, margin, limit))
+            if is_sound and blocklist_version == self._blocklist_version:
+                self._recent_vectors.add(vector, KeptAnswer(answer, margin, distance_bound))
 
     def count(self, outcomes: Sequence[NearOutcome]) -> None:
         """Count inputs by outcome."""
         with self._lock:
-            self._counts.update(outcomes)
+            self._count_by_outcome.update(outcomes)
 
 
 def _near_answer(nearest: Nearest[KeptAnswer[Answer]]) -> NearAnswer[Answer] | None:
     kept_answer, distance = nearest.entry, nearest.distance
-    if not distance < min(FARTHEST_DISTANCE, kept_answer.limit):
+    if not distance < min(FARTHEST_DISTANCE, kept_answer.distance_bound):
         return None
     return NearAnswer(
         kept_answer, distance, nearest.slot, closeness_range(distance, kept_answer.margin)
@@ -262,40 +262,40 @@ def closeness_range(distance: float, margin: float) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Candidates of one search, best first, padded with -1; no other item scores above `beyond`.
+    """Candidates of one search, best first, padded with -1; no other item scores above `score_bound`.
 
-    Scores are those in the direction of its vector; `beyond` is infinite where the index is not exact.
+    Scores are those in the direction of its vector; `score_bound` is infinite where the index is not exact.
     """
 
     ordinals: NDArray[np.int32]
-    beyond: float
+    score_bound: float
 
 
 class ListMatches:
     """Near matches of one top-K table for one kind of input.
 
     Only the search is skipped: exclusions, scores and order are those of any live answer. An item is missed only if
-    the neighbour's search did not reach it; an answer is wrong if it has less than `overlap` of the list that live
+    the neighbour's search did not reach it; an answer is wrong if it has less than `overlap_min` of the list that live
     would give.
 
-    `reach`, where the index is exact, is the most that a score can change over a distance of one. No item beyond the
-    candidates then scores above `beyond` + distance x reach (Cauchy-Schwarz): a list whose last item does is the live
-    answer itself, whatever the policy says.
+    `score_reach`, where the index is exact, is the most that a score can change over a distance of one. No item beyond
+    the candidates then scores above `score_bound` + distance x reach (Cauchy-Schwarz): a list whose last item does is
+    the live answer itself, whatever the policy says.
     """
 
     def __init__(
         self,
-        table: str,
+        table_name: str,
         width: int,
-        overlap: float,
-        reach: float | None,
+        overlap_min: float,
+        score_reach: float | None,
         neighbours: Neighbours[Candidates],
     ) -> None:
         self.neighbours = neighbours
-        self._table = table
+        self._table = table_name
         self._width = width
-        self._overlap = overlap
-        self._reach = reach
+        self._overlap_min = overlap_min
+        self._score_reach = score_reach
 
     def predict(
         self,
@@ -303,35 +303,35 @@ class ListMatches:
         batch: Sequence[PreparedInput],
         fingerprints: Sequence[int],
         scored_at: int,
-        blocked: Ordinals,
-        version: int,
+        blocked: OrdinalArray,
+        blocklist_version: int,
     ) -> tuple[list[bytes], list[float | None]]:
         """Return a record for each input, and the distance of the input whose candidates were reused, None if computed.
 
-        `version` grows with each blocklist, whose ordinals are `blocked`.
+        `blocklist_version` grows with each blocklist, whose ordinals are `blocked`.
         """
         neighbours, search = self.neighbours, predictor.search(self._table)
         vectors = predictor.vectors(batch)
         lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))[:, None]
         directions = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-        excluded = search.excluded(batch, blocked)
-        needed = search.counts(excluded)
-        counts = needed.tolist()
-        close = neighbours.near(directions, version)
-        near = {
+        excluded_by_row = search.excluded(batch, blocked)
+        needed_depths = search.counts(excluded_by_row)
+        needed_depth_by_row = needed_depths.tolist()
+        near_answers = neighbours.find_near(directions, blocklist_version)
+        near_answer_by_row = {
             row: near_answer
-            for row, near_answer in enumerate(close)
-            if near_answer is not None and self._is_worth(near_answer, counts[row])
+            for row, near_answer in enumerate(near_answers)
+            if near_answer is not None and self._is_worth(near_answer, needed_depth_by_row[row])
         }
         outcomes: list[NearOutcome] = [
-            "far" if near_answer is None else "leave" for near_answer in close
+            "far" if near_answer is None else "leave" for near_answer in near_answers
         ]
         ordinals = np.full((len(batch), self._width), NO_ITEM, np.uint32)
         scores = np.zeros((len(batch), self._width), np.float32)
-        if rows := list(near):
+        if rows := list(near_answer_by_row):
             candidate_sets, row_exclusions = (
-                [near[row].answer for row in rows],
-                [excluded[row] for row in rows],
+                [near_answer_by_row[row].answer for row in rows],
+                [excluded_by_row[row] for row in rows],
             )
             candidates = [
                 candidate_set.ordinals.astype(np.int64) for candidate_set in candidate_sets
@@ -339,90 +339,90 @@ class ListMatches:
             ordinals[rows], scores[rows] = search.rank_candidates(
                 vectors[rows], candidates, row_exclusions
             )
-            distances = np.array([near[row].distance for row in rows])
-            proven = self._proven(
+            distances = np.array([near_answer_by_row[row].distance for row in rows])
+            proven_flags = self._are_proven(
                 search, directions[rows], ordinals[rows, -1], candidate_sets, distances
             )
-            for row, is_proven in zip(rows, proven, strict=True):
-                outcomes[row] = "proven" if is_proven else neighbours.decide(near[row])
+            for row, is_proven in zip(rows, proven_flags, strict=True):
+                outcomes[row] = "proven" if is_proven else neighbours.decide(near_answer_by_row[row])
         if rows := [
             row
             for row, row_outcome in enumerate(outcomes)
             if row_outcome not in ("proven", "reuse")
         ]:
-            depth = min(SEARCH_DEPTH * self._width, SEARCH_DEPTH_MAX, search.searcher.depth_max)
-            deep = search.candidates(vectors[rows], np.maximum(needed[rows], depth), blocked)
+            search_depth = min(SEARCH_DEPTH_LISTS * self._width, SEARCH_DEPTH_MAX, search.searcher.depth_max)
+            deep_ordinals_by_row = search.candidates(vectors[rows], np.maximum(needed_depths[rows], search_depth), blocked)
             needed_candidates = [
-                deep_ordinals[: counts[row]] for row, deep_ordinals in zip(rows, deep, strict=True)
+                deep_ordinals[: needed_depth_by_row[row]] for row, deep_ordinals in zip(rows, deep_ordinals_by_row, strict=True)
             ]
             best_lists = search.rank_candidates(
-                vectors[rows], needed_candidates, [excluded[row] for row in rows]
+                vectors[rows], needed_candidates, [excluded_by_row[row] for row in rows]
             )
-            searched_candidate_sets = self._to_candidates(search, directions[rows], deep)
-            for row, answer, items in zip(
+            searched_candidate_sets = self._to_candidates(search, directions[rows], deep_ordinals_by_row)
+            for row, answer, best_items in zip(
                 rows, searched_candidate_sets, best_lists[0], strict=True
             ):
                 is_judged = outcomes[row] in JUDGED_OUTCOMES
-                wrong = is_judged and _list_overlap(ordinals[row], items) < self._overlap
-                neighbours.settle(
-                    directions[row], answer, near.get(row), outcomes[row],
-                    wrong=wrong, version=version,
+                is_wrong = is_judged and _list_overlap(ordinals[row], best_items) < self._overlap_min
+                neighbours.judge_and_store(
+                    directions[row], answer, near_answer_by_row.get(row), outcomes[row],
+                    is_wrong=is_wrong, blocklist_version=blocklist_version,
                 )  # fmt: skip
             ordinals[rows], scores[rows] = best_lists
         neighbours.count(outcomes)
         reused = [
-            round(near[row].distance, 6) if outcome == "reuse" else None
+            round(near_answer_by_row[row].distance, 6) if outcome == "reuse" else None
             for row, outcome in enumerate(outcomes)
         ]
         return predictor.lists(self._table, (ordinals, scores), fingerprints, scored_at), reused
 
-    def _is_worth(self, near: NearAnswer[Candidates], count: int) -> bool:
+    def _is_worth(self, near_answer: NearAnswer[Candidates], depth: int) -> bool:
         """True if the near candidates are enough for a list and may be reused."""
-        may_use = self._reach is not None or self.neighbours.may_use(near)
-        return may_use and len(near.answer.ordinals) >= count
+        may_use = self._score_reach is not None or self.neighbours.may_use(near_answer)
+        return may_use and len(near_answer.answer.ordinals) >= depth
 
-    def _proven(
+    def _are_proven(
         self,
         search: ListSearch,
-        directions: Vectors,
-        last: NDArray[np.uint32],
+        directions: VectorArray,
+        last_ordinals: NDArray[np.uint32],
         candidate_sets: Sequence[Candidates],
         distances: NDArray[np.float64],
     ) -> list[bool]:
-        """Return whether each list, whose last item is `last`, is proven: no item beyond its candidates fits in."""
-        if self._reach is None:
+        """Return whether each list, which ends with `last_ordinals`, is proven: no item beyond its candidates fits."""
+        if self._score_reach is None:
             return [False] * len(candidate_sets)
-        is_full = last != NO_ITEM
-        beyond = np.array([candidate_set.beyond for candidate_set in candidate_sets])
-        last_scores = search.scores(directions, np.where(is_full, last, 0).astype(np.int64))
+        is_full = last_ordinals != NO_ITEM
+        score_bounds = np.array([candidate_set.score_bound for candidate_set in candidate_sets])
+        last_scores = search.scores(directions, np.where(is_full, last_ordinals, 0).astype(np.int64))
         rounding = 4 * directions.shape[1] * _ULP  # of four sums of so many products
-        is_above = last_scores > beyond + (distances + rounding) * self._reach
-        proven: list[bool] = (np.isneginf(beyond) | (is_full & is_above)).tolist()
+        is_above_bound = last_scores > score_bounds + (distances + rounding) * self._score_reach
+        proven: list[bool] = (np.isneginf(score_bounds) | (is_full & is_above_bound)).tolist()
         return proven
 
     def _to_candidates(
-        self, search: ListSearch, directions: Vectors, searched_ordinals: Sequence[Ordinals]
+        self, search: ListSearch, directions: VectorArray, searched_ordinals: Sequence[OrdinalArray]
     ) -> list[Candidates]:
         """Copy the searched ordinals to candidates, so that they do not keep their batch alive."""
-        beyond = np.full(len(searched_ordinals), math.inf)
-        if self._reach is not None:
-            last = np.array([row_ordinals[-1] for row_ordinals in searched_ordinals])
-            is_all = (last < 0) | (
+        score_bounds = np.full(len(searched_ordinals), math.inf)
+        if self._score_reach is not None:
+            last_ordinals = np.array([row_ordinals[-1] for row_ordinals in searched_ordinals])
+            is_whole_catalogue = (last_ordinals < 0) | (
                 np.array([len(row_ordinals) for row_ordinals in searched_ordinals])
                 == search.items.count
             )
-            scores = search.scores(directions, np.maximum(last, 0))
-            beyond = np.where(is_all, -math.inf, scores.astype(np.float64))
+            scores = search.scores(directions, np.maximum(last_ordinals, 0))
+            score_bounds = np.where(is_whole_catalogue, -math.inf, scores.astype(np.float64))
         return [
             Candidates(row_ordinals.astype(np.int32), score_bound)
-            for row_ordinals, score_bound in zip(searched_ordinals, beyond.tolist(), strict=True)
+            for row_ordinals, score_bound in zip(searched_ordinals, score_bounds.tolist(), strict=True)
         ]
 
 
 def _list_overlap(reused_items: NDArray[np.uint32], computed_items: NDArray[np.uint32]) -> float:
     """Return the share of the computed items that the reused list has; 1 if there are none."""
-    of = set(computed_items.tolist()) - {NO_ITEM}
-    return len(of.intersection(reused_items.tolist())) / len(of) if of else 1.0
+    computed_ordinals = set(computed_items.tolist()) - {NO_ITEM}
+    return len(computed_ordinals.intersection(reused_items.tolist())) / len(computed_ordinals) if computed_ordinals else 1.0
 
 
 class ValueMatches:
@@ -432,9 +432,9 @@ class ValueMatches:
     sent, and the model itself is skipped. An answer is wrong if its first label is another one.
     """
 
-    def __init__(self, table: str, neighbours: Neighbours[Numbers]) -> None:
+    def __init__(self, table_name: str, neighbours: Neighbours[NumberArray]) -> None:
         self.neighbours = neighbours
-        self._table = table
+        self._table = table_name
 
     def predict(
         self,
@@ -443,14 +443,14 @@ class ValueMatches:
         fingerprints: Sequence[int],
         scored_at: int,
         blocked: NDArray[np.int64],  # noqa: ARG002 - no list, nothing to leave out
-        version: int,  # noqa: ARG002
+        blocklist_version: int,  # noqa: ARG002
     ) -> tuple[list[bytes], list[float | None]]:
         """Return a record for each input, and the distance of the input whose values were reused, None if computed."""
         neighbours = self.neighbours
         sent_vectors = predictor.sent_vectors(self._table, batch)
-        near = neighbours.near(sent_vectors)
+        near_answers = neighbours.find_near(sent_vectors)
         outcomes: list[NearOutcome] = [
-            "far" if near_answer is None else neighbours.decide(near_answer) for near_answer in near
+            "far" if near_answer is None else neighbours.decide(near_answer) for near_answer in near_answers
         ]
         rows = [row for row, outcome in enumerate(outcomes) if outcome != "reuse"]
         computed_values = (
@@ -459,36 +459,36 @@ class ValueMatches:
             else np.empty((0, 0), np.float32)
         )
         values_by_row = dict(zip(rows, computed_values, strict=True))
-        values: list[Numbers] = []
+        answer_values: list[NumberArray] = []
         distances: list[float | None] = []
-        for row, (near_answer, outcome) in enumerate(zip(near, outcomes, strict=True)):
+        for row, (near_answer, outcome) in enumerate(zip(near_answers, outcomes, strict=True)):
             if near_answer is not None and outcome == "reuse":
-                values.append(near_answer.answer)
+                answer_values.append(near_answer.answer)
                 distances.append(round(near_answer.distance, 6))
                 continue
-            wrong = (
+            is_wrong = (
                 near_answer is not None
                 and near_answer.answer.argmax() != values_by_row[row].argmax()
             )
             values_copy, margin = values_by_row[row].copy(), _label_margin(values_by_row[row])
-            neighbours.settle(
+            neighbours.judge_and_store(
                 sent_vectors[row],
                 values_copy,
                 near_answer,
                 outcome,
-                wrong=bool(wrong),
+                is_wrong=bool(is_wrong),
                 margin=margin,
             )
-            values.append(values_by_row[row])
+            answer_values.append(values_by_row[row])
             distances.append(None)
         neighbours.count(outcomes)
-        return predictor.numbers(self._table, np.stack(values), fingerprints, scored_at), distances
+        return predictor.numbers(self._table, np.stack(answer_values), fingerprints, scored_at), distances
 
 
-def _label_margin(values: Numbers) -> float:
+def _label_margin(values: NumberArray) -> float:
     """Return the lead of the first label over the second."""
-    second, first = np.partition(values, -2)[-2:]
-    return float(first - second)
+    second_value, first_value = np.partition(values, -2)[-2:]
+    return float(first_value - second_value)
 
 
 Matches = ListMatches | ValueMatches
@@ -515,37 +515,37 @@ class NearMatches:
     Learned state lives as long as the generation's models: an answer is never reused in another one.
     """
 
-    def __init__(self, configured: Mapping[str, NearConfig], rng: Random | None = None) -> None:
-        self.counts: dict[str, Counter[NearOutcome]] = {name: Counter() for name in configured}
-        self._configured = configured
+    def __init__(self, config_by_table: Mapping[str, NearConfig], rng: Random | None = None) -> None:
+        self.outcome_counts_by_table: dict[str, Counter[NearOutcome]] = {table_name: Counter() for table_name in config_by_table}
+        self._config_by_table = config_by_table
         self._rng = rng or Random()
-        self._matches: WeakKeyDictionary[Predictor, dict[tuple[str, InputKind], Matches]] = (
+        self._matches_by_predictor: WeakKeyDictionary[Predictor, dict[tuple[str, InputKind], Matches]] = (
             WeakKeyDictionary()
         )
-        self._policies: dict[tuple[str, InputKind], ReusePolicy] = {}
+        self._policy_by_key: dict[tuple[str, InputKind], ReusePolicy] = {}
         self._lock = Lock()
 
     def check(self, snapshot: Snapshot) -> None:
         """Warn of each configured table without reusable answers in this generation."""
-        for name in self._configured:
-            if (reason := refusal(snapshot, name)) is not None:
+        for table_name in self._config_by_table:
+            if (reason := refusal_reason(snapshot, table_name)) is not None:
                 log.warning(
                     "[serving.near.%s] reuses nothing in generation %s: %s",
-                    name,
+                    table_name,
                     snapshot.generation,
                     reason,
                 )
 
     def covers(self, snapshot: Snapshot, table: str) -> bool:
         """True if answers of the table may be reused."""
-        return table in self._configured and refusal(snapshot, table) is None
+        return table in self._config_by_table and refusal_reason(snapshot, table) is None
 
     def compute(
         self, jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput], scored_at: int
     ) -> list[ComputedRecord]:
         """Return a record for each job of one snapshot and table with its input; raise the model's errors."""
         inputs = [
-            NearInput(prepared, job.fingerprint, kind_of(job.live_input) if job.may_reuse else None)
+            NearInput(prepared, job.fingerprint, input_kind(job.live_input) if job.may_reuse else None)
             for job, prepared in zip(jobs, batch, strict=True)
         ]
         near_records = self.predict(jobs[0].snapshot, jobs[0].table, inputs, scored_at)
@@ -562,24 +562,24 @@ class NearMatches:
         if predictor is None:
             raise ValueError("a snapshot without a model predicts nothing")
         records: list[NearRecord] = [NearRecord(b"")] * len(inputs)
-        for kind in {near_input.kind for near_input in inputs}:
-            rows = [row for row, near_input in enumerate(inputs) if near_input.kind == kind]
+        for input_kind_of_batch in {near_input.kind for near_input in inputs}:
+            rows = [row for row, near_input in enumerate(inputs) if near_input.kind == input_kind_of_batch]
             batch = [inputs[row].prepared for row in rows]
             id_fingerprints = [inputs[row].fingerprint for row in rows]
-            matches = None if kind is None else self._of(predictor, snapshot, table, kind)
+            matches = None if input_kind_of_batch is None else self._find_matches(predictor, snapshot, table, input_kind_of_batch)
             blocked = snapshot.blocked_ordinals
             if matches is None or matches.neighbours.policy.is_off:
                 batch_records = predictor.predict(
                     table, batch, id_fingerprints, scored_at, blocked=blocked
                 )
-                near: list[float | None] = [None] * len(batch_records)
+                distances: list[float | None] = [None] * len(batch_records)
             else:
                 # Not the version of the list: an arm obeys that of another namespace as well.
-                stamp = snapshot.blocked_stamp
-                batch_records, near = matches.predict(
-                    predictor, batch, id_fingerprints, scored_at, blocked, stamp
+                blocked_stamp = snapshot.blocked_stamp
+                batch_records, distances = matches.predict(
+                    predictor, batch, id_fingerprints, scored_at, blocked, blocked_stamp
                 )
-            for row, record, distance in zip(rows, batch_records, near, strict=True):
+            for row, record, distance in zip(rows, batch_records, distances, strict=True):
                 records[row] = NearRecord(record, distance)
         return records
 
@@ -587,39 +587,39 @@ class NearMatches:
         """Yield the policy of each table and kind of input, of the most recently used generation."""
         with self._lock:  # a scrape comes while the model's threads meet a new kind
             sorted_policies = sorted(
-                self._policies.items(), key=lambda keyed_policy: keyed_policy[0]
+                self._policy_by_key.items(), key=lambda keyed_policy: keyed_policy[0]
             )
         for (table, kind), policy in sorted_policies:
             yield table, kind, policy
 
-    def _of(self, predictor: Predictor, snapshot: Snapshot, table: str, kind: InputKind) -> Matches:
+    def _find_matches(self, predictor: Predictor, snapshot: Snapshot, table_name: str, kind: InputKind) -> Matches:
         with self._lock:
-            matches_by_key = self._matches.setdefault(predictor, {})
-            matches = matches_by_key.get((table, kind))
+            matches_by_key = self._matches_by_predictor.setdefault(predictor, {})
+            matches = matches_by_key.get((table_name, kind))
             if matches is None:
-                matches = matches_by_key[table, kind] = self._build_matches(
-                    predictor, snapshot, table
+                matches = matches_by_key[table_name, kind] = self._build_matches(
+                    predictor, snapshot, table_name
                 )
-            self._policies[table, kind] = matches.neighbours.policy
+            self._policy_by_key[table_name, kind] = matches.neighbours.policy
             return matches
 
-    def _build_matches(self, predictor: Predictor, snapshot: Snapshot, table: str) -> Matches:
-        config, counts = self._configured[table], self.counts[table]
-        layout = snapshot.manifest.tables[table].layout
+    def _build_matches(self, predictor: Predictor, snapshot: Snapshot, table_name: str) -> Matches:
+        config, count_by_outcome = self._config_by_table[table_name], self.outcome_counts_by_table[table_name]
+        layout = snapshot.manifest.tables[table_name].layout
         if layout.kind == "topk":
-            dims = predictor.output_dims(table)
-            reach = predictor.search(table).score_change_max()
-            of_lists: Neighbours[Candidates] = Neighbours(
-                config.error, config.entries, dims, self._rng, counts
+            dims = predictor.output_dims(table_name)
+            score_reach = predictor.search(table_name).score_change_max()
+            list_neighbours: Neighbours[Candidates] = Neighbours(
+                config.error, config.entries, dims, self._rng, count_by_outcome
             )
-            return ListMatches(table, layout.width, config.overlap, reach, of_lists)
-        dims = predictor.sent_dims(table)
+            return ListMatches(table_name, layout.width, config.overlap, score_reach, list_neighbours)
+        dims = predictor.sent_dims(table_name)
         return ValueMatches(
-            table, Neighbours(config.error, config.entries, dims, self._rng, counts)
+            table_name, Neighbours(config.error, config.entries, dims, self._rng, count_by_outcome)
         )
 
 
-def kind_of(source: LiveInput) -> InputKind | None:
+def input_kind(source: LiveInput) -> InputKind | None:
     """Return the kind of an input: history, features or both; None for a catalogue item, its own input."""
     if source.item is not None or not (source.history or source.features):
         return None
@@ -628,17 +628,17 @@ def kind_of(source: LiveInput) -> InputKind | None:
     return "history" if source.history else "features"
 
 
-def refusal(snapshot: Snapshot, table: str) -> str | None:
+def refusal_reason(snapshot: Snapshot, table_name: str) -> str | None:
     """Return the reason why answers of the table cannot be reused in this generation; None if some can."""
-    manifest_table = snapshot.manifest.tables.get(table)
+    manifest_table = snapshot.manifest.tables.get(table_name)
     if manifest_table is None:
         return f"there is no such table; known are {', '.join(sorted(snapshot.manifest.tables))}"
     predictor = snapshot.predictor
-    if predictor is None or not predictor.supports(table):
+    if predictor is None or not predictor.supports(table_name):
         return "no model computes its answers"
     if manifest_table.kind == "vector":
         return "its answer is the vector itself: behind its model there is nothing to spare"
-    if manifest_table.kind == "value" and not predictor.takes_floats_only(table):
+    if manifest_table.kind == "value" and not predictor.takes_floats_only(table_name):
         return "its model takes more than float32 features, by which inputs could be compared"
     if manifest_table.kind == "value" and manifest_table.layout.width < 2:
         return "it has a single value, and no first label that could differ"
@@ -648,41 +648,41 @@ def refusal(snapshot: Snapshot, table: str) -> str | None:
 class NearMetrics(Collector):
     """Collector of counts since the start, and of the policies of the most recently used generation."""
 
-    def __init__(self, near: NearMatches) -> None:
-        self._near = near
+    def __init__(self, near_matches: NearMatches) -> None:
+        self._near_matches = near_matches
 
     def collect(self) -> Iterable[Metric]:
         """Yield metric families: inputs by outcome, whether answers are reused, and their error with its interval."""
-        inputs = CounterMetricFamily(
+        inputs_family = CounterMetricFamily(
             "larder_near_inputs",
             "Inputs that no tier knew, by what became of them: far, proven, reuse, audit, learn, leave",
             labels=["table", "outcome"],
         )
-        for table, counts in self._near.counts.items():
-            for outcome, count in counts.copy().items():
-                inputs.add_metric([table, outcome], count)
-        labels = ["table", "input"]
-        reusing = GaugeMetricFamily(
-            "larder_near_reusing", "1 while the policy lets near answers be reused", labels=labels
+        for table, count_by_outcome in self._near_matches.outcome_counts_by_table.items():
+            for outcome, count in count_by_outcome.copy().items():
+                inputs_family.add_metric([table, outcome], count)
+        label_names = ["table", "input"]
+        reusing_family = GaugeMetricFamily(
+            "larder_near_reusing", "1 while the policy lets near answers be reused", labels=label_names
         )
-        off = GaugeMetricFamily(
+        off_family = GaugeMetricFamily(
             "larder_near_off",
             "1 once reuse has turned itself off: its error was shown to be above the bound",
-            labels=labels,
+            labels=label_names,
         )
-        error = GaugeMetricFamily(
+        error_family = GaugeMetricFamily(
             "larder_near_error_ratio",
             "Share of reused answers that differ from live's, by audits: measured, and the bounds of its interval",
-            labels=[*labels, "bound"],
+            labels=[*label_names, "bound"],
         )
-        for table, kind, policy in self._near.policies():
-            reusing.add_metric([table, kind], policy.is_reusing)
-            off.add_metric([table, kind], policy.is_off)
-            measured = policy.wrong_audits / policy.audits if policy.audits else math.nan
-            bounds = (
-                ("measured", measured),
+        for table, kind, policy in self._near_matches.policies():
+            reusing_family.add_metric([table, kind], policy.is_reusing)
+            off_family.add_metric([table, kind], policy.is_off)
+            measured_error = policy.wrong_audits / policy.audits if policy.audits else math.nan
+            error_bounds = (
+                ("measured", measured_error),
                 *zip(("lowest", "highest"), policy.interval, strict=True),
             )
-            for bound, value in bounds:
-                error.add_metric([table, kind, bound], value)
-        yield from (inputs, reusing, off, error)
+            for bound_name, error_value in error_bounds:
+                error_family.add_metric([table, kind, bound_name], error_value)
+        yield from (inputs_family, reusing_family, off_family, error_family)

@@ -127,7 +127,7 @@ class ReusePolicy:
         self.audits += 1
         self.wrong_audits += wrong
         self._doubts = DOUBTS if wrong else max(0, self._doubts - 1)
-        drifted = self._drift.saw(0.0 if wrong else 1.0)
+        drifted = self._drift.add_overlap(0.0 if wrong else 1.0)
         self.is_off = self.is_off or drifted or self.interval[0] > self.error
 
     @property

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 TEXT_LENGTH_MAX = 16_384
 """Characters of one text; a traceback of any depth ends there."""
 
-BURST = 20.0
+BURST_RECORDS = 20.0
 """Records of one place in the program that may come at once."""
 
-FIELDS = "larder_fields"
+RECORD_FIELDS_ATTRIBUTE = "larder_fields"
 """Attribute of a record: fields of its line besides its message, by name."""
 
-_MASK = "***"
+_MASK_TEXT = "***"
 
-_BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",;]+")
+_BEARER_PATTERN = re.compile(r"(?i)\b(bearer\s+)[^\s'\",;]+")
 
-_PLACES_MAX = 1_024
+_LOG_SITES_MAX = 1_024
 
 
 def configure_for(settings: "ServingConfig", level: str, *, worker: int | None = None) -> None:
@@ -49,14 +49,14 @@ def configure_for(settings: "ServingConfig", level: str, *, worker: int | None =
     )  # each build that it does not find, as if that were news
 
 
-def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+def record_fields(record: logging.LogRecord) -> dict[str, Any]:
     """The record's own fields, and those that say to which request it belongs."""
-    fields = dict(getattr(record, FIELDS, None) or {})
-    if (request_record := current_record()) is not None and "request_id" not in fields:
-        fields |= request_record.log_ids()
+    line_fields = dict(getattr(record, RECORD_FIELDS_ATTRIBUTE, None) or {})
+    if (request_record := current_record()) is not None and "request_id" not in line_fields:
+        line_fields |= request_record.log_ids()
     if dropped_count := getattr(record, "larder_dropped", 0):
-        fields["dropped"] = dropped_count
-    return fields
+        line_fields["dropped"] = dropped_count
+    return line_fields
 
 
 class Redactor:
@@ -65,12 +65,12 @@ class Redactor:
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
 
-    def __call__(self, text: str) -> str:
+    def __call__(self, log_text: str) -> str:
         """Return the text with secrets masked, cut if it is too long."""
         for secret in self._secrets:
-            text = text.replace(secret, _MASK)
-        text = _BEARER.sub(rf"\g<1>{_MASK}", mask_secrets(text))
-        return text if len(text) <= TEXT_LENGTH_MAX else f"{text[:TEXT_LENGTH_MAX]}... (cut)"
+            log_text = log_text.replace(secret, _MASK_TEXT)
+        log_text = _BEARER_PATTERN.sub(rf"\g<1>{_MASK_TEXT}", mask_secrets(log_text))
+        return log_text if len(log_text) <= TEXT_LENGTH_MAX else f"{log_text[:TEXT_LENGTH_MAX]}... (cut)"
 
 
 def passwords_of(*urls: str) -> set[str]:
@@ -80,10 +80,10 @@ def passwords_of(*urls: str) -> set[str]:
         netloc = urlsplit(url).netloc if "://" in url else ""
         password = netloc.rpartition("@")[0].partition(":")[2]
         passwords |= {password, unquote(password)} - {""}
-        for option in url.partition("?")[2].partition("#")[0].split("&"):
-            name, _, value = option.partition("=")
-            if name in SECRET_OPTIONS:
-                passwords |= {value, unquote_plus(value)} - {""}
+        for query_option in url.partition("?")[2].partition("#")[0].split("&"):
+            option_name, _, option_value = query_option.partition("=")
+            if option_name in SECRET_OPTIONS:
+                passwords |= {option_value, unquote_plus(option_value)} - {""}
     return passwords
 
 
@@ -93,21 +93,21 @@ class JsonFormatter(logging.Formatter):
     def __init__(self, redact: Redactor, worker: int | None = None) -> None:
         super().__init__()
         self._redact = redact
-        self._worker = {} if worker is None else {"worker": worker}
+        self._worker_field = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats the record as one line of JSON, without secrets."""
-        line: dict[str, Any] = {
+        line_fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **self._worker,
-            **fields_of(record),
+            **self._worker_field,
+            **record_fields(record),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(self._clean(line), default=str).decode()
+            line_fields["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(self._clean(line_fields), default=str).decode()
 
     def _clean(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -127,20 +127,20 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats the record as one line, and the traceback below it, without secrets."""
-        first_line, newline, more = super().format(record).partition("\n")
-        fields = "".join(f" {name}={value}" for name, value in fields_of(record).items())
-        return self._redact(f"{first_line}{fields}{newline}{more}")
+        first_line, newline, traceback_text = super().format(record).partition("\n")
+        fields_text = "".join(f" {name}={value}" for name, value in record_fields(record).items())
+        return self._redact(f"{first_line}{fields_text}{newline}{traceback_text}")
 
 
 class LogRateLimit(logging.Filter):
-    """Rate limit: `per_s` records a second of each place in the program, after a first burst: no storm fills a disk.
+    """Rate limit: `records_per_s` of each place in the program, after a first burst: no storm fills a disk.
 
     The first record that passes after others did not says how many were dropped.
     """
 
-    def __init__(self, per_s: float, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, records_per_s: float, timer: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._per_s = per_s
+        self._records_per_s = records_per_s
         self._timer = timer
         self._lock = threading.Lock()
         self._bucket_by_location: dict[tuple[str, int, int], _Bucket] = {}
@@ -152,10 +152,10 @@ class LogRateLimit(logging.Filter):
             now_s = self._timer()
             bucket = self._bucket_by_location.get(log_site)
             if bucket is None:
-                if len(self._bucket_by_location) >= _PLACES_MAX:
+                if len(self._bucket_by_location) >= _LOG_SITES_MAX:
                     self._bucket_by_location.clear()
                 bucket = self._bucket_by_location[log_site] = _Bucket(now_s)
-            dropped_count = bucket.take_token(now_s, self._per_s)
+            dropped_count = bucket.take_token(now_s, self._records_per_s)
         if dropped_count:
             record.larder_dropped = dropped_count
         return dropped_count is not None
@@ -165,12 +165,12 @@ class _Bucket:
     """Token bucket of one place in the program."""
 
     def __init__(self, now_s: float) -> None:
-        self._tokens, self._at, self._dropped_count = BURST, now_s, 0
+        self._tokens, self._refilled_at, self._dropped_count = BURST_RECORDS, now_s, 0
 
-    def take_token(self, now_s: float, per_s: float) -> int | None:
+    def take_token(self, now_s: float, records_per_s: float) -> int | None:
         """Takes a token: None if the record is to be dropped, else how many were dropped before it."""
-        self._tokens = min(BURST, self._tokens + (now_s - self._at) * per_s)
-        self._at = now_s
+        self._tokens = min(BURST_RECORDS, self._tokens + (now_s - self._refilled_at) * records_per_s)
+        self._refilled_at = now_s
         if self._tokens < 1.0:
             self._dropped_count += 1
             return None

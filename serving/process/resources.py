@@ -18,12 +18,12 @@ from cache.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-NICE_LAST = 19
+LOWEST_PRIORITY_NICE = 19
 
-STORE_THREADS = 16
+STORE_THREAD_COUNT = 16
 """Threads of the pool: the blocklist, records, archive, sweep, loads, explanations have one or two reads each."""
 
-FILES_HEADROOM = 256
+OPEN_FILES_HEADROOM = 256
 """Descriptors for Redis, the files of generations, scrapers, and connections that are about to end."""
 
 GC_YOUNG_OBJECTS = 25_000
@@ -34,9 +34,9 @@ GC_YOUNG_PASSES = 30
 """Collections of the youngest objects per collection of the middle generation, which takes 85 ms for 130,000 objects,
 nearly all of them connections and L1 entries, of which at most a few dozen were garbage."""
 
-P = ParamSpec("P")
+WorkParameters = ParamSpec("WorkParameters")
 
-T = TypeVar("T")
+WorkResult = TypeVar("WorkResult")
 
 
 def check_cores(cores: tuple[int, ...]) -> None:
@@ -47,10 +47,10 @@ def check_cores(cores: tuple[int, ...]) -> None:
         raise ConfigError(
             "threads cannot be pinned here: leave live_cores empty", field="live_cores"
         )
-    allowed = os.sched_getaffinity(0)
-    if missing := sorted(set(cores) - allowed):
+    allowed_cores = os.sched_getaffinity(0)
+    if missing_cores := sorted(set(cores) - allowed_cores):
         raise ConfigError(
-            f"live_cores names {missing}, this process may use {sorted(allowed)}",
+            f"live_cores names {missing_cores}, this process may use {sorted(allowed_cores)}",
             field="live_cores",
         )
 
@@ -73,9 +73,15 @@ class StoreThreads:
     """Thread pool for the store: one that hangs keeps some of these, none of asyncio's, which all else runs in."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(STORE_THREADS, "larder-store")
+        self._executor = ThreadPoolExecutor(STORE_THREAD_COUNT, "larder-store")
 
-    async def __call__(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def __call__(
+        self,
+        work: Callable[WorkParameters, WorkResult],
+        /,
+        *args: WorkParameters.args,
+        **kwargs: WorkParameters.kwargs,
+    ) -> WorkResult:
         """Run the work in one of these threads, with the caller's context; return its result or raise its error."""
         # The request that an explanation is for stays named in what the store logs.
         run = partial(contextvars.copy_context().run, work, *args, **kwargs)
@@ -88,32 +94,34 @@ class StoreThreads:
 
 def raise_file_limit(connections: int) -> int:
     """Raises the soft limit of open files as far as so many connections need it; returns how many have room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required_files = connections + FILES_HEADROOM
-    if soft == resource.RLIM_INFINITY or soft >= required_files:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    required_files = connections + OPEN_FILES_HEADROOM
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= required_files:
         return connections
-    soft = _raise_soft_limit(
-        required_files if hard == resource.RLIM_INFINITY else min(hard, required_files), soft, hard
+    soft_limit = _raise_soft_limit(
+        required_files if hard_limit == resource.RLIM_INFINITY else min(hard_limit, required_files),
+        soft_limit,
+        hard_limit,
     )
-    room = min(connections, connection_room(soft))
-    if room < connections:
+    connections_max = min(connections, connections_with_room(soft_limit))
+    if connections_max < connections:
         log.warning(
             "room for %d connections instead of %d: only %d files may be open (ulimit -Hn)",
-            room, connections, soft,
+            connections_max, connections, soft_limit,
         )  # fmt: skip
-    return room
+    return connections_max
 
 
-def connection_room(files: int) -> int:
+def connections_with_room(open_files_max: int) -> int:
     """Connections that have room among so many open files."""
-    return max(files - FILES_HEADROOM, files // 2)
+    return max(open_files_max - OPEN_FILES_HEADROOM, open_files_max // 2)
 
 
-def _raise_soft_limit(new_limit: int, soft: int, hard: int) -> int:
+def _raise_soft_limit(new_limit: int, soft_limit: int, hard_limit: int) -> int:
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
     except (OSError, ValueError):  # a system with a lower limit of its own
-        return soft
+        return soft_limit
     return new_limit
 
 

@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2_048
 
-_LOOK_S = 0.05
+_DRAIN_CHECK_INTERVAL_S = 0.05
 
-_QUIET_LOOKS = 5
+_QUIET_CHECKS = 5
 
-_LISTENING_LOOK_S = 1.0
+_LISTENING_CHECK_S = 1.0
 
-_SWITCH_S = 0.0005
+_SWITCH_INTERVAL_S = 0.0005
 """Seconds that a thread opening the next generation may delay the loop; Python's own 5 ms is noticeable."""
 
 
@@ -61,12 +61,12 @@ class Server(uvicorn.Server):
         self._loops = BackgroundLoops() if loops is None else loops
         self._connections = connections
         self._tls = tls
-        self._listening = ListeningSockets(self, tls, handshake_s)
-        self._looking: list[asyncio.Task[None]] = []
+        self._listening_sockets = ListeningSockets(self, tls, handshake_s)
+        self._check_tasks: list[asyncio.Task[None]] = []
         self._drain_s = drain_s
         self._announce = announce
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
         self._is_exit_requested = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -78,15 +78,15 @@ class Server(uvicorn.Server):
         )
         await super().startup(server_sockets)
         if self.started:
-            self._listening.keep(sockets or [])
+            self._listening_sockets.keep(sockets or [])
             if self._tls is not None:  # uvicorn has no setting for the time of a handshake
-                await self._listening.renew()
+                await self._listening_sockets.renew()
             check_interval_s = (
-                _LISTENING_LOOK_S
+                _LISTENING_CHECK_S
                 if self._connections is None
                 else self._connections.check_interval_s
             )
-            self._looking.append(
+            self._check_tasks.append(
                 self._loops.start(
                     "connections",
                     self._maintain_connections,
@@ -94,10 +94,10 @@ class Server(uvicorn.Server):
                 )
             )
             if self._tls is not None:
-                self._looking.append(
+                self._check_tasks.append(
                     self._loops.start(
-                        "certificate", self._listening.look_at_certificate,
-                        wait=lambda: asyncio.sleep(_LISTENING_LOOK_S),
+                        "certificate", self._listening_sockets.look_at_certificate,
+                        wait=lambda: asyncio.sleep(_LISTENING_CHECK_S),
                     )
                 )  # fmt: skip
             freeze_objects()
@@ -105,19 +105,19 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop as uvicorn does; connections are checked until the last one has gone."""
-        self._listening.leave()
+        self._listening_sockets.leave()
         try:
             await super().shutdown(sockets)
         finally:
-            for looking in self._looking:
-                looking.cancel()
+            for check_task in self._check_tasks:
+                check_task.cancel()
 
     async def _maintain_connections(self) -> None:
         """End connections without progress, and reopen listening sockets that were closed."""
         if self._connections is not None:
             now_s = asyncio.get_running_loop().time()
             await self._connections.close_stalled(self.server_state.connections, now_s)
-        await self._listening.reopen_closed()
+        await self._listening_sockets.reopen_closed()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, exit at once at the second."""
@@ -136,33 +136,33 @@ class Server(uvicorn.Server):
 
     def retire(self) -> None:
         """Leave new connections to other processes on the same socket, and drain; on the event loop only."""
-        if self._draining is None:
-            self._listening.leave()
+        if self._drain_task is None:
+            self._listening_sockets.leave()
             for asyncio_server in self.servers:
                 asyncio_server.close()
             self._start_draining(signal.SIGTERM)
 
     def _start_draining(self, sig: int) -> None:
-        if self._draining is None:
-            self._draining = asyncio.create_task(self._drain(sig))
+        if self._drain_task is None:
+            self._drain_task = asyncio.create_task(self._drain(sig))
 
     async def _drain(self, sig: int) -> None:
         """Accept and answer until a while without requests, so that no request under way is reset."""
-        loop, state = asyncio.get_running_loop(), self.server_state
-        give_up = loop.time() + self._drain_s
+        loop, server_state = asyncio.get_running_loop(), self.server_state
+        give_up_at = loop.time() + self._drain_s
         app: Any = self.config.app
         signing_off = asyncio.create_task(app.state.service.drain())
-        for headers in (self.config.encoded_headers, state.default_headers):
+        for headers in (self.config.encoded_headers, server_state.default_headers):
             headers.append((b"connection", b"close"))  # callers go elsewhere for their next request
-        answered, quiet = state.total_requests, 0
+        answered_count, quiet_checks = server_state.total_requests, 0
         # Looks, not seconds: a loop that was busy in between has not yet seen what lies in its sockets.
-        while quiet < _QUIET_LOOKS and loop.time() < give_up and not self.should_exit:
-            await asyncio.sleep(_LOOK_S)
-            is_quiet = not state.tasks and state.total_requests == answered
-            answered, quiet = state.total_requests, quiet + 1 if is_quiet else 0
-        await asyncio.wait({signing_off}, timeout=max(0.0, give_up - loop.time()))
+        while quiet_checks < _QUIET_CHECKS and loop.time() < give_up_at and not self.should_exit:
+            await asyncio.sleep(_DRAIN_CHECK_INTERVAL_S)
+            is_quiet = not server_state.tasks and server_state.total_requests == answered_count
+            answered_count, quiet_checks = server_state.total_requests, quiet_checks + 1 if is_quiet else 0
+        await asyncio.wait({signing_off}, timeout=max(0.0, give_up_at - loop.time()))
         if not self.should_exit:
-            self.config.timeout_graceful_shutdown = max(1, int(give_up - loop.time()))
+            self.config.timeout_graceful_shutdown = max(1, int(give_up_at - loop.time()))
             super().handle_exit(sig, None)
 
 
@@ -170,7 +170,7 @@ def settings_of(
     app: ASGIApp, config: ServingConfig, log_level: str, http: Any, tls: TlsWatch | None = None
 ) -> uvicorn.Config:
     """Return uvicorn's settings; `http` names its protocol, or creates connections."""
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     uvicorn_config = uvicorn.Config(
         app,
         loop="uvloop",

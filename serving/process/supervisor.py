@@ -18,20 +18,20 @@ from serving.access.quota import QuotaTable
 
 log = logging.getLogger(__name__)
 
-READY, RETIRE = b"ready", b"retire"
+READY_MESSAGE, RETIRE_MESSAGE = b"ready", b"retire"
 """Messages of worker and parent over their control socket; its end says that the other is gone."""
 
-START_S = 600.0
+START_MAX_S = 600.0
 """Seconds that a worker has to become ready: a generation's files are read and checked before."""
-GRACE_S = 5.0
-STEADY_S = 10.0
+KILL_GRACE_S = 5.0
+STEADY_AFTER_S = 10.0
 """Seconds after which a worker that was ready starts the count of failures anew."""
-TRIES = 5
-QUOTAS = "quotas"
+FAILED_STARTS_MAX = 5
+QUOTAS_FILE_NAME = "quotas"
 """Name of the file with the standings of all quotas, in the workers' folder."""
 
 
-def pause_s(failures: int) -> float:
+def restart_pause_s(failures: int) -> float:
     """Seconds before the next start, after so many short lives in a row."""
     return 0.0 if failures < 1 else min(30.0, 0.2 * 2.0 ** min(failures - 1, 10))
 
@@ -54,12 +54,12 @@ class Worker:
     @property
     def is_steady(self) -> bool:
         """True if the worker became ready long enough ago for its end to be no failed start."""
-        return self.ready_at is not None and time.monotonic() - self.ready_at >= STEADY_S
+        return self.ready_at is not None and time.monotonic() - self.ready_at >= STEADY_AFTER_S
 
     def retire(self) -> None:
         """Ask the worker to take no new connections, to answer pending requests, and to end."""
         with contextlib.suppress(OSError):
-            self.control.send(RETIRE)
+            self.control.send(RETIRE_MESSAGE)
 
     def __str__(self) -> str:
         return f"worker {self.slot} (process {self.process.pid})"
@@ -70,24 +70,24 @@ class WorkerSpawner:
     """Starts workers; each is a program of its own and reads its settings anew."""
 
     listener: socket.socket
-    folder: Path
+    workers_folder: Path
     redis_url: str
     log_level: str
     program: tuple[str, ...] = ("-m", "serving.worker")
 
     async def __call__(self, slot: int) -> Worker:
         """Start a worker; raises OSError where the system has no room for another process or file."""
-        parent_socket, its = socket.socketpair()
+        parent_socket, worker_socket = socket.socketpair()
         parent_socket.setblocking(False)
-        files = (self.listener.fileno(), its.fileno())
-        with its:
+        inherited_descriptors = (self.listener.fileno(), worker_socket.fileno())
+        with worker_socket:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, *self.program, *map(str, files),
-                    str(self.folder), str(slot), self.log_level,
+                    sys.executable, *self.program, *map(str, inherited_descriptors),
+                    str(self.workers_folder), str(slot), self.log_level,
                     # Not among the arguments: they can be read by anybody on the host, and the URL holds a password.
                     env=os.environ | {"REDIS_URL": self.redis_url},
-                    stdin=asyncio.subprocess.DEVNULL, pass_fds=files,
+                    stdin=asyncio.subprocess.DEVNULL, pass_fds=inherited_descriptors,
                     start_new_session=True,  # Ctrl-C is told to the parent, which tells its workers once
                 )  # fmt: skip
             except BaseException:
@@ -97,27 +97,27 @@ class WorkerSpawner:
 
     def clean(self, slot: int) -> None:
         """Remove files and counts that a worker that ended may have left."""
-        (self.folder / f"{slot}.sock").unlink(missing_ok=True)
-        QuotaTable.clear_column_in_file(self.folder / QUOTAS, slot)
+        (self.workers_folder / f"{slot}.sock").unlink(missing_ok=True)
+        QuotaTable.clear_column_in_file(self.workers_folder / QUOTAS_FILE_NAME, slot)
 
 
 @dataclass(slots=True, eq=False)
-class Workers:
-    """Supervisor that keeps `count` workers running until it is stopped."""
+class WorkerSupervisor:
+    """Supervisor that keeps `worker_count` workers running until it is stopped."""
 
-    count: int
+    worker_count: int
     spawn: WorkerSpawner
     drain_s: float
     announce: Callable[[], None]
-    pause_s: Callable[[int], float] = pause_s
+    pause_s: Callable[[int], float] = restart_pause_s
     _workers_by_slot: list[Worker | None] = field(default_factory=list)
-    _slots: set[int] = field(default_factory=set)
-    _living: set[Worker] = field(default_factory=set)
-    _reaping: set[asyncio.Task[None]] = field(default_factory=set)
-    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    _rolling: asyncio.Event = field(default_factory=asyncio.Event)
+    _used_slots: set[int] = field(default_factory=set)
+    _living_workers: set[Worker] = field(default_factory=set)
+    _reap_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _stop_event: asyncio.Event = field(default_factory=asyncio.Event)
+    _roll_event: asyncio.Event = field(default_factory=asyncio.Event)
     _loops: BackgroundLoops = field(default_factory=BackgroundLoops)
-    _code: int = 0
+    _exit_code: int = 0
     _is_announced: bool = False
 
     async def run(self) -> int:
@@ -125,87 +125,87 @@ class Workers:
         loop = asyncio.get_running_loop()
         for stop_signal in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(stop_signal, self._stop)
-        loop.add_signal_handler(signal.SIGHUP, self._rolling.set)
-        self._workers_by_slot = [None] * self.count
-        rolling = self._loops.start("rolling_restart", self._roll, wait=self._rolling.wait)
-        keeping = [
+        loop.add_signal_handler(signal.SIGHUP, self._roll_event.set)
+        self._workers_by_slot = [None] * self.worker_count
+        roll_task = self._loops.start("rolling_restart", self._roll_workers, wait=self._roll_event.wait)
+        keep_tasks = [
             self._loops.start(
-                "workers", functools.partial(self._keep, worker_index),
-                is_due=lambda: not self._stopping.is_set(),
+                "workers", functools.partial(self._keep_worker, worker_index),
+                is_due=lambda: not self._stop_event.is_set(),
             )
-            for worker_index in range(self.count)
+            for worker_index in range(self.worker_count)
         ]  # fmt: skip
-        await asyncio.wait(keeping)
-        while self._reaping:  # one that a rolling restart has just started or retired
-            await asyncio.wait(self._reaping)
-        await cancel_and_wait([rolling])
-        return self._code
+        await asyncio.wait(keep_tasks)
+        while self._reap_tasks:  # one that a rolling restart has just started or retired
+            await asyncio.wait(self._reap_tasks)
+        await cancel_and_wait([roll_task])
+        return self._exit_code
 
     def _stop(self) -> None:
         """Stops the workers: at the first signal they drain, at the second they end at once."""
-        bound_s = GRACE_S + (0.0 if self._stopping.is_set() else self.drain_s)
-        self._stopping.set()
+        bound_s = KILL_GRACE_S + (0.0 if self._stop_event.is_set() else self.drain_s)
+        self._stop_event.set()
         self.spawn.listener.close()  # the workers' own keep it open while they drain
-        for worker in self._living:
+        for worker in self._living_workers:
             worker.send_signal(signal.SIGTERM)
         asyncio.get_running_loop().call_later(bound_s, self._kill)
 
     def _kill(self) -> None:
-        for worker in self._living:
+        for worker in self._living_workers:
             log.warning("%s did not stop in time and is killed", worker)
             worker.send_signal(signal.SIGKILL)
 
-    async def _keep(self, worker_index: int) -> None:
+    async def _keep_worker(self, worker_index: int) -> None:
         """Keep a worker in one place: where one ends, or cannot be started, another try follows after a pause."""
-        workers, failures = self._workers_by_slot, 0
-        while not self._stopping.is_set():
+        workers, failure_count = self._workers_by_slot, 0
+        while not self._stop_event.is_set():
             # One may be there: this begins again after an error.
-            worker = workers[worker_index] or await self._start()
+            worker = workers[worker_index] or await self._start_worker()
             workers[worker_index] = worker
-            last: Worker | None = None
-            code: int | None = None
+            ended_worker: Worker | None = None
+            exit_code: int | None = None
             while worker is not None:
                 self._announce_once()
-                code = await worker.process.wait()
+                exit_code = await worker.process.wait()
                 # A rolling restart may have put another one in its place.
-                last, worker = (
+                ended_worker, worker = (
                     worker,
                     workers[worker_index] if workers[worker_index] is not worker else None,
                 )
             workers[worker_index] = None
-            if self._stopping.is_set():
+            if self._stop_event.is_set():
                 return
-            failures = 1 if last is not None and last.is_steady else failures + 1
-            if self._is_hopeless(last, code, failures):
+            failure_count = 1 if ended_worker is not None and ended_worker.is_steady else failure_count + 1
+            if self._is_hopeless(ended_worker, exit_code, failure_count):
                 return
-            if last is None:
+            if ended_worker is None:
                 log.warning(
-                    "no worker could be started: trying again in %.1f s", self.pause_s(failures)
+                    "no worker could be started: trying again in %.1f s", self.pause_s(failure_count)
                 )
             else:
                 log.warning(
                     "%s ended with code %d: another starts in %.1f s",
-                    last, code, self.pause_s(failures),
+                    ended_worker, exit_code, self.pause_s(failure_count),
                 )  # fmt: skip
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.pause_s(failures)):
-                    await self._stopping.wait()
+                async with asyncio.timeout(self.pause_s(failure_count)):
+                    await self._stop_event.wait()
 
-    def _is_hopeless(self, last: Worker | None, code: int | None, failures: int) -> bool:
+    def _is_hopeless(self, ended_worker: Worker | None, exit_code: int | None, failure_count: int) -> bool:
         """Returns whether starting again is given up; never while any worker answers.
 
-        `last` is the worker that ended with `code`; None where not even its process could be started.
+        `ended_worker` is the worker that ended with `exit_code`; None where not even its process could be started.
         """
-        if any(worker.ready_at is not None for worker in self._living):
+        if any(worker.ready_at is not None for worker in self._living_workers):
             return False
-        is_refused = code == 2 and not self._is_announced  # its settings; it said what is wrong
-        was_ready = last is not None and last.ready_at is not None
-        if was_ready or not (is_refused or failures >= TRIES):
+        is_refused = exit_code == 2 and not self._is_announced  # its settings; it said what is wrong
+        was_ready = ended_worker is not None and ended_worker.ready_at is not None
+        if was_ready or not (is_refused or failure_count >= FAILED_STARTS_MAX):
             return False
-        if not self._stopping.is_set():
-            how = "no process" if last is None else f"{last} ended with code {code}"
-            log.error("%s: giving up after %d starts", how, failures)
-            self._code = 2 if is_refused else 1
+        if not self._stop_event.is_set():
+            failure_text = "no process" if ended_worker is None else f"{ended_worker} ended with code {exit_code}"
+            log.error("%s: giving up after %d starts", failure_text, failure_count)
+            self._exit_code = 2 if is_refused else 1
             self._stop()
         return True
 
@@ -215,14 +215,14 @@ class Workers:
             self._is_announced = True
             self.announce()
 
-    async def _start(self) -> Worker | None:
+    async def _start_worker(self) -> Worker | None:
         """A worker that is ready, or that has ended or is about to; None where no process can be started now."""
-        slot = min(set(range(len(self._slots) + 1)) - self._slots)
-        self._slots.add(slot)
+        slot = min(set(range(len(self._used_slots) + 1)) - self._used_slots)
+        self._used_slots.add(slot)
         try:
             worker = await self.spawn(slot)
         except Exception as error:  # of any kind: the workers that run must not end with it
-            self._slots.discard(slot)
+            self._used_slots.discard(slot)
             log.error(
                 "worker %d cannot be started: %s",
                 slot,
@@ -230,36 +230,36 @@ class Workers:
                 exc_info=not isinstance(error, OSError),
             )
             return None
-        self._living.add(worker)
-        reaping = asyncio.create_task(self._reap(worker))
-        self._reaping.add(reaping)
-        reaping.add_done_callback(self._reaping.discard)
-        if self._stopping.is_set():
+        self._living_workers.add(worker)
+        reap_task = asyncio.create_task(self._reap_worker(worker))
+        self._reap_tasks.add(reap_task)
+        reap_task.add_done_callback(self._reap_tasks.discard)
+        if self._stop_event.is_set():
             worker.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(START_MAX_S):
                 ready_message = await asyncio.get_running_loop().sock_recv(
-                    worker.control, len(READY)
+                    worker.control, len(READY_MESSAGE)
                 )
         except (TimeoutError, OSError):
             ready_message = b""
-        if ready_message == READY:
+        if ready_message == READY_MESSAGE:
             worker.ready_at = time.monotonic()
-        elif not self._stopping.is_set():
-            await self._end(worker, GRACE_S)
+        elif not self._stop_event.is_set():
+            await self._end_worker(worker, KILL_GRACE_S)
         return worker
 
-    async def _reap(self, worker: Worker) -> None:
+    async def _reap_worker(self, worker: Worker) -> None:
         await worker.process.wait()
         worker.control.close()
-        self._living.discard(worker)
+        self._living_workers.discard(worker)
         try:
             self.spawn.clean(worker.slot)
         except OSError as error:
             log.error("what %s left cannot be removed: %s", worker, error)
-        self._slots.discard(worker.slot)
+        self._used_slots.discard(worker.slot)
 
-    async def _end(self, worker: Worker, bound_s: float) -> None:
+    async def _end_worker(self, worker: Worker, bound_s: float) -> None:
         try:
             async with asyncio.timeout(bound_s):
                 await worker.process.wait()
@@ -268,27 +268,27 @@ class Workers:
             worker.send_signal(signal.SIGKILL)
             await worker.process.wait()
 
-    async def _roll(self) -> None:
+    async def _roll_workers(self) -> None:
         """Replaces one worker after the other, the new one ready before the old one is let go."""
-        self._rolling.clear()
-        for worker_index, old in enumerate(self._workers_by_slot):
-            if self._stopping.is_set():
+        self._roll_event.clear()
+        for worker_index, old_worker in enumerate(self._workers_by_slot):
+            if self._stop_event.is_set():
                 return
-            if old is None or old.ready_at is None:
+            if old_worker is None or old_worker.ready_at is None:
                 continue  # it is starting, with the settings of today
-            new = await self._start()
-            if self._stopping.is_set():
+            new_worker = await self._start_worker()
+            if self._stop_event.is_set():
                 return
-            if new is None or new.ready_at is None:
+            if new_worker is None or new_worker.ready_at is None:
                 log.error(
                     "%s did not become ready: the workers that run go on as they are",
-                    new or "a new worker",
+                    new_worker or "a new worker",
                 )
                 return
-            if self._workers_by_slot[worker_index] is old:
-                self._workers_by_slot[worker_index] = new
+            if self._workers_by_slot[worker_index] is old_worker:
+                self._workers_by_slot[worker_index] = new_worker
             else:  # it died meanwhile, and has a successor
-                old = new
-            old.retire()
-            await self._end(old, self.drain_s + GRACE_S)
+                old_worker = new_worker
+            old_worker.retire()
+            await self._end_worker(old_worker, self.drain_s + KILL_GRACE_S)
         log.info("all workers have been replaced")

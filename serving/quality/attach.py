@@ -7,18 +7,18 @@ from serving.replica.hooks import Replica
 
 def attach(replica: Replica) -> QualityMonitor:
     """Sample the answers of the own namespace, judge them in the background, and report on them."""
-    own, hooks = replica.own, replica.hooks
-    components = own.components
+    own_namespace, hooks = replica.own_namespace, replica.hooks
+    components = own_namespace.components
     monitor = QualityMonitor(
-        replica.config, components.watch, replica.metrics, replica.local, components.remote.control,
-        own.holder, components.ladder.recent_names, replica.batcher, replica.admission, own.clock,
+        replica.config, components.answer_observer, replica.metrics, replica.l1_tier, components.remote.control,
+        own_namespace.holder, components.ladder.recent_names, replica.batcher, replica.admission, own_namespace.clock,
         replica.name, replica.loops,
     )  # fmt: skip
-    for loop_name, every_s, step in monitor.steps():
-        if every_s:
-            own.refresher.add_periodic(loop_name, every_s, step)
+    for loop_name, interval_s, step in monitor.periodic_steps():
+        if interval_s:
+            own_namespace.refresher.add_periodic(loop_name, interval_s, step)
     replica.metrics.registry.register(InternalCounters(monitor.internal_counters, HELP_BY_EVENT))
     hooks.reports["quality"] = monitor.to_json
-    hooks.start.append(monitor.start)
-    hooks.close.append(monitor.aclose)
+    hooks.start_steps.append(monitor.start)
+    hooks.close_steps.append(monitor.aclose)
     return monitor

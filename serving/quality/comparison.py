@@ -25,7 +25,7 @@ from serving.requests.reasons import LiveReason
 
 log = logging.getLogger(__name__)
 
-CLOSE = 2.0**-8
+CLOSE_SHARE = 2.0**-8
 """Difference of numbers, as a share of the largest, that counts as none: the rounding of float16 and int8."""
 
 Band = Literal["none", "1-9", "10-99", "100+", "popular", "other"]
@@ -73,34 +73,34 @@ class SampleSkipped(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NightInputs:
+class NightInputProbe:
     """Inputs of one generation's users."""
 
     probe: Probe
     seed: int
 
-    def of(self, raw: bytes) -> LiveInput | None:
+    def of(self, user_id: bytes) -> LiveInput | None:
         """Return the input of a user; None if it is not in the probe."""
-        return self.probe.input_of(hash_id(raw, self.seed))
+        return self.probe.input_of(hash_id(user_id, self.seed))
 
 
-def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputs | None:
+def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputProbe | None:
     """Fetches, checks and maps a probe; None where there is none or it is damaged: then user tables go unjudged."""
-    described = snapshot.manifest.facts.get(PROBE_FACT)
-    if not described:
+    artefact_fields = snapshot.manifest.facts.get(PROBE_FACT)
+    if not artefact_fields:
         return None
     try:
-        artefact = Artefact(**described)
+        artefact = Artefact(**artefact_fields)
         fetch_checked(store, snapshot.generation, artefact)
         probe = Probe.open(snapshot.root / artefact.path, snapshot.items)
-        return NightInputs(probe, snapshot.directories["user"].seed)
+        return NightInputProbe(probe, snapshot.directories["user"].seed)
     except Exception:
         log.warning("the probe of %s cannot be read", snapshot.generation, exc_info=True)
         return None
 
 
 def compare(
-    sample: AnswerSample, snapshot: Snapshot, inputs: NightInputs | None
+    sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputProbe | None
 ) -> AnswerComparison:
     """Compare an answer; raise SampleSkipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
     table = snapshot.manifest.tables.get(sample.table)
@@ -110,12 +110,12 @@ def compare(
         raise SampleSkipped("blocked")
     if snapshot.predictor is None or not snapshot.predictor.supports(sample.table):
         raise SampleSkipped("no_model")
-    source = _source(sample, snapshot, table, inputs)
+    live_input = _comparison_input(sample, snapshot, table, night_inputs)
     directory = snapshot.directories[table.entity]
     position = directory.find(hash_id(sample.raw, directory.seed))
     seen_ordinals = snapshot.past_item_ordinals(table, position)
     job = InferenceJob(
-        snapshot, sample.table, source, fingerprint(sample.raw), 0, seen_ordinals=seen_ordinals
+        snapshot, sample.table, live_input, fingerprint(sample.raw), 0, seen_ordinals=seen_ordinals
     )
     (outcome,) = compute([job])
     if isinstance(outcome, LiveUnavailable) and outcome.reason == LiveReason.NO_USABLE_INPUT:
@@ -123,34 +123,34 @@ def compare(
     if not isinstance(outcome, ComputedRecord):
         raise SampleSkipped("failed")
     try:
-        served, numbers = _decode_served(sample, snapshot, table)
+        served_ordinals, served_numbers = _decode_served(sample, snapshot, table)
         stored_prediction = (
             _decode_stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
         )
         live_record = decode_record(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # what a damaged record holds is the read path's to count
         raise SampleSkipped("failed") from damage
-    if live_record.items is None or served is None:
-        agreement = _numbers(table, numbers, live_record.numbers)
-        whole_overlap: float | None = agreement.overlap
+    if live_record.items is None or served_ordinals is None:
+        agreement = _compare_numbers(table, served_numbers, live_record.numbers)
+        record_overlap: float | None = agreement.overlap
     else:
-        keep = _allowed(live_record.items, (*sample.exclusions, snapshot.blocked))
-        items, scores = live_record.items[keep], live_record.numbers[keep]
-        agreement = _lists(served, numbers, items, scores)
-        whole_overlap = None
+        allowed_indices = _allowed_indices(live_record.items, (*sample.exclusions, snapshot.blocked))
+        live_items, live_scores = live_record.items[allowed_indices], live_record.numbers[allowed_indices]
+        agreement = _compare_lists(served_ordinals, served_numbers, live_items, live_scores)
+        record_overlap = None
         if stored_prediction is not None and stored_prediction[0] is not None:
-            whole_overlap = _lists(
-                stored_prediction[0], stored_prediction[1], items, scores
+            record_overlap = _compare_lists(
+                stored_prediction[0], stored_prediction[1], live_items, live_scores
             ).overlap
     age_s = 0.0 if sample.producer == "live" else sample.at - snapshot.manifest.data_until
-    band = _band(snapshot, source)
+    band = _band(snapshot, live_input)
     return AnswerComparison(
-        table.name, sample.source, sample.producer, band, *agreement, age_s, whole_overlap
+        table.name, sample.source, sample.producer, band, *agreement, age_s, record_overlap
     )
 
 
-def _source(
-    sample: AnswerSample, snapshot: Snapshot, table: Table, inputs: NightInputs | None
+def _comparison_input(
+    sample: AnswerSample, snapshot: Snapshot, table: Table, night_inputs: NightInputProbe | None
 ) -> LiveInput:
     if sample.caller_input is not None:
         return sample.caller_input
@@ -158,81 +158,81 @@ def _source(
         raise SampleSkipped("no_input")
     if table.entity == "item":
         return LiveInput(item=snapshot.items.ordinal_of(sample.raw))
-    night_input = None if inputs is None else inputs.of(sample.raw)
+    night_input = None if night_inputs is None else night_inputs.of(sample.raw)
     if night_input is None:
         raise SampleSkipped("no_input")
     if night_input.features:  # of all models of users; each takes its own
-        spec = TowerSpec.from_json(snapshot.manifest.models[str(table.producer.model)].spec)
+        tower_spec = TowerSpec.from_json(snapshot.manifest.models[str(table.producer.model)].spec)
         model_features = {
             str(feature.column): night_input.features[str(feature.column)]
-            for feature in spec.features
+            for feature in tower_spec.features
         }
         return replace(night_input, features=model_features or None)
     return night_input
 
 
 def _decode_stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> OrdinalsAndNumbers:
-    decoded = decode_record(table.layout, record, snapshot.items.count)
-    if decoded.items is None:
-        return None, decoded.numbers
-    keep = _allowed(decoded.items, (snapshot.blocked,))[:k]
-    return decoded.items[keep].astype(np.int64), decoded.numbers[keep]
+    stored_record = decode_record(table.layout, record, snapshot.items.count)
+    if stored_record.items is None:
+        return None, stored_record.numbers
+    allowed_indices = _allowed_indices(stored_record.items, (snapshot.blocked,))[:k]
+    return stored_record.items[allowed_indices].astype(np.int64), stored_record.numbers[allowed_indices]
 
 
 def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> OrdinalsAndNumbers:
     if sample.fields is None and not sample.body:
         return _decode_stored(sample.record, snapshot, table, sample.k)
-    fields: Mapping[str, Any] = sample.fields or orjson.loads(sample.body)
-    if (items := fields.get("items")) is not None:
+    answer_fields: Mapping[str, Any] = sample.fields or orjson.loads(sample.body)
+    if (items := answer_fields.get("items")) is not None:
         ordinals = snapshot.items.ordinals_of([item_id.encode() for item_id in items])
-        return ordinals, np.asarray(fields["scores"], np.float32)
-    numbers = fields["vector"] if table.kind == "vector" else fields["values"]
+        return ordinals, np.asarray(answer_fields["scores"], np.float32)
+    numbers = answer_fields["vector"] if table.kind == "vector" else answer_fields["values"]
     return None, np.asarray(numbers, np.float32)
 
 
-def _allowed(items: NDArray[np.uint32], exclusions: Sequence[frozenset[int]]) -> list[int]:
-    """Places of the items that no set of `exclusions` holds."""
-    ordinals = items.tolist()
+def _allowed_indices(item_ordinals: NDArray[np.uint32], exclusion_sets: Sequence[frozenset[int]]) -> list[int]:
+    """Places of the items that no set of `exclusion_sets` holds."""
+    ordinals = item_ordinals.tolist()
     return [
-        index
-        for index, ordinal in enumerate(ordinals)
-        if not any(ordinal in of for of in exclusions)
+        item_index
+        for item_index, ordinal in enumerate(ordinals)
+        if not any(ordinal in excluded_ordinals for excluded_ordinals in exclusion_sets)
     ]
 
 
-def _lists(
-    served: NDArray[np.int64],
-    scores: NDArray[np.float32],
+def _compare_lists(
+    served_ordinals: NDArray[np.int64],
+    served_scores: NDArray[np.float32],
     live_items: NDArray[np.uint32],
-    own_scores: NDArray[np.float32],
+    live_scores: NDArray[np.float32],
 ) -> Agreement:
-    count = len(served)
-    live_items, own_scores = live_items[:count], own_scores[:count]
-    if not count or not len(live_items):
-        return Agreement(count == len(live_items), float(count == len(live_items)), 0.0)
-    is_exact = len(live_items) == count and bool((live_items == served).all())
-    error = relative_errors(scores[: len(live_items)], own_scores).mean_error
-    return Agreement(is_exact, overlap(served, live_items, count), error)
+    served_count = len(served_ordinals)
+    live_items, live_scores = live_items[:served_count], live_scores[:served_count]
+    if not served_count or not len(live_items):
+        return Agreement(served_count == len(live_items), float(served_count == len(live_items)), 0.0)
+    is_exact = len(live_items) == served_count and bool((live_items == served_ordinals).all())
+    error = relative_errors(served_scores[: len(live_items)], live_scores).mean_error
+    return Agreement(is_exact, overlap(served_ordinals, live_items, served_count), error)
 
 
-def _numbers(
-    table: Table, served: NDArray[np.float32], live_numbers: NDArray[np.float32]
+def _compare_numbers(
+    table: Table, served_numbers: NDArray[np.float32], live_numbers: NDArray[np.float32]
 ) -> Agreement:
-    errors = relative_errors(served, live_numbers)
-    is_close = errors.largest_error <= CLOSE
+    errors = relative_errors(served_numbers, live_numbers)
+    is_close = errors.largest_error <= CLOSE_SHARE
     if table.kind != "vector":
         return Agreement(is_close, max(0.0, 1.0 - errors.largest_error), errors.mean_error)
-    if (similarity := cosine(served, live_numbers)) is None:
-        similarity = float(not (served.any() or live_numbers.any()))
+    if (similarity := cosine(served_numbers, live_numbers)) is None:
+        similarity = float(not (served_numbers.any() or live_numbers.any()))
     return Agreement(is_close, min(1.0, max(0.0, similarity)), errors.mean_error)
 
 
-def _band(snapshot: Snapshot, source: LiveInput) -> Band:
-    if source.item is not None:
-        popular = any(
-            source.item in default_list.ordinal_by_id.values()
+def _band(snapshot: Snapshot, live_input: LiveInput) -> Band:
+    if live_input.item is not None:
+        is_popular = any(
+            live_input.item in default_list.ordinal_by_id.values()
             for default_list in snapshot.defaults.values()
         )
-        return "popular" if popular else "other"
-    length = len(source.history or ())
-    return "none" if not length else "1-9" if length < 10 else "10-99" if length < 100 else "100+"
+        return "popular" if is_popular else "other"
+    history_length = len(live_input.history or ())
+    return "none" if not history_length else "1-9" if history_length < 10 else "10-99" if history_length < 100 else "100+"

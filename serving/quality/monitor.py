@@ -21,19 +21,13 @@ from serving.generations.heartbeat import RedisClock
 from serving.generations.holder import GenerationHolder
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
-from serving.process.resources import NICE_LAST, lower_thread_priority
-from serving.quality.comparison import (
-    AnswerComparison,
-    NightInputs,
-    SampleSkipped,
-    compare,
-    open_inputs,
-)
+from serving.process.resources import (LOWEST_PRIORITY_NICE, lower_thread_priority)
+from serving.quality.comparison import (AnswerComparison, NightInputProbe, SampleSkipped, compare, open_night_inputs)
 from serving.quality.results import QualityResults, SharedReport
 from serving.usage.hot_keys import HotKeySketch
 from serving.usage.table_usage import ReadHashes, TableUsage
 
-IDLE_S = 0.2
+IDLE_PAUSE_S = 0.2
 """Seconds between checks of an empty queue, and while live requests come first."""
 
 HELP_BY_EVENT: Mapping[str, str] = {
@@ -47,7 +41,7 @@ Step = Callable[[], Coroutine[Any, Any, None]]
 
 
 class QualityMonitor:
-    """Quality monitor; `to_json` is for the dashboard, `steps` run periodically in the loop that follows Redis."""
+    """Quality monitor; `to_json` is for the dashboard, `periodic_steps` run in the loop that follows Redis."""
 
     def __init__(
         self,
@@ -57,7 +51,7 @@ class QualityMonitor:
         local: LocalTier,
         control: ControlPlane,
         holder: GenerationHolder,
-        recent: RecentNames,
+        recent_names: RecentNames,
         batcher: MicroBatcher,
         admission: Admission,
         clock: RedisClock,
@@ -66,29 +60,29 @@ class QualityMonitor:
     ) -> None:
         self._loops = BackgroundLoops() if loops is None else loops
 
-        def live() -> Any:
+        def get_live_snapshot() -> Any:
             return holder.live
 
-        cold_names, self._reads = RecentNames(), ReadHashes()
+        cold_names, self._read_hashes = RecentNames(), ReadHashes()
         watch.on_cold.append(cold_names.append)
-        watch.on_read.append(self._reads.add)
+        watch.on_read.append(self._read_hashes.add)
         watch.sampler = AnswerSampler(config.sampled_per_mille)
-        self.cold = HotKeySketch(SharedHotKeys(control), cold_names, live, clock, COLD_WINDOW)
+        self.cold_sketch = HotKeySketch(SharedHotKeys(control), cold_names, get_live_snapshot, clock, COLD_WINDOW)
         self._results = QualityResults()
-        self._usage = TableUsage(control, self._reads, metrics, recent.all_names, live)
+        self._table_usage = TableUsage(control, self._read_hashes, metrics, recent_names.all_names, get_live_snapshot)
         self._shared_report = SharedReport(
-            control, name, self._results, self._usage, live, clock, config.quality_s
+            control, name, self._results, self._table_usage, get_live_snapshot, clock, config.quality_s
         )
         self._executor = ThreadPoolExecutor(
-            1, "larder-quality", initializer=lower_thread_priority, initargs=(NICE_LAST,)
+            1, "larder-quality", initializer=lower_thread_priority, initargs=(LOWEST_PRIORITY_NICE,)
         )
-        self._judge = AnswerJudge(
+        self._answer_judge = AnswerJudge(
             watch.sampler,
             self._results,
             local,
-            live=live,
+            get_live_snapshot=get_live_snapshot,
             find_snapshot=holder.find_snapshot,
-            open_inputs=partial(open_inputs, config.store()),
+            open_night_inputs=partial(open_night_inputs, config.store()),
             is_busy=lambda: (
                 batcher.queued > 0 or admission.is_behind or admission.live_admitted_share < 1
             ),
@@ -97,37 +91,37 @@ class QualityMonitor:
             threads=config.live_threads,
         )
         self._is_sampling = config.sampled_per_mille > 0
-        self._running: asyncio.Task[None] | None = None
-        self._every_s = config.quality_s
-        for collector in (self._results, self._usage):
+        self._judge_task: asyncio.Task[None] | None = None
+        self._report_interval_s = config.quality_s
+        for collector in (self._results, self._table_usage):
             metrics.registry.register(collector)
         self.to_json = self._shared_report.to_json
 
-    def steps(self) -> list[tuple[str, float, Step]]:
+    def periodic_steps(self) -> list[tuple[str, float, Step]]:
         """Return the periodic steps: the name of the loop, the seconds between two runs (0: none), and the function."""
         return [
-            ("quality_report", self._every_s, self._shared_report.report),
-            ("cold_ids", self._every_s, self.cold.report),
+            ("quality_report", self._report_interval_s, self._shared_report.report),
+            ("cold_ids", self._report_interval_s, self.cold_sketch.report),
         ]
 
     def internal_counters(self) -> dict[str, float]:
         """Event counts by name."""
         return {
-            "cold_reported": self.cold.reported,
-            "cold_reports_failed": self.cold.failed,
-            "reads_left_out": self._reads.left_out,
+            "cold_reported": self.cold_sketch.reported_count,
+            "cold_reports_failed": self.cold_sketch.failed_count,
+            "reads_left_out": self._read_hashes.left_out,
         }
 
     async def start(self) -> None:
         """Starts sampling, unless the share of sampled answers is 0."""
         if self._is_sampling:
-            self._running = self._loops.start("quality_samples", self._judge.judge_next)
+            self._judge_task = self._loops.start("quality_samples", self._answer_judge.judge_next)
 
     async def aclose(self) -> None:
         """Stops sampling, and takes this replica's part of the shared report back."""
-        await cancel_and_wait([self._running])
+        await cancel_and_wait([self._judge_task])
         self._executor.shutdown(wait=False, cancel_futures=True)
-        if self._every_s:
+        if self._report_interval_s:
             await self._shared_report.sign_off()
 
 
@@ -149,56 +143,56 @@ class AnswerJudge:
     results: QualityResults
     local: LocalTier
     _: KW_ONLY
-    live: Callable[[], Snapshot | None]
+    get_live_snapshot: Callable[[], Snapshot | None]
     find_snapshot: Callable[[str], Snapshot | None]
-    open_inputs: Callable[[Snapshot], NightInputs | None]
+    open_night_inputs: Callable[[Snapshot], NightInputProbe | None]
     is_busy: Callable[[], bool]
     executor: Executor
     cpu_share: float
     threads: int
-    _inputs: dict[str, NightInputs | None] = field(init=False, default_factory=dict)
+    _inputs_by_generation: dict[str, NightInputProbe | None] = field(init=False, default_factory=dict)
 
     async def judge_next(self) -> None:
         """Judge an answer if one waits, and pause; an answer that cannot be judged is counted, and raises."""
         try:
             pause_s = await self.step()
         except Exception:
-            self.results.skipped["failed"] += 1
+            self.results.skipped_by_reason["failed"] += 1
             raise
         await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
         """Judges an answer if one waits and the model is free; returns the seconds to pause, to keep the budget."""
-        self._inputs = {
-            name: night_inputs
-            for name, night_inputs in self._inputs.items()
-            if self.find_snapshot(name)
+        self._inputs_by_generation = {
+            generation: night_inputs
+            for generation, night_inputs in self._inputs_by_generation.items()
+            if self.find_snapshot(generation)
         }
-        if (live := self.live()) is not None:
-            self.results.begin(live, time.time())
+        if (live_snapshot := self.get_live_snapshot()) is not None:
+            self.results.begin_release(live_snapshot, time.time())
         if self.is_busy():
-            self.results.skipped["overload"] += len(self.sampler)
+            self.results.skipped_by_reason["overload"] += len(self.sampler)
             self.sampler.clear()
-        self.results.skipped["queue_full"] = self.sampler.dropped_count
+        self.results.skipped_by_reason["queue_full"] = self.sampler.dropped_count
         sample = self.sampler.next()
         if sample is None:
-            return IDLE_S
+            return IDLE_PAUSE_S
         snapshot = self.find_snapshot(sample.generation)
         if snapshot is None:
-            self.results.skipped["gone"] += 1
+            self.results.skipped_by_reason["gone"] += 1
             return 0.0
         loop = asyncio.get_running_loop()
-        judged = await loop.run_in_executor(
-            self.executor, self._judge, self._completed(sample, snapshot), snapshot
+        judged_sample = await loop.run_in_executor(
+            self.executor, self._judge, self._with_stored_record(sample, snapshot), snapshot
         )
-        self.results.cpu_s += judged.cpu_s
-        if isinstance(judged.outcome, SampleSkipped):
-            self.results.skipped[judged.outcome.reason] += 1
+        self.results.cpu_s += judged_sample.cpu_s
+        if isinstance(judged_sample.outcome, SampleSkipped):
+            self.results.skipped_by_reason[judged_sample.outcome.reason] += 1
         else:
-            self.results.add(judged.outcome, sample.generation)
-        return judged.cpu_s / self.cpu_share
+            self.results.add(judged_sample.outcome, sample.generation)
+        return judged_sample.cpu_s / self.cpu_share
 
-    def _completed(self, sample: AnswerSample, snapshot: Snapshot) -> AnswerSample:
+    def _with_stored_record(self, sample: AnswerSample, snapshot: Snapshot) -> AnswerSample:
         """Adds the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
         table = snapshot.manifest.tables.get(sample.table)
         if sample.record or sample.producer != "batch" or table is None:
@@ -213,9 +207,9 @@ class AnswerJudge:
         cpu_start_s = time.thread_time()
         outcome: AnswerComparison | SampleSkipped
         try:
-            if snapshot.generation not in self._inputs:
-                self._inputs[snapshot.generation] = self.open_inputs(snapshot)
-            outcome = compare(sample, snapshot, self._inputs[snapshot.generation])
+            if snapshot.generation not in self._inputs_by_generation:
+                self._inputs_by_generation[snapshot.generation] = self.open_night_inputs(snapshot)
+            outcome = compare(sample, snapshot, self._inputs_by_generation[snapshot.generation])
         except SampleSkipped as skipped:
             outcome = SampleSkipped(skipped.reason)  # without the frames, which hold the generation
         return JudgedSample(outcome, (time.thread_time() - cpu_start_s) * self.threads)

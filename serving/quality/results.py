@@ -21,7 +21,7 @@ from cache.l2.control_plane import ControlPlane
 from cache.model.agreement import SKEW_COSINE_RULE, SKEW_RULE
 from cache.usage.hot_keys import COLD_WINDOW, EntityName, SharedHotKeys, window_number_of
 from serving.generations.snapshot import Snapshot
-from serving.metrics.collectors import by_label
+from serving.metrics.collectors import (add_samples_by_label)
 from serving.metrics.sequential import DRIFT_ALPHA, Drift
 from serving.quality.comparison import AnswerComparison
 from serving.usage.table_usage import GIGABYTE, TableUsage
@@ -32,23 +32,23 @@ CellKey = tuple[str, str, str, str]
 ERROR_BOUNDS = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Upper bounds of the score error's buckets; one more is for larger errors."""
 
-_Z = 1.959964  # of 95 %
+_Z_OF_95_PERCENT = 1.959964  # of 95 %
 
 OVERLAP_FLOOR = 0.5
 """Overlap that must be reached where the night has measured none."""
 
-LENIENCE = 0.05
+THRESHOLD_LENIENCE = 0.05
 """Margin below the gate's threshold: whom callers ask for is not whom the gate drew."""
 
-LABELS = ("table", "source", "producer", "band")
+CELL_LABELS = ("table", "source", "producer", "band")
 
-REPORT_LIFE_S = 120
+REPORT_TTL_S = 120
 """Life of the hash in Redis in seconds, from the last report of any replica on."""
 
-REPORT_FRESH_S = 30.0
+REPORT_FRESH_MAX_S = 30.0
 """Age in seconds (plus two report intervals) beyond which a replica's part counts no more."""
 
-_REPORTS_A_COUNT = 6
+_REPORTS_PER_COUNT = 6
 """Reports from one count of the worklist to the next: a count takes the event loop 10 ms and more."""
 
 
@@ -59,24 +59,24 @@ class SampleTotals:
     samples: int = 0
     exact: int = 0
     overlap: float = 0.0
-    squares: float = 0.0
+    overlap_squares_sum: float = 0.0
     error: float = 0.0
     age: float = 0.0
     errors: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BOUNDS) + 1))
 
-    def saw(self, sample: AnswerComparison) -> None:
+    def add_sample(self, sample: AnswerComparison) -> None:
         """Adds a sample to the sums."""
         self.samples += 1
         self.exact += sample.is_exact
         self.overlap += sample.overlap
-        self.squares += sample.overlap**2
+        self.overlap_squares_sum += sample.overlap**2
         self.error += sample.score_error
         self.age += sample.age_s
         self.errors[bisect_left(ERROR_BOUNDS, sample.score_error)] += 1
 
     def to_json(self) -> list[Any]:
         """JSON list of the sums and the error buckets, for Redis."""
-        sums = (self.samples, self.exact, self.overlap, self.squares, self.error, self.age)
+        sums = (self.samples, self.exact, self.overlap, self.overlap_squares_sum, self.error, self.age)
         return [*sums, self.errors]
 
     @classmethod
@@ -87,7 +87,7 @@ class SampleTotals:
             total_cell.samples += samples
             total_cell.exact += exact
             total_cell.overlap += overlap
-            total_cell.squares += squares
+            total_cell.overlap_squares_sum += squares
             total_cell.error += error
             total_cell.age += age
             total_cell.errors = [a + b for a, b in zip(total_cell.errors, errors, strict=True)]
@@ -101,59 +101,59 @@ class SampleTotals:
     def mean_overlap(self) -> dict[str, float]:
         """Mean overlap, and the bounds of its 95 % interval."""
         mean = self.overlap / max(1, self.samples)
-        half = half_width(self.overlap, self.squares, self.samples)
-        return {"mean": mean, "low": max(0.0, mean - half), "high": min(1.0, mean + half)}
+        interval_half_width = half_width(self.overlap, self.overlap_squares_sum, self.samples)
+        return {"mean": mean, "low": max(0.0, mean - interval_half_width), "high": min(1.0, mean + interval_half_width)}
 
     def mean_error(self) -> dict[str, float]:
         """Mean score error, and the upper bound of the bucket that holds the 99th percentile."""
-        rank, below = math.ceil(0.99 * self.samples), 0
+        rank, cumulative_count = math.ceil(0.99 * self.samples), 0
         p99 = ERROR_BOUNDS[-1]
         for bound, count in zip(ERROR_BOUNDS, self.errors, strict=False):
-            below += count
-            if below >= rank:
+            cumulative_count += count
+            if cumulative_count >= rank:
                 p99 = bound
                 break
         return {"mean": self.error / max(1, self.samples), "p99": p99}
 
 
-def wilson_interval(hits: int, of: int) -> tuple[float, float]:
+def wilson_interval(hit_count: int, total: int) -> tuple[float, float]:
     """The 95 % score interval of a rate (Wilson, JASA 22, 1927): sound at 0, at 1 and for few."""
-    if not of:
+    if not total:
         return 0.0, 1.0
-    rate, z2 = hits / of, _Z * _Z
-    middle = rate + z2 / (2 * of)
-    half = _Z * math.sqrt(rate * (1 - rate) / of + z2 / (4 * of * of))
+    rate, z2 = hit_count / total, _Z_OF_95_PERCENT * _Z_OF_95_PERCENT
+    interval_middle = rate + z2 / (2 * total)
+    interval_half_width = _Z_OF_95_PERCENT * math.sqrt(rate * (1 - rate) / total + z2 / (4 * total * total))
     # At the ends the bound is the rate itself, but for the rounding of floats.
-    low = (middle - half) / (1 + z2 / of) if hits else 0.0
-    high = (middle + half) / (1 + z2 / of) if hits < of else 1.0
+    low = (interval_middle - interval_half_width) / (1 + z2 / total) if hit_count else 0.0
+    high = (interval_middle + interval_half_width) / (1 + z2 / total) if hit_count < total else 1.0
     return low, high
 
 
-def half_width(total: float, squares: float, of: int) -> float:
+def half_width(value_sum: float, squares_sum: float, sample_count: int) -> float:
     """Half-width of a mean's 95 % interval by the normal approximation (central limit theorem); 1 for fewer than two.
 
     Samples of one entity are not independent: where few are asked for very often the interval is too narrow.
     """
-    if of < 2:
+    if sample_count < 2:
         return 1.0
-    variance = max(0.0, squares - total * total / of) / (of - 1)
-    return _Z * math.sqrt(variance / of)
+    variance = max(0.0, squares_sum - value_sum * value_sum / sample_count) / (sample_count - 1)
+    return _Z_OF_95_PERCENT * math.sqrt(variance / sample_count)
 
 
 def pack_cells(cells: Mapping[CellKey, SampleTotals]) -> dict[str, list[Any]]:
     """Cells as JSON; no part of a key holds a tab."""
-    return {"\t".join(key): cell.to_json() for key, cell in cells.items()}
+    return {"\t".join(cell_key): cell.to_json() for cell_key, cell in cells.items()}
 
 
-def merge_cells(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[CellKey, SampleTotals]:
+def merge_cells(replica_cells: Iterable[Mapping[str, Sequence[Any]]]) -> dict[CellKey, SampleTotals]:
     """The cells of all parts, summed."""
-    cells_by_name: dict[str, list[Sequence[Any]]] = {}
-    for part in parts:
-        for name, cell in part.items():
-            cells_by_name.setdefault(name, []).append(cell)
+    cells_by_packed_key: dict[str, list[Sequence[Any]]] = {}
+    for cells_of_replica in replica_cells:
+        for packed_key, cell in cells_of_replica.items():
+            cells_by_packed_key.setdefault(packed_key, []).append(cell)
     cell_by_key = {}
-    for name, cells in cells_by_name.items():
-        table, source, producer, band = name.split("\t")
+    for packed_key, cells in cells_by_packed_key.items():
+        table, source, producer, band = packed_key.split("\t")
         cell_by_key[table, source, producer, band] = SampleTotals.of(cells)
     return cell_by_key
 
@@ -162,75 +162,75 @@ class QualityResults(Collector):
     """Sums of all samples, and of the live release's, which alone is judged for drift. For the event loop only."""
 
     def __init__(self) -> None:
-        self.skipped: Counter[str] = Counter()
+        self.skipped_by_reason: Counter[str] = Counter()
         self.cpu_s = 0.0
         self.judged_since = 0.0
-        self._all: defaultdict[CellKey, SampleTotals] = defaultdict(SampleTotals)
-        self._live: defaultdict[CellKey, SampleTotals] = defaultdict(SampleTotals)
-        self.release: tuple[str, int] | None = None
+        self._totals_by_cell: defaultdict[CellKey, SampleTotals] = defaultdict(SampleTotals)
+        self._live_totals_by_cell: defaultdict[CellKey, SampleTotals] = defaultdict(SampleTotals)
+        self.judged_release: tuple[str, int] | None = None
         """Generation and epoch that are judged."""
-        self._drifts: dict[str, Drift] = {}
+        self._drift_by_table: dict[str, Drift] = {}
 
-    def begin(self, live: Snapshot, now_s: float) -> None:
+    def begin_release(self, live_snapshot: Snapshot, now_s: float) -> None:
         """Judges this release from now on, unless it does so already."""
-        if (release := (live.generation, live.epoch)) == self.release:
+        if (release := (live_snapshot.generation, live_snapshot.epoch)) == self.judged_release:
             return
-        tables = live.manifest.tables
-        self.release, self.judged_since = release, now_s
-        self._live.clear()
-        self._drifts = {
-            name: Drift(_floor(live, table.kind == "topk"), DRIFT_ALPHA / len(tables))
-            for name, table in tables.items()
+        tables = live_snapshot.manifest.tables
+        self.judged_release, self.judged_since = release, now_s
+        self._live_totals_by_cell.clear()
+        self._drift_by_table = {
+            table_name: Drift(_overlap_floor(live_snapshot, table.kind == "topk"), DRIFT_ALPHA / len(tables))
+            for table_name, table in tables.items()
         }
 
     def add(self, sample: AnswerComparison, generation: str) -> None:
         """Adds the comparison of an answer from this generation."""
-        key: CellKey = sample.table, sample.source, sample.producer, sample.band
-        self._all[key].saw(sample)
-        if self.release is None or self.release[0] != generation:
+        cell_key: CellKey = sample.table, sample.source, sample.producer, sample.band
+        self._totals_by_cell[cell_key].add_sample(sample)
+        if self.judged_release is None or self.judged_release[0] != generation:
             return
-        self._live[key].saw(sample)
+        self._live_totals_by_cell[cell_key].add_sample(sample)
         if sample.producer == "batch" and sample.record_overlap is not None:
-            self._drifts[sample.table].saw(sample.record_overlap)
+            self._drift_by_table[sample.table].add_overlap(sample.record_overlap)
 
     def to_json(self) -> dict[str, Any]:
         """Part of this replica, which other replicas merge with their own."""
         return {
-            "generation": None if self.release is None else self.release[0],
+            "generation": None if self.judged_release is None else self.judged_release[0],
             "since": self.judged_since,
-            "cells": pack_cells(self._live),
+            "cells": pack_cells(self._live_totals_by_cell),
             "drift": {
-                name: drift.found_after for name, drift in self._drifts.items() if drift.is_found
+                table_name: drift.found_after_samples for table_name, drift in self._drift_by_table.items() if drift.is_found
             },
         }
 
     def collect(self) -> Iterable[Metric]:
         """Metric families of the samples, skipped answers, processor time and drift."""
-        samples = CounterMetricFamily(
-            "larder_quality_samples", "Served answers that were computed once more", labels=LABELS
+        samples_family = CounterMetricFamily(
+            "larder_quality_samples", "Served answers that were computed once more", labels=CELL_LABELS
         )
-        exact = CounterMetricFamily(
-            "larder_quality_exact", "Of these, those that came out the same", labels=LABELS
+        exact_family = CounterMetricFamily(
+            "larder_quality_exact", "Of these, those that came out the same", labels=CELL_LABELS
         )
-        overlap, error, age = (
-            SummaryMetricFamily(f"larder_quality_{name}", text, labels=LABELS)
-            for name, text in (
+        overlap_family, error_family, age_family = (
+            SummaryMetricFamily(f"larder_quality_{table_name}", help_text, labels=CELL_LABELS)
+            for table_name, help_text in (
                 ("overlap_ratio", "Share of the served list that the model gives too"),
                 ("score_error_ratio", "Difference of the numbers, as a share of the largest"),
                 ("age_seconds", "Age of the data when the answer was served"),
             )
         )
-        for key, cell in self._all.items():
-            samples.add_metric(key, cell.samples)
-            exact.add_metric(key, cell.exact)
-            overlap.add_metric(key, cell.samples, cell.overlap)
-            error.add_metric(key, cell.samples, cell.error)
-            age.add_metric(key, cell.samples, cell.age)
-        yield from (samples, exact, overlap, error, age)
-        skipped = CounterMetricFamily(
+        for cell_key, cell in self._totals_by_cell.items():
+            samples_family.add_metric(cell_key, cell.samples)
+            exact_family.add_metric(cell_key, cell.exact)
+            overlap_family.add_metric(cell_key, cell.samples, cell.overlap)
+            error_family.add_metric(cell_key, cell.samples, cell.error)
+            age_family.add_metric(cell_key, cell.samples, cell.age)
+        yield from (samples_family, exact_family, overlap_family, error_family, age_family)
+        skipped_family = CounterMetricFamily(
             "larder_quality_skipped", "Answers drawn and not compared", labels=["reason"]
         )
-        yield by_label(skipped, self.skipped)
+        yield add_samples_by_label(skipped_family, self.skipped_by_reason)
         yield CounterMetricFamily(
             "larder_quality_cpu_seconds", "Processor time spent on it", value=self.cpu_s
         )
@@ -239,186 +239,186 @@ class QualityResults(Collector):
             "1 once the live release's answers have been shown to differ from the model's",
             labels=["table"],
         )
-        yield by_label(
-            drift_family, {name: float(drift.is_found) for name, drift in self._drifts.items()}
+        yield add_samples_by_label(
+            drift_family, {table_name: float(drift.is_found) for table_name, drift in self._drift_by_table.items()}
         )
-        evidence = GaugeMetricFamily(
+        evidence_family = GaugeMetricFamily(
             "larder_quality_drift_evidence_ratio",
             "Evidence of that, as a share of what raises the alarm",
             labels=["table"],
         )
         evidence_ratio_by_table = {
-            name: drift.evidence * drift.alpha for name, drift in self._drifts.items()
+            table_name: drift.evidence * drift.alpha for table_name, drift in self._drift_by_table.items()
         }
-        yield by_label(evidence, evidence_ratio_by_table)
+        yield add_samples_by_label(evidence_family, evidence_ratio_by_table)
 
 
-def _floor(live: Snapshot, is_list: bool) -> float:
+def _overlap_floor(live: Snapshot, is_list: bool) -> float:
     rule = SKEW_RULE if is_list else SKEW_COSINE_RULE
     gates: Iterable[Mapping[str, Any]] = live.manifest.gates
     threshold = next((gate.get("threshold") for gate in gates if gate.get("rule") == rule), None)
-    return float(threshold) - LENIENCE if isinstance(threshold, int | float) else OVERLAP_FLOOR
+    return float(threshold) - THRESHOLD_LENIENCE if isinstance(threshold, int | float) else OVERLAP_FLOOR
 
 
 class SharedReport:
-    """Shared report; `name` is this replica's, `clock` Redis' own, so that reports of several hosts can be compared."""
+    """Shared report; `clock` is Redis' own, so that reports of several hosts can be compared."""
 
     def __init__(
         self,
         control: ControlPlane,
-        name: str,
+        replica_name: str,
         results: QualityResults,
-        usage: TableUsage,
-        live: Callable[[], Snapshot | None],
+        table_usage: TableUsage,
+        get_live_snapshot: Callable[[], Snapshot | None],
         clock: Callable[[], float],
-        every_s: float,
+        report_interval_s: float,
     ) -> None:
         self._control, self._hot_keys = control, SharedHotKeys(control)
-        self._name = name
+        self._replica_name = replica_name
         self._results = results
-        self._usage = usage
-        self._live = live
+        self._table_usage = table_usage
+        self._get_live_snapshot = get_live_snapshot
         self._clock = clock
-        self._fresh_s = REPORT_FRESH_S + 2 * every_s
-        self._parts: list[dict[str, Any]] = []
-        self._worklist: int | None = None
-        self._until_count = 0
+        self._part_fresh_s = REPORT_FRESH_MAX_S + 2 * report_interval_s
+        self._other_parts: list[dict[str, Any]] = []
+        self._worklist_size: int | None = None
+        self._reports_until_count = 0
         """Reports that still go by before the worklist is counted again."""
 
     async def report(self) -> None:
         """Write this replica's part and read the others'; without Redis forget theirs and report only its own."""
-        await self._usage.report()
-        now_s, send_command, key = (
+        await self._table_usage.report()
+        now_s, send_command, report_key = (
             self._clock(),
             self._control.execute,
             self._control.keyspace.quality,
         )
         own_part = self._build_own_part(now_s)
         try:
-            await send_command("HSET", key, self._name, orjson.dumps(own_part))
-            await send_command("EXPIRE", key, REPORT_LIFE_S)
+            await send_command("HSET", report_key, self._replica_name, orjson.dumps(own_part))
+            await send_command("EXPIRE", report_key, REPORT_TTL_S)
             parts = {
-                n: _parse_part(raw) for n, raw in dict(await send_command("HGETALL", key)).items()
+                replica_name: _parse_part(raw) for replica_name, raw in dict(await send_command("HGETALL", report_key)).items()
             }
-            heard = {n: part for n, part in parts.items() if part is not None}
+            sound_parts = {replica_name: part for replica_name, part in parts.items() if part is not None}
             expired_replicas = [
-                n for n, part in heard.items() if now_s - part["at"] > self._fresh_s
+                replica_name for replica_name, part in sound_parts.items() if now_s - part["at"] > self._part_fresh_s
             ]
             if expired_replicas:
-                await send_command("HDEL", key, *expired_replicas)
-            fresh = [part for n, part in heard.items() if n not in expired_replicas]
-            await self._count(now_s)
+                await send_command("HDEL", report_key, *expired_replicas)
+            fresh_parts = [part for replica_name, part in sound_parts.items() if replica_name not in expired_replicas]
+            await self._count_worklist(now_s)
         except TierUnavailable:
-            fresh, self._worklist, self._until_count = [], None, 0
-        self._parts = [
-            replica_part for replica_part in fresh if replica_part["replica"] != self._name
+            fresh_parts, self._worklist_size, self._reports_until_count = [], None, 0
+        self._other_parts = [
+            replica_part for replica_part in fresh_parts if replica_part["replica"] != self._replica_name
         ]
 
     async def sign_off(self) -> None:
         """Takes this replica's part back."""
         try:
-            await self._control.execute("HDEL", self._control.keyspace.quality, self._name)
+            await self._control.execute("HDEL", self._control.keyspace.quality, self._replica_name)
         except TierUnavailable:
             return
 
     def to_json(self) -> dict[str, Any] | None:
-        """Quality for the dashboard, as `summary` of this generation's parts; None before there is a generation."""
-        if self._results.release is None:
+        """Quality for the dashboard, by `summarise_parts` of this generation's parts; None before there is one."""
+        if self._results.judged_release is None:
             return None
         parts = [
             replica_part
-            for replica_part in self._parts
-            if replica_part["generation"] == self._results.release[0]
+            for replica_part in self._other_parts
+            if replica_part["generation"] == self._results.judged_release[0]
         ]
         own_part = self._build_own_part(self._clock())
-        return summary(
+        return summarise_parts(
             [own_part, *parts],
-            worklist=self._worklist,
-            read_share=self._usage.read_share(),
-            size_bytes=self._usage.size_bytes(),
+            worklist=self._worklist_size,
+            read_share=self._table_usage.read_share(),
+            size_bytes=self._table_usage.size_bytes(),
         )
 
     def _build_own_part(self, now_s: float) -> dict[str, Any]:
-        hits = sum(self._usage.hits().values())
-        return {"replica": self._name, "at": now_s, "hits": hits, **self._results.to_json()}
+        hits = sum(self._table_usage.hits().values())
+        return {"replica": self._replica_name, "at": now_s, "hits": hits, **self._results.to_json()}
 
-    async def _count(self, now_s: float) -> None:
-        live = self._live()
-        if live is None:
-            self._worklist = None
+    async def _count_worklist(self, now_s: float) -> None:
+        live_snapshot = self._get_live_snapshot()
+        if live_snapshot is None:
+            self._worklist_size = None
             return
-        if self._until_count:
-            self._until_count -= 1
+        if self._reports_until_count:
+            self._reports_until_count -= 1
             return
-        self._worklist = len(
-            still_cold(
-                live,
+        self._worklist_size = len(
+            still_unknown_names(
+                live_snapshot,
                 await self._hot_keys.fetch_names(window_number_of(now_s, COLD_WINDOW), COLD_WINDOW),
             )
         )
-        self._until_count = _REPORTS_A_COUNT - 1
+        self._reports_until_count = _REPORTS_PER_COUNT - 1
 
 
-def _parse_part(raw: bytes) -> dict[str, Any] | None:
+def _parse_part(raw_part: bytes) -> dict[str, Any] | None:
     """Parse a replica's part; None if it cannot be added to others, such as another version's."""
     try:
-        part: dict[str, Any] = orjson.loads(raw)
-        summary([part], worklist=None, read_share=None, size_bytes=1)
+        part: dict[str, Any] = orjson.loads(raw_part)
+        summarise_parts([part], worklist=None, read_share=None, size_bytes=1)
         is_sound = isinstance(part["at"], int | float) and {"replica", "generation"} <= part.keys()
         return part if is_sound else None
     except Exception:  # whatever it is: it would cost all replicas this part of the page
         return None
 
 
-def still_cold(live: Snapshot, names: Sequence[EntityName]) -> list[EntityName]:
+def still_unknown_names(live: Snapshot, names: Sequence[EntityName]) -> list[EntityName]:
     """Names that this generation does not know either, of tables that it has."""
     tables = live.manifest.tables
     return [
-        (name, raw)
-        for name, raw in names
-        if name in tables and not live.knows_entity(tables[name], raw)
+        (table_name, entity_id)
+        for table_name, entity_id in names
+        if table_name in tables and not live.knows_entity(tables[table_name], entity_id)
     ]
 
 
-def summary(
-    parts: Sequence[dict[str, Any]],
+def summarise_parts(
+    replica_parts: Sequence[dict[str, Any]],
     *,
     worklist: int | None,
     read_share: float | None,
     size_bytes: int,
 ) -> dict[str, Any]:
     """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
-    cells = merge_cells(replica_part["cells"] for replica_part in parts)
-    total_cell = SampleTotals.of(cell.to_json() for cell in cells.values())
-    drift = sorted({table for replica_part in parts for table in replica_part["drift"]})
+    totals_by_cell = merge_cells(replica_part["cells"] for replica_part in replica_parts)
+    total_cell = SampleTotals.of(cell_totals.to_json() for cell_totals in totals_by_cell.values())
+    drifted_tables = sorted({table for replica_part in replica_parts for table in replica_part["drift"]})
     gigabytes = size_bytes / GIGABYTE
     return {
-        "since": min(replica_part["since"] for replica_part in parts),
-        **_figures(total_cell),
-        "drift": bool(drift),
-        "drifted": drift,
-        "sentence": _sentence(total_cell, drift),
-        "by": [_row(key, cell) for key, cell in sorted(cells.items())],
+        "since": min(replica_part["since"] for replica_part in replica_parts),
+        **_cell_figures(total_cell),
+        "drift": bool(drifted_tables),
+        "drifted": drifted_tables,
+        "sentence": _sentence(total_cell, drifted_tables),
+        "by": [_cell_row(cell_key, cell_totals) for cell_key, cell_totals in sorted(totals_by_cell.items())],
         "worklist": worklist,
         "read_share": read_share,
-        "hits_per_gb": sum(replica_part["hits"] for replica_part in parts) / gigabytes
+        "hits_per_gb": sum(replica_part["hits"] for replica_part in replica_parts) / gigabytes
         if gigabytes
         else None,
     }
 
 
-def _row(key: CellKey, cell: SampleTotals) -> dict[str, Any]:
+def _cell_row(key: CellKey, cell: SampleTotals) -> dict[str, Any]:
     table, source, producer, band = key
     return {
         "table": table,
         "source": source,
         "producer": producer,
         "band": band,
-        **_figures(cell),
+        **_cell_figures(cell),
     }
 
 
-def _figures(cell: SampleTotals) -> dict[str, Any]:
+def _cell_figures(cell: SampleTotals) -> dict[str, Any]:
     """Figures of a cell; without samples they are None, since a rate of 0 would be an alarm."""
     is_known = cell.samples > 0
     return {

@@ -32,7 +32,7 @@ LifecycleStep = Callable[[], Awaitable[object]]
 TraceJudge = Callable[[Scope], bool]
 """Predicate for traced requests."""
 
-Below = Callable[[Scope, Receive, Send], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequestWatch(Protocol):
@@ -41,7 +41,9 @@ class RequestWatch(Protocol):
     def leaves(self, scope: Scope) -> bool:
         """True if a single lookup may pass by."""
 
-    async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self, below: Application, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Answer the request by `below`, under observation."""
 
 
@@ -57,19 +59,19 @@ class Hooks:
     """Handlers of the features' operations, by `operation_id`."""
     pages: list[BaseRoute] = field(default_factory=list)
     """Routes of files, which hold no data and ask for no token."""
-    watch: RequestWatch | None = None
+    request_watch: RequestWatch | None = None
     is_traced: TraceJudge | None = None
     counts: list[Callable[[], Mapping[str, int]]] = field(default_factory=list)
     """Callables that return counts by field, which the dashboard adds up."""
     reports: dict[str, Report] = field(default_factory=dict)
     """Reports of features, by name."""
-    start: list[LifecycleStep] = field(default_factory=list)
+    start_steps: list[LifecycleStep] = field(default_factory=list)
     """Called in order once the background runs."""
-    drain: list[LifecycleStep] = field(default_factory=list)
+    drain_steps: list[LifecycleStep] = field(default_factory=list)
     """Called after the replica has signed off, while answers go on."""
-    stop: list[LifecycleStep] = field(default_factory=list)
+    stop_steps: list[LifecycleStep] = field(default_factory=list)
     """Called in order at the end, before the background is stopped."""
-    close: list[LifecycleStep] = field(default_factory=list)
+    close_steps: list[LifecycleStep] = field(default_factory=list)
     """Called last, the newest first."""
     attached: list[object] = field(default_factory=list)
     """What each `attach` returned, for tests."""
@@ -77,7 +79,7 @@ class Hooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """The core of a running service, put together and not started yet. `own` is the namespace that it follows."""
+    """The core of a running service, put together and not started yet. `own_namespace` is the one that it follows."""
 
     config: ServingConfig
     name: str
@@ -87,8 +89,8 @@ class Replica:
     loops: BackgroundLoops
     in_thread: StoreThreads
     """Threads that read the store."""
-    own: HeldNamespace
-    local: LocalTier
+    own_namespace: HeldNamespace
+    l1_tier: LocalTier
     executor: Executor
     """Threads of live inference."""
     batcher: MicroBatcher

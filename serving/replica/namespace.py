@@ -34,7 +34,7 @@ class NamespaceComponents:
     tiers: TieredCache
     leases: LeaseManager
     inferences: LiveInferences
-    watch: AnswerObserver
+    answer_observer: AnswerObserver
     ladder: Ladder
 
     async def aclose(self) -> None:

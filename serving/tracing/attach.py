@@ -19,28 +19,32 @@ if TYPE_CHECKING:
 
 def attach(replica: Replica) -> RequestObserver:
     """Answer requests under an observer; raise ConfigError if traces are on and OpenTelemetry is not installed."""
-    config, hooks, follower = replica.config, replica.hooks, replica.own.follower
+    config, hooks, follower = replica.config, replica.hooks, replica.own_namespace.follower
     spans = _open_spans(config, replica.name) if config.traces else None
 
-    def tables() -> Container[str]:
+    def known_tables() -> Container[str]:
         served = follower.served
         return () if served is None else served.live.manifest.tables
 
-    hooks.watch = observer = RequestObserver(
-        tables,
+    hooks.request_watch = observer = RequestObserver(
+        known_tables,
         times=config.server_timing,
         journal=RequestLog(sampled_share=config.log_share, slow_s=config.log_slow_ms / 1000),
         tracer=spans,
     )
     if spans is not None:
         hooks.is_traced = partial(_is_traced, spans)
-        hooks.stop.append(spans.aclose)
+        hooks.stop_steps.append(spans.aclose)
     return observer
 
 
 def _is_traced(spans: "Spans", scope: Scope) -> bool:
-    traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
-    return spans.judged(scope, parse_parent(traceparents))
+    traceparents = [
+        header_value
+        for header_name, header_value in scope["headers"]
+        if header_name == b"traceparent"
+    ]
+    return spans.decide_traced(scope, parse_parent(traceparents))
 
 
 def _open_spans(config: ServingConfig, instance: str) -> "Spans":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.process.log_setup import FIELDS
+from serving.process.log_setup import (RECORD_FIELDS_ATTRIBUTE)
 from serving.requests.context import (
     CALLER_KEY,
     CURRENT_RECORD,
@@ -21,18 +21,18 @@ from serving.requests.context import (
     parse_parent,
 )
 from serving.requests.options import TIMING_HEADER
-from serving.tracing.response_peek import sources_of
+from serving.tracing.response_peek import (count_sources)
 
 if TYPE_CHECKING:
     from serving.tracing.otel_spans import Spans
 
 log = logging.getLogger("larder.requests")
 
-_VALID_ID = re.compile(rb"[A-Za-z0-9._~:+/=@-]{1,128}")
+_VALID_REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._~:+/=@-]{1,128}")
 
 _process_prefix = secrets.token_hex(6)
 
-_id_numbers = itertools.count(1)
+_request_numbers = itertools.count(1)
 
 _WATCHED_HEADERS = frozenset({b"x-request-id", b"traceparent", b"tracestate", TIMING_HEADER})
 
@@ -45,7 +45,7 @@ _FIXED_ROUTES = frozenset(
     {"/v1/lookup", "/v1/score", "/v1/feedback", "/v1/generations", "/healthz", "/readyz", "/metrics"}
 )  # fmt: skip
 
-_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
+_NAMED_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 
 Below = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -72,7 +72,7 @@ class RequestLog:
     ) -> None:
         """Write one line, unless the request is a readiness probe, whose answer is a state and no fault."""
         if request.route != "/readyz" and log.isEnabledFor(level):
-            fields = {FIELDS: log_fields(request_record, request, seconds)}
+            fields = {RECORD_FIELDS_ATTRIBUTE: log_fields(request_record, request, seconds)}
             log.log(level, "%s %s", request.method, request.route, extra=fields)
 
 
@@ -90,32 +90,32 @@ class RequestObserver:
         """True if a single lookup may pass by: it asks for nothing, is part of no trace, and costs little itself."""
         if not _WATCHED_HEADERS.isdisjoint([name for name, _ in scope["headers"]]):
             return False
-        return self.tracer is None or not self.tracer.judged(scope, None)
+        return self.tracer is None or not self.tracer.decide_traced(scope, None)
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request by `below`, and report its record to log and spans."""
         request_record = RequestRecord(time.monotonic(), "")
         if (caller := scope.get(CALLER_KEY)) is not None:
             request_record.caller = caller.name
-        if values_by_header := _watched(scope["headers"]):
+        if values_by_header := _watched_headers(scope["headers"]):
             scope = _read_request_headers(request_record, values_by_header, scope)
         if not request_record.id:
             request_record.id = new_request_id()
         span: Any = None
-        if self.tracer is not None and self.tracer.judged(scope, request_record.parent):
+        if self.tracer is not None and self.tracer.decide_traced(scope, request_record.parent):
             span = self.tracer.begin(request_record)
-        current = CURRENT_RECORD.set(request_record)
+        record_token = CURRENT_RECORD.set(request_record)
         try:
-            await below(scope, receive, self._telling(request_record, send))
+            await below(scope, receive, self._with_answer_headers(request_record, send))
         except Exception:
             request_record.status = 500
             raise
         finally:
-            CURRENT_RECORD.reset(current)
-            self._end(request_record, scope, span)
+            CURRENT_RECORD.reset(record_token)
+            self._report_request(request_record, scope, span)
             request_record.end()
 
-    def _telling(self, request_record: RequestRecord, send: Send) -> Send:
+    def _with_answer_headers(self, request_record: RequestRecord, send: Send) -> Send:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 request_record.status = status = message["status"]
@@ -136,7 +136,7 @@ class RequestObserver:
 
         return send_with_headers
 
-    def _end(self, request_record: RequestRecord, scope: Scope, span: Any) -> None:
+    def _report_request(self, request_record: RequestRecord, scope: Scope, span: Any) -> None:
         seconds = time.monotonic() - request_record.started
         level = self.journal.level(request_record, seconds)
         if level is None and span is None:
@@ -169,44 +169,44 @@ def _read_request_headers(
 
 def accepted_id(sent_id: bytes | None) -> str | None:
     """A caller's own id: 1 to 128 letters, digits and `._~:+/=@-`; None for anything else, which no log shall hold."""
-    return sent_id.decode("ascii") if sent_id is not None and _VALID_ID.fullmatch(sent_id) else None
+    return sent_id.decode("ascii") if sent_id is not None and _VALID_REQUEST_ID_PATTERN.fullmatch(sent_id) else None
 
 
 def new_request_id() -> str:
     """New id that no other process makes: a random part of this one's own, and a number."""
-    return f"{_process_prefix}-{next(_id_numbers):x}"
+    return f"{_process_prefix}-{next(_request_numbers):x}"
 
 
-def _watched(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]:
+def _watched_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]:
     values_by_header: dict[bytes, list[bytes]] = {}
-    for name, value in headers:
-        if name in _WATCHED_HEADERS:
-            values_by_header.setdefault(name, []).append(value)
+    for header_name, header_value in headers:
+        if header_name in _WATCHED_HEADERS:
+            values_by_header.setdefault(header_name, []).append(header_value)
     return values_by_header
 
 
 def server_timing(request_record: RequestRecord, total_s: float) -> bytes:
     """The value of `Server-Timing` (https://www.w3.org/TR/server-timing/), in milliseconds."""
-    total = b"total;dur=%.3f" % (total_s * 1000)
+    total_entry = b"total;dur=%.3f" % (total_s * 1000)
     if not request_record.stages:
-        return total
-    times = [
-        b"%b;dur=%.3f" % (name.encode(), s * 1000)
-        for name, s in request_record.seconds_by_stage().items()
+        return total_entry
+    stage_times = [
+        b"%b;dur=%.3f" % (stage_name.encode(), stage_s * 1000)
+        for stage_name, stage_s in request_record.seconds_by_stage().items()
     ]
-    return b", ".join([*times, total])
+    return b", ".join([*stage_times, total_entry])
 
 
 def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> RequestFacts:
     """Return the facts of the request, by its route; `other` for an unknown path."""
     path: str = scope["path"]
-    method = scope["method"] if scope["method"] in _METHODS else "other"
+    method = scope["method"] if scope["method"] in _NAMED_METHODS else "other"
     if path in _FIXED_ROUTES:
         return RequestFacts(method, path, None, None)
-    parts = path.split("/", 3)
-    route = _TABLE_ROUTES.get("/".join(parts[:3]))
-    table, slash, entity = parts[-1].partition("/")
-    if route is None or len(parts) < 4 or not table:
+    path_parts = path.split("/", 3)
+    route = _TABLE_ROUTES.get("/".join(path_parts[:3]))
+    table, slash, entity = path_parts[-1].partition("/")
+    if route is None or len(path_parts) < 4 or not table:
         return RequestFacts(method, "other", None, None)
     known_table = table if table in tables else None
     return RequestFacts(method, route + "/{entity}" * bool(slash), known_table, entity or None)
@@ -222,8 +222,8 @@ def log_fields(
     if request_record.caller:
         fields["token"] = request_record.caller
     fields |= {"status": request_record.status, "seconds": round(seconds, 6)}
-    if sources := sources_of(request_record.body):
-        fields["sources"] = sources
-    if stages := request_record.seconds_by_stage():
-        fields["stages"] = {name: round(stage_s, 6) for name, stage_s in stages.items()}
+    if count_by_source := count_sources(request_record.body):
+        fields["sources"] = count_by_source
+    if seconds_by_stage := request_record.seconds_by_stage():
+        fields["stages"] = {name: round(stage_s, 6) for name, stage_s in seconds_by_stage.items()}
     return fields

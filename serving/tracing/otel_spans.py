@@ -28,11 +28,11 @@ from opentelemetry.trace import (
 )
 
 from serving.requests.context import ParentSpan, RequestFacts, RequestRecord
-from serving.tracing.response_peek import generation_of, sources_of
+from serving.tracing.response_peek import count_sources, find_generation
 
-_TRACED = "larder.traced"
-_PREFIX = "/v1/"
-_CLOSE_S = 5.0
+_TRACED_KEY = "larder.traced"
+_TRACED_PATH_PREFIX = "/v1/"
+_CLOSE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -65,26 +65,26 @@ class Spans:
         processor = BatchSpanProcessor(OTLPSpanExporter())
         return cls(processor, trace_share=trace_share, with_ids=with_ids, instance=instance)
 
-    def judged(self, scope: MutableMapping[str, Any], parent: ParentSpan | None) -> bool:
+    def decide_traced(self, scope: MutableMapping[str, Any], parent: ParentSpan | None) -> bool:
         """Return whether the request is traced; kept in `scope`, since the hot route asks before the observer does."""
-        is_traced: bool | None = scope.get(_TRACED)
+        is_traced: bool | None = scope.get(_TRACED_KEY)
         if is_traced is None:
-            is_traced = scope["path"].startswith(_PREFIX) and (
+            is_traced = scope["path"].startswith(_TRACED_PATH_PREFIX) and (
                 random.random() < self._sampled_share if parent is None else parent.is_sampled
             )
-            scope[_TRACED] = is_traced
+            scope[_TRACED_KEY] = is_traced
         return is_traced
 
     def begin(self, request_record: RequestRecord) -> Span:
         """Begin the request's span, a child of the caller's, and store its ids in `request_record` for the log."""
         span = self._tracer.start_span(
             "request",
-            context=_context(request_record.parent),
+            context=_parent_context(request_record.parent),
             kind=SpanKind.SERVER,
             start_time=time.time_ns() - round((time.monotonic() - request_record.started) * 1e9),
         )
-        span_context = span.get_span_context()
-        request_record.span = f"{span_context.trace_id:032x}", f"{span_context.span_id:016x}"
+        ids = span.get_span_context()
+        request_record.span = f"{ids.trace_id:032x}", f"{ids.span_id:016x}"
         return span
 
     def end(
@@ -93,28 +93,28 @@ class Spans:
         """End the span after the request's duration, with a child for each stage: `parse`, `stored` (L2), `live`..."""
         now_ns, monotonic_s = time.time_ns(), time.monotonic()
 
-        def at(moment: float) -> int:
-            return now_ns - round((monotonic_s - moment) * 1e9)
+        def epoch_ns(monotonic_moment_s: float) -> int:
+            return now_ns - round((monotonic_s - monotonic_moment_s) * 1e9)
 
-        shared = _shared(request_record, request)
+        shared_attributes = _shared_attributes(request_record, request)
         span.update_name(f"{request.method} {request.route}")
-        span.set_attributes(shared | _request_attributes(request_record, request))
+        span.set_attributes(shared_attributes | _request_attributes(request_record, request))
         if self._with_ids and request.entity is not None:
             span.set_attribute("larder.entity", request.entity)
         if request_record.status >= 500 or not request_record.status:
             span.set_status(Status(StatusCode.ERROR))
-        inside = set_span_in_context(span, Context())
+        span_context = set_span_in_context(span, Context())
         for stage in request_record.stages:
-            child = self._tracer.start_span(
+            stage_span = self._tracer.start_span(
                 f"larder.{stage.name}",
-                context=inside,
-                start_time=at(stage.ended_at - stage.seconds),
-                attributes={**shared, "larder.entities": stage.entities}
+                context=span_context,
+                start_time=epoch_ns(stage.ended_at - stage.seconds),
+                attributes={**shared_attributes, "larder.entities": stage.entities}
                 if stage.entities
-                else shared,
+                else shared_attributes,
             )
-            child.end(at(stage.ended_at))
-        span.end(at(request_record.started + seconds))
+            stage_span.end(epoch_ns(stage.ended_at))
+        span.end(epoch_ns(request_record.started + seconds))
 
     async def aclose(self) -> None:
         """Send the queued spans within a few seconds: a collector that is away does not block the stop."""
@@ -134,7 +134,7 @@ class Spans:
 
         threading.Thread(target=close, name="larder-spans", daemon=True).start()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(closed_event.wait(), _CLOSE_S)
+            await asyncio.wait_for(closed_event.wait(), _CLOSE_TIMEOUT_S)
 
 
 def _resource(instance: str) -> Resource:
@@ -145,40 +145,48 @@ def _resource(instance: str) -> Resource:
     return resource
 
 
-def _context(parent: ParentSpan | None) -> Context:
+def _parent_context(parent: ParentSpan | None) -> Context:
     if parent is None:
         return Context()
-    parent_context = SpanContext(
+    parent_span_context = SpanContext(
         int(parent.trace_id, 16),
         int(parent.span_id, 16),
         is_remote=True,
         trace_flags=TraceFlags(parent.flags),
         trace_state=TraceState.from_header([parent.tracestate]) if parent.tracestate else None,
     )
-    return set_span_in_context(NonRecordingSpan(parent_context), Context())
+    return set_span_in_context(NonRecordingSpan(parent_span_context), Context())
 
 
-def _shared(request_record: RequestRecord, request: RequestFacts) -> dict[str, str | int]:
+def _shared_attributes(
+    request_record: RequestRecord, request: RequestFacts
+) -> dict[str, str | int]:
     """Return the attributes that every span of a request carries."""
-    generation = generation_of(request_record.body)
-    named = {"larder.table": request.table, "larder.generation": generation}
-    return {name: value for name, value in named.items() if value is not None}
+    generation = find_generation(request_record.body)
+    value_by_attribute = {"larder.table": request.table, "larder.generation": generation}
+    return {
+        attribute_name: attribute_value
+        for attribute_name, attribute_value in value_by_attribute.items()
+        if attribute_value is not None
+    }
 
 
 def _request_attributes(
     request_record: RequestRecord, request: RequestFacts
 ) -> dict[str, str | int]:
     """Return the attributes of the request's own span; names by OpenTelemetry's conventions where there are any."""
-    sources = sources_of(request_record.body)
+    count_by_source = count_sources(request_record.body)
     attributes: dict[str, str | int] = {
         "http.request.method": request.method,
         "http.route": request.route,
         "http.response.status_code": request_record.status,
         "larder.request_id": request_record.id,
     }
-    if sources:
-        attributes["larder.entities"] = sum(sources.values())
-        attributes |= {f"larder.answers.{source}": count for source, count in sources.items()}
-        if len(sources) == 1:
-            attributes["larder.source"] = next(iter(sources))
+    if count_by_source:
+        attributes["larder.entities"] = sum(count_by_source.values())
+        attributes |= {
+            f"larder.answers.{source}": count for source, count in count_by_source.items()
+        }
+        if len(count_by_source) == 1:
+            attributes["larder.source"] = next(iter(count_by_source))
     return attributes

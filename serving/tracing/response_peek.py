@@ -4,16 +4,18 @@ import re
 
 from serving.requests.answers import Source
 
-_GENERATION = re.compile(rb'"generation":"([^"\\]+)"')
+_GENERATION_PATTERN = re.compile(rb'"generation":"([^"\\]+)"')
 
 
-def sources_of(body: bytes) -> dict[str, int]:
+def count_sources(body: bytes) -> dict[str, int]:
     """Count answers by source; empty for a body that is not JSON."""
-    counts = {source.value: body.count(b'"source":"%b"' % source.encode()) for source in Source}
-    return {source: count for source, count in counts.items() if count}
+    count_by_source = {
+        source.value: body.count(b'"source":"%b"' % source.encode()) for source in Source
+    }
+    return {source: count for source, count in count_by_source.items() if count}
 
 
-def generation_of(body: bytes) -> str | None:
+def find_generation(body: bytes) -> str | None:
     """The generation of the first answer."""
-    generation_match = _GENERATION.search(body)
+    generation_match = _GENERATION_PATTERN.search(body)
     return None if generation_match is None else generation_match[1].decode(errors="replace")

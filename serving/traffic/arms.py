@@ -17,10 +17,10 @@ from serving.requests.reasons import StaleReason
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 1.0
+FIRST_RETRY_S = 1.0
 """Seconds until the next attempt at a namespace that could not be started; doubled per attempt."""
 RETRY_MAX_S = 60.0
-_CANCEL_AGAIN_S = 0.1
+_CANCEL_INTERVAL_S = 0.1
 
 
 class ArmNamespace(Protocol):
@@ -58,7 +58,7 @@ class ArmState(Enum):
     """The namespace is released."""
 
 
-_NEXT: Mapping[ArmState, frozenset[ArmState]] = {
+_NEXT_STATES: Mapping[ArmState, frozenset[ArmState]] = {
     ArmState.STARTING: frozenset({ArmState.SERVING, ArmState.FAILED, ArmState.CLOSING}),
     ArmState.SERVING: frozenset({ArmState.DRAINING, ArmState.CLOSING}),
     ArmState.DRAINING: frozenset({ArmState.SERVING, ArmState.CLOSING}),
@@ -69,14 +69,14 @@ _NEXT: Mapping[ArmState, frozenset[ArmState]] = {
 
 
 class Arm:
-    """Namespace of an arm, from its opening to its end. Only `Arms` changes its state."""
+    """Namespace of an arm, from its opening to its end. Only `ArmHolder` changes its state."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, namespace_name: str) -> None:
+        self.name = namespace_name
         self.state = ArmState.STARTING
         self.namespace: ArmNamespace | None = None
         """Opened namespace; None before it is opened, and once it is closed."""
-        self.failures = 0
+        self.failure_count = 0
         self.retry_at = 0.0
         self.draining_since = 0.0
         self.task: asyncio.Task[None] | None = None
@@ -84,14 +84,14 @@ class Arm:
 
     def enter(self, state: ArmState) -> None:
         """Change the state; raise RuntimeError for one that cannot follow."""
-        if state not in _NEXT[self.state]:
+        if state not in _NEXT_STATES[self.state]:
             raise RuntimeError(
                 f"arm {self.name} cannot become {state.value}: it is {self.state.value}"
             )
         self.state = state
 
     @property
-    def answering(self) -> LookupService | None:
+    def answering_service(self) -> LookupService | None:
         """Lookup service; None unless it is held, has loaded a generation, and enforces its blocklists."""
         if self.namespace is None or self.state not in (ArmState.SERVING, ArmState.DRAINING):
             return None
@@ -108,28 +108,28 @@ class Routing:
         self.experiments: Mapping[str, Experiment] = {
             experiment.name: experiment for experiment in record.current
         }
-        self._layer = record.owners
-        self._arms: Mapping[str, BucketOwners] = {
+        self._experiment_owners = record.owners
+        self._arm_owners_by_experiment: Mapping[str, BucketOwners] = {
             experiment.name: experiment.owners for experiment in record.running
         }
-        self._sampled = {
+        self._sample_by_experiment = {
             experiment.name: KeySplit.of(f"{experiment.salt}/exposures", 100 * experiment.sample)
             for experiment in record.running
         }
 
-    def of(self, key: bytes) -> tuple[str, str] | None:
+    def find_arm(self, assignment_key: bytes) -> tuple[str, str] | None:
         """Return the running experiment and arm of the key; None without one."""
-        name = self._layer.owner_of(key)
-        owners = None if name is None else self._arms.get(name)
-        arm = None if owners is None else owners.owner_of(key)
-        return None if name is None or arm is None else (name, arm)
+        experiment_name = self._experiment_owners.owner_of(assignment_key)
+        arm_owners = None if experiment_name is None else self._arm_owners_by_experiment.get(experiment_name)
+        arm_name = None if arm_owners is None else arm_owners.owner_of(assignment_key)
+        return None if experiment_name is None or arm_name is None else (experiment_name, arm_name)
 
-    def is_sampled(self, experiment: str, key: bytes) -> bool:
+    def is_sampled(self, experiment: str, assignment_key: bytes) -> bool:
         """True if the key's exposures are recorded: of a key always, or never."""
-        return self._sampled[experiment].has_key(key)
+        return self._sample_by_experiment[experiment].has_key(assignment_key)
 
 
-class Arms:
+class ArmHolder:
     """Follower of the experiments' record, which holds the namespaces that it names.
 
     Polls follow one after the other and wait for no namespace: each is started and closed by a task of its own. One
@@ -152,38 +152,38 @@ class Arms:
         self.routing: Routing | None = None
         """Routing of keys; None while no experiment is held ready or runs."""
         self._store = store
-        self._open = open_namespace
+        self._open_namespace = open_namespace
         self._in_thread = in_thread
         self._grace_s, self._timer = grace_s, timer
-        self._arms: dict[str, Arm] = {}
+        self._arm_by_namespace: dict[str, Arm] = {}
         """Arms by namespace; a namespace stays until it is closed, so that none is open twice."""
-        self._looking = asyncio.Lock()
+        self._refresh_lock = asyncio.Lock()
         self._is_ending = False
 
     def service(self, namespace: str) -> LookupService | None:
         """Return the service of a namespace; None if it does not answer here."""
         if namespace == self.namespace:
             return self.own_service
-        arm = self._arms.get(namespace)
-        return None if arm is None else arm.answering
+        arm = self._arm_by_namespace.get(namespace)
+        return None if arm is None else arm.answering_service
 
     @property
-    def services(self) -> tuple[LookupService, ...]:
+    def answering_services(self) -> tuple[LookupService, ...]:
         """Services of all arms that answer, without the own namespace's."""
-        answering = [arm.answering for arm in self._arms.values()]
-        return tuple(service for service in answering if service is not None)
+        arm_services = [arm.answering_service for arm in self._arm_by_namespace.values()]
+        return tuple(service for service in arm_services if service is not None)
 
     @property
-    def states(self) -> dict[str, ArmState]:
+    def state_by_namespace(self) -> dict[str, ArmState]:
         """States of the namespaces held or to be held, without the own one."""
-        return {name: arm.state for name, arm in self._arms.items()}
+        return {name: arm.state for name, arm in self._arm_by_namespace.items()}
 
     async def refresh(self) -> None:
         """Read the newest version; one that cannot be read leaves the last in force, and sets a concern."""
-        async with self._looking:
+        async with self._refresh_lock:
             follower = self.own_service.follower
             try:
-                newer_record = await self._in_thread(_read_newer, self._store, self.record.version)
+                newer_record = await self._in_thread(_read_newer_experiments, self._store, self.record.version)
             except (LarderError, OSError, ValueError) as error:
                 follower.note_concern("experiments", StaleReason.EXPERIMENTS_UNREADABLE, str(error))
             else:
@@ -199,11 +199,11 @@ class Arms:
 
         An arm that fails delays no other, and does not answer until a later call succeeds.
         """
-        await asyncio.gather(*(self._enforce(arm) for arm in list(self._arms.values())))
+        await asyncio.gather(*(self._enforce(arm) for arm in list(self._arm_by_namespace.values())))
 
     async def settled(self) -> None:
         """Wait until no namespace is being started or closed."""
-        while tasks := {arm.task for arm in self._arms.values() if arm.task is not None}:
+        while tasks := {arm.task for arm in self._arm_by_namespace.values() if arm.task is not None}:
             await asyncio.wait(tasks)
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -220,14 +220,14 @@ class Arms:
                         "arm": arm.name,
                         "namespace": arm.namespace,
                         "share": bucket_count(arm.buckets) / BUCKET_COUNT,
-                        "generation": self._live(arm.namespace),
+                        "generation": self._live_generation(arm.namespace),
                     }
                     for arm in arms
                 ],
             })  # fmt: skip
         return experiment_rows
 
-    def _live(self, namespace: str) -> str | None:
+    def _live_generation(self, namespace: str) -> str | None:
         service = self.service(namespace)
         served = None if service is None else service.follower.served
         return None if served is None else served.live.generation
@@ -235,29 +235,29 @@ class Arms:
     async def drain(self) -> None:
         """Sign off in all namespaces, and open no more."""
         self._is_ending = True
-        opened = [arm.namespace for arm in self._arms.values() if arm.namespace is not None]
-        await asyncio.gather(*(namespace.drain() for namespace in opened), return_exceptions=True)
+        open_namespaces = [arm.namespace for arm in self._arm_by_namespace.values() if arm.namespace is not None]
+        await asyncio.gather(*(namespace.drain() for namespace in open_namespaces), return_exceptions=True)
 
     async def aclose(self) -> None:
         """Release all namespaces; none is opened again."""
         self._is_ending = True
-        for arm in list(self._arms.values()):
+        for arm in list(self._arm_by_namespace.values()):
             self._begin_close(arm)
         await self.settled()
 
     def _advance_arms(self) -> None:
         """Advance the state of each arm by the record and the clock, without waiting."""
-        now_s, named = self._timer(), self.record.namespaces(self.namespace)
-        for name in named:
-            arm = self._arms.get(name)
+        now_s, named_namespaces = self._timer(), self.record.namespaces(self.namespace)
+        for arm_namespace in named_namespaces:
+            arm = self._arm_by_namespace.get(arm_namespace)
             if arm is None:
-                self._begin_start(Arm(name))
+                self._begin_start(Arm(arm_namespace))
             elif arm.state is ArmState.DRAINING:
                 arm.enter(ArmState.SERVING)
             elif arm.state is ArmState.FAILED and now_s >= arm.retry_at:
                 arm.enter(ArmState.STARTING)
                 self._begin_start(arm)
-        for arm in [arm for arm in self._arms.values() if arm.name not in named]:
+        for arm in [arm for arm in self._arm_by_namespace.values() if arm.name not in named_namespaces]:
             if arm.state is ArmState.SERVING:
                 arm.enter(ArmState.DRAINING)
                 arm.draining_since = now_s
@@ -265,19 +265,19 @@ class Arms:
                 self._begin_close(arm)
 
     def _begin_start(self, arm: Arm) -> None:
-        self._arms[arm.name] = arm
+        self._arm_by_namespace[arm.name] = arm
         self._run_task(arm, self._start(arm))
 
     def _begin_close(self, arm: Arm) -> None:
         if arm.state is ArmState.FAILED:
             arm.enter(ArmState.CLOSED)
-            del self._arms[arm.name]
+            del self._arm_by_namespace[arm.name]
         elif arm.state is not ArmState.CLOSING:
-            starting = arm.task
+            start_task = arm.task
             arm.enter(ArmState.CLOSING)
-            if starting is not None:
-                starting.cancel()
-            self._run_task(arm, self._close(arm, starting))
+            if start_task is not None:
+                start_task.cancel()
+            self._run_task(arm, self._close(arm, start_task))
 
     def _run_task(self, arm: Arm, work: Coroutine[Any, Any, None]) -> None:
         arm.task = task = asyncio.create_task(work)
@@ -290,7 +290,7 @@ class Arms:
 
     async def _start(self, arm: Arm) -> None:
         try:
-            arm.namespace = namespace = self._open(arm.name)
+            arm.namespace = namespace = self._open_namespace(arm.name)
             if self._is_ending:
                 await namespace.drain()
             await self._enforce(arm)
@@ -298,8 +298,8 @@ class Arms:
             # Loading takes minutes, in which more may have been blocked.
             await self._enforce(arm)
         except Exception:
-            arm.failures += 1
-            wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(arm.failures - 1, 10))
+            arm.failure_count += 1
+            wait_s = min(RETRY_MAX_S, FIRST_RETRY_S * 2 ** min(arm.failure_count - 1, 10))
             log.exception("namespace %s cannot be held; trying again in %g s", arm.name, wait_s)
             await self._close_namespace(arm)
             if arm.state is ArmState.STARTING:
@@ -307,18 +307,18 @@ class Arms:
                 arm.enter(ArmState.FAILED)
         else:
             if arm.state is ArmState.STARTING:  # a cancellation may have been lost
-                arm.failures = 0
+                arm.failure_count = 0
                 arm.enter(ArmState.SERVING)
                 log.info("namespace %s is held for experiments", arm.name)
 
-    async def _close(self, arm: Arm, starting: asyncio.Task[None] | None) -> None:
-        while starting is not None and not starting.done():
+    async def _close(self, arm: Arm, start_task: asyncio.Task[None] | None) -> None:
+        while start_task is not None and not start_task.done():
             # Again and again: a client library may lose a cancellation that meets its reply.
-            starting.cancel()
-            await asyncio.wait({starting}, timeout=_CANCEL_AGAIN_S)
+            start_task.cancel()
+            await asyncio.wait({start_task}, timeout=_CANCEL_INTERVAL_S)
         await self._close_namespace(arm)
         arm.enter(ArmState.CLOSED)
-        del self._arms[arm.name]
+        del self._arm_by_namespace[arm.name]
         log.info("namespace %s is held no more", arm.name)
 
     async def _close_namespace(self, arm: Arm) -> None:
@@ -333,15 +333,15 @@ class Arms:
         """Make an arm enforce the own namespace's blocklist, also if that changes meanwhile."""
         own_holder, is_enforced = self.own_service.follower.holder, True
         while is_enforced and arm.namespace is not None:
-            arm_shelf = arm.namespace.service.follower.holder
-            is_enforced = await arm_shelf.set_other_blocklist(own_holder.blocklist)
-            if arm_shelf.other_blocklist is own_holder.blocklist:
+            arm_holder = arm.namespace.service.follower.holder
+            is_enforced = await arm_holder.set_other_blocklist(own_holder.blocklist)
+            if arm_holder.other_blocklist is own_holder.blocklist:
                 return
 
 
-def _read_newer(store: ArtefactStore, current: int) -> Experiments | None:
+def _read_newer_experiments(store: ArtefactStore, current_version: int) -> Experiments | None:
     return (
         EXPERIMENTS_VERSIONS.latest(store)
-        if EXPERIMENTS_VERSIONS.read_newest_number(store) > current
+        if EXPERIMENTS_VERSIONS.read_newest_number(store) > current_version
         else None
     )

@@ -11,21 +11,21 @@ from serving.replica.namespace import HeldNamespace
 from serving.requests.named_schema import ID_SCHEMA, Json, with_description
 from serving.requests.options import REQUEST_OPTIONS, Limits
 from serving.requests.parsing import feedback_from_json
-from serving.traffic.arms import Arms
+from serving.traffic.arms import (ArmHolder)
 from serving.traffic.canary import CanaryMetrics, CanaryRouter, CanaryRouters
 from serving.traffic.exposures import FLUSH_S, HELP_BY_EVENT, ExposureLog
 from serving.traffic.router import ExperimentMetrics, ExperimentRouter
 
-_GENERATION: Json = {
+_GENERATION_SCHEMA: Json = {
     "type": "string",
     "description": "As the answer named it; or canary_key or arm",
 }
-_CANARY_KEY: Json = with_description(ID_SCHEMA, "As the request had it; or generation or arm")
-_ARM: Json = {
+_CANARY_KEY_SCHEMA: Json = with_description(ID_SCHEMA, "As the request had it; or generation or arm")
+_ARM_SCHEMA: Json = {
     **REQUEST_OPTIONS["arm"].schema,
     "description": "EXPERIMENT=ARM, as the answer had them",
 }
-_COUNT: Json = {
+_COUNT_SCHEMA: Json = {
     "type": "integer",
     "minimum": 1,
     "maximum": 1_000_000,
@@ -33,7 +33,7 @@ _COUNT: Json = {
 }
 
 
-_BODY: Json = schemas.closed_object_schema(
+_REQUEST_SCHEMA: Json = schemas.closed_object_schema(
     "FeedbackRequest",
     {
         "event": {
@@ -43,10 +43,10 @@ _BODY: Json = schemas.closed_object_schema(
         },
         **schemas.nullable_fields(
             {
-                "generation": _GENERATION,
-                "canary_key": _CANARY_KEY,
-                "arm": _ARM,
-                "count": _COUNT,
+                "generation": _GENERATION_SCHEMA,
+                "canary_key": _CANARY_KEY_SCHEMA,
+                "arm": _ARM_SCHEMA,
+                "count": _COUNT_SCHEMA,
             }
         ),
     },
@@ -59,7 +59,7 @@ _BODY: Json = schemas.closed_object_schema(
 )
 
 
-_RECEIPT: Json = schemas.named_object_schema(
+_RECEIPT_SCHEMA: Json = schemas.named_object_schema(
     "FeedbackReceipt",
     {
         "arm": {
@@ -89,9 +89,9 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
             summary="What came of answers",
             description="Counts an event, such as a click, for the generation or the arm that answered. Send "
             "one of generation, canary_key and arm.",
-            answer_schema=_RECEIPT,
+            answer_schema=_RECEIPT_SCHEMA,
             answer_example={"arm": None},
-            body_schema=_BODY,
+            body_schema=_REQUEST_SCHEMA,
             body_example={"event": "click", "generation": GENERATION_EXAMPLE},
             scope="feedback",
         ),
@@ -100,43 +100,43 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
 
 def attach(replica: Replica) -> ExperimentRouter:
     """Route requests by the experiments and canaries that run, count them, and hold the arms' namespaces."""
-    config, own, hooks = replica.config, replica.own, replica.hooks
-    canaries = CanaryRouters()
+    config, own_namespace, hooks = replica.config, replica.own_namespace, replica.hooks
+    canary_routers = CanaryRouters()
 
     def hold_canaries(namespace: HeldNamespace) -> None:
         router = CanaryRouter(namespace.holder, CanaryMetrics(namespace.metrics.registry))
-        canaries.add(namespace.holder, router)
+        canary_routers.add(namespace.holder, router)
         namespace.heartbeat.canary = router.report
 
-    hold_canaries(own)
+    hold_canaries(own_namespace)
     hooks.namespaces.append(hold_canaries)
-    arms = Arms(
-        replica.service, config.namespace, own.store, replica.open_namespace, in_thread=replica.in_thread,
+    arm_holder = ArmHolder(
+        replica.service, config.namespace, own_namespace.store, replica.open_namespace, in_thread=replica.in_thread,
         grace_s=config.deadline_max_ms / 1000,
     )  # fmt: skip
     poll_s = config.blocklist_poll_s
-    own.refresher.add_periodic("experiments", poll_s, arms.refresh, b"experiments")
-    own.refresher.add_periodic("arms_blocklist", poll_s, arms.enforce)
-    own.holder.pass_on_blocklist = arms.enforce
-    exposures = ExposureLog(own.store, replica.name, clock=own.clock, in_thread=replica.in_thread)
-    own.refresher.add_periodic("exposures", FLUSH_S, exposures.flush)
-    replica.metrics.registry.register(InternalCounters(exposures.internal_counters, HELP_BY_EVENT))
+    own_namespace.refresher.add_periodic("experiments", poll_s, arm_holder.refresh, b"experiments")
+    own_namespace.refresher.add_periodic("arms_blocklist", poll_s, arm_holder.enforce)
+    own_namespace.holder.pass_on_blocklist = arm_holder.enforce
+    exposure_log = ExposureLog(own_namespace.store, replica.name, clock=own_namespace.clock, in_thread=replica.in_thread)
+    own_namespace.refresher.add_periodic("exposures", FLUSH_S, exposure_log.flush)
+    replica.metrics.registry.register(InternalCounters(exposure_log.internal_counters, HELP_BY_EVENT))
     metrics = ExperimentMetrics(replica.metrics.registry)
-    metrics.version.set_function(lambda: arms.record.version)
-    experiments = ExperimentRouter(arms, exposures, metrics, canaries.of)
+    metrics.version.set_function(lambda: arm_holder.record.version)
+    experiment_router = ExperimentRouter(arm_holder, exposure_log, metrics, canary_routers.of)
 
-    async def feedback(request: Request, _started: float) -> object:
-        return experiments.feedback(feedback_from_json(await read_json(replica.service, request)))
+    async def answer_feedback(request: Request, _started: float) -> object:
+        return experiment_router.feedback(feedback_from_json(await read_json(replica.service, request)))
 
-    async def close() -> None:
-        await arms.aclose()
-        await exposures.flush()
+    async def close_arms() -> None:
+        await arm_holder.aclose()
+        await exposure_log.flush()
 
-    hooks.routers += [experiments.route_request, canaries.route_request]
-    hooks.handlers["sendFeedback"] = feedback
+    hooks.routers += [experiment_router.route_request, canary_routers.route_request]
+    hooks.handlers["sendFeedback"] = answer_feedback
     hooks.counts.append(metrics.by_field)
-    hooks.reports["arms"] = arms.to_json
-    hooks.start.append(arms.refresh)
-    hooks.drain.append(arms.drain)
-    hooks.close.append(close)
-    return experiments
+    hooks.reports["arms"] = arm_holder.to_json
+    hooks.start_steps.append(arm_holder.refresh)
+    hooks.drain_steps.append(arm_holder.drain)
+    hooks.close_steps.append(close_arms)
+    return experiment_router

@@ -26,12 +26,12 @@ Arm = Literal["live", "canary"]
 
 ARMS: tuple[Arm, ...] = ("live", "canary")
 
-EVENTS_MAX = 16
+COUNTED_EVENTS_MAX = 16
 """Kinds of feedback that are counted separately; further ones count as `other`."""
 
 OTHER_EVENT = "other"
 
-KEYS_MAX = 8_192
+SAMPLED_KEYS_MAX = 8_192
 """Keys remembered per arm: some 2 MB; at least half as many once there are more."""
 
 _SAMPLE_SEED = 0x6B657973
@@ -45,7 +45,7 @@ _MIDDLE_BUCKET = _OCTAVES * _STEPS_PER_OCTAVE
 
 
 @lru_cache(maxsize=16)
-def split_of(canary: Canary) -> KeySplit:
+def canary_split(canary: Canary) -> KeySplit:
     """Return the share of the keys that a canary answers."""
     return KeySplit.of(canary.generation, canary.percent)
 
@@ -89,8 +89,8 @@ class CanaryRouter:
         self._holder = holder
         self._metrics = metrics
         self._counted_canary: Canary | None = None
-        self._counts: dict[Arm, ArmCounts] = {}
-        self._events = EventNames()
+        self._counts_by_arm: dict[Arm, ArmCounts] = {}
+        self._event_names = EventNames()
 
     def route(
         self,
@@ -103,13 +103,13 @@ class CanaryRouter:
             return served, None
         if options.generation is not None:
             return self._without_arm(served, "pinned")
-        key = key_of(served, entities, options)
+        key = assignment_key(served, entities, options)
         if key is None:
             return self._without_arm(served, "no_key")
         if served.canary is None or served.next is None:
             return self._without_arm(served, "not_held")
-        self._begin(canary)
-        if split_of(served.canary).has_key(key):
+        self._begin_counts(canary)
+        if canary_split(served.canary).has_key(key):
             return served.for_canary(served.next), CanaryAssignment("canary", key, canary)
         return served, CanaryAssignment("live", key, canary)
 
@@ -119,69 +119,79 @@ class CanaryRouter:
         return self._holder.canary is not None
 
     def finish(
-        self, part: CanaryAssignment, answers: Sequence[AnswerJson], is_of_candidates: bool
+        self, assignment: CanaryAssignment, answers: Sequence[AnswerJson], is_of_candidates: bool
     ) -> None:
         """Count the answers of a request; scores of items that its caller chose say nothing of a generation."""
         if is_of_candidates:
             answers = [{"source": answer["source"]} for answer in answers]
-        self.count(part, answers)
+        self.count(assignment, answers)
 
-    def count(self, part: CanaryAssignment | None, answers: Sequence[AnswerJson]) -> None:
+    def count(self, assignment: CanaryAssignment | None, answers: Sequence[AnswerJson]) -> None:
         """Count a request of one arm that has its answers.
 
         One that was routed under another canary, or another share, does not count for the one that runs now.
         """
-        if part is None:
+        if assignment is None:
             return
-        arm, key, canary = part
+        arm, key, canary = assignment
         self._metrics.requests.labels(arm).inc()
         for answer in answers:
             self._metrics.answers.labels(arm, answer["source"]).inc()
         if canary != self._counted_canary:
             return
-        for top in self._counts[arm].answered(key, answers):
-            self._metrics.top_score.labels(arm).observe(top)
+        for top_score in self._counts_by_arm[arm].count_answers(key, answers):
+            self._metrics.top_score.labels(arm).observe(top_score)
 
-    def feedback(
+    def count_feedback(
         self,
         served: ServedGenerations,
         generation: str | None,
-        key: bytes | None,
-        event: str,
+        assignment_key: bytes | None,
+        event_name: str,
         count: int,
     ) -> Arm | None:
         """Count a report on a generation's answers, or to a key; return the arm, None if it is neither."""
         canary = self._holder.canary
         if canary is None or served.canary is None:
             return None
-        self._begin(canary)
+        self._begin_counts(canary)
         if generation is not None:
-            arms: dict[str, Arm] = {served.live.generation: "live", canary.generation: "canary"}
-            arm = arms.get(generation)
+            arm_by_generation: dict[str, Arm] = {
+                served.live.generation: "live",
+                canary.generation: "canary",
+            }
+            arm = arm_by_generation.get(generation)
         else:
-            arm = "canary" if key is not None and split_of(served.canary).has_key(key) else "live"
+            arm = (
+                "canary"
+                if assignment_key is not None
+                and canary_split(served.canary).has_key(assignment_key)
+                else "live"
+            )
         if arm is not None:
-            self._counts[arm].heard(event, count)
-            self._metrics.feedback.labels(arm, self._events.of(event, canary.event)).inc(count)
+            self._counts_by_arm[arm].count_feedback(event_name, count)
+            self._metrics.feedback.labels(
+                arm, self._event_names.counted_name(event_name, canary.event)
+            ).inc(count)
         return arm
 
     def report(self) -> dict[str, Any] | None:
         """Counts of both arms that the heartbeat carries while a canary runs; None while none does."""
         if (canary := self._holder.canary) is None:
             return None
-        self._begin(canary)
+        self._begin_counts(canary)
         return {
             "generation": canary.generation,
             "percent": canary.percent,
             "since": canary.since,
-            "arms": {arm: counts.to_json() for arm, counts in self._counts.items()},
+            "arms": {arm: counts.to_json() for arm, counts in self._counts_by_arm.items()},
         }
 
-    def _begin(self, canary: Canary) -> None:
+    def _begin_counts(self, canary: Canary) -> None:
         if (
             canary != self._counted_canary
         ):  # another one, or another share: what was counted is not comparable
-            self._counted_canary, self._counts = (
+            self._counted_canary, self._counts_by_arm = (
                 canary,
                 {arm: ArmCounts(canary.event) for arm in ARMS},
             )
@@ -226,7 +236,7 @@ class CanaryRouters:
         return routed._replace(served=served, finishers=(finisher, *routed.finishers))
 
 
-def key_of(
+def assignment_key(
     served: ServedGenerations, entities: Sequence[RequestedEntity], options: RequestOptions
 ) -> bytes | None:
     """Key by which a request is assigned: the caller's, else the one user that it is about."""
@@ -239,22 +249,24 @@ def key_of(
 
 
 class EventNames:
-    """Kinds of feedback that a process counts separately: the first `EVENTS_MAX`, and `always`; others are `other`."""
+    """Kinds of feedback that a process counts separately: the first `COUNTED_EVENTS_MAX` and `always_counted`."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
-    def of(self, event: str, always: str = "") -> str:
+    def counted_name(self, event_name: str, always_counted: str = "") -> str:
         """Name under which an event is counted; what decides is a setting and no caller's choice: one more of it."""
-        if event not in self._names and (len(self._names) < EVENTS_MAX or event == always != ""):
-            self._names.add(event)
-        return event if event in self._names else OTHER_EVENT
+        if event_name not in self._names and (
+            len(self._names) < COUNTED_EVENTS_MAX or event_name == always_counted != ""
+        ):
+            self._names.add(event_name)
+        return event_name if event_name in self._names else OTHER_EVENT
 
 
 class _FirstAnswer(NamedTuple):
-    kind: str
-    top: float | None
-    at: int | None
+    answer_kind: str
+    top_score: float | None
+    score_bucket: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -262,15 +274,15 @@ class KeySample:
     """Uniform sample of the keys of one arm, each with the first answer that it got.
 
     The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
-    Beyond `limit` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
+    Beyond `keys_max` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
     adaptive sampling", 1990): those whose hash ends in `level` zero bits, one more whenever there are too many.
     `sketch` has all of them.
     """
 
-    limit: int = KEYS_MAX
+    keys_max: int = SAMPLED_KEYS_MAX
     level: int = 0
-    kinds: Tally[str] = field(default_factory=Tally)
-    scores: Tally[int] = field(default_factory=Tally)
+    count_by_kind: Tally[str] = field(default_factory=Tally)
+    count_by_score_bucket: Tally[int] = field(default_factory=Tally)
     score_sum: float = 0.0
     sketch: KeySketch = field(default_factory=KeySketch)
     _first_answer_by_key: dict[int, _FirstAnswer] = field(default_factory=dict)
@@ -278,40 +290,46 @@ class KeySample:
     def __len__(self) -> int:
         return len(self._first_answer_by_key)
 
-    def saw(self, key: bytes, kind: str, top: float | None) -> None:
+    def add_answer(self, assignment_key: bytes, answer_kind: str, top_score: float | None) -> None:
         """Adds an answer to a key; only its first one counts."""
-        digest = xxhash.xxh3_64_intdigest(key, _SAMPLE_SEED)
-        if digest in self._first_answer_by_key:
+        key_hash = xxhash.xxh3_64_intdigest(assignment_key, _SAMPLE_SEED)
+        if key_hash in self._first_answer_by_key:
             return
-        self.sketch.add(digest)
-        if digest & ((1 << self.level) - 1):
+        self.sketch.add(key_hash)
+        if key_hash & ((1 << self.level) - 1):
             return
-        first_answer = self._first_answer_by_key[digest] = _FirstAnswer(
-            kind, top, None if top is None else bucket_of_score(top)
+        first_answer = self._first_answer_by_key[key_hash] = _FirstAnswer(
+            answer_kind, top_score, None if top_score is None else bucket_of_score(top_score)
         )
-        self.kinds[kind] += 1
-        if first_answer.top is not None and first_answer.at is not None:
-            self.scores[first_answer.at] += 1
-            self.score_sum += first_answer.top
-        if len(self._first_answer_by_key) > self.limit:
+        self.count_by_kind[answer_kind] += 1
+        if first_answer.top_score is not None and first_answer.score_bucket is not None:
+            self.count_by_score_bucket[first_answer.score_bucket] += 1
+            self.score_sum += first_answer.top_score
+        if len(self._first_answer_by_key) > self.keys_max:
             self._halve()
 
     def _halve(self) -> None:
-        while len(self._first_answer_by_key) > self.limit:
+        while len(self._first_answer_by_key) > self.keys_max:
             self.level += 1
             low_bits = (1 << self.level) - 1
             self._first_answer_by_key = {
-                key: first_answer
-                for key, first_answer in self._first_answer_by_key.items()
-                if not key & low_bits
+                key_hash: first_answer
+                for key_hash, first_answer in self._first_answer_by_key.items()
+                if not key_hash & low_bits
             }
         first_answers = self._first_answer_by_key.values()
-        self.kinds = Tally([first_answer.kind for first_answer in first_answers])
-        self.scores = Tally(
-            [first_answer.at for first_answer in first_answers if first_answer.at is not None]
+        self.count_by_kind = Tally([first_answer.answer_kind for first_answer in first_answers])
+        self.count_by_score_bucket = Tally(
+            [
+                first_answer.score_bucket
+                for first_answer in first_answers
+                if first_answer.score_bucket is not None
+            ]
         )
         self.score_sum = sum(
-            first_answer.top for first_answer in first_answers if first_answer.top is not None
+            first_answer.top_score
+            for first_answer in first_answers
+            if first_answer.top_score is not None
         )
 
 
@@ -324,19 +342,27 @@ class ArmCounts:
     feedback: Tally[str] = field(default_factory=Tally)
     keys: KeySample = field(default_factory=KeySample)
 
-    def answered(self, key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
+    def count_answers(
+        self, assignment_key: bytes, answers: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
         """Counts one more request; the top scores of the lists that this very generation gave."""
         self.requests += 1
         if answers:
-            self.keys.saw(key, _answer_kind(answers[0]), _top_score(answers[0]))
-        return [top for answer in answers if (top := _top_score(answer)) is not None]
+            self.keys.add_answer(
+                assignment_key, _answer_kind(answers[0]), _top_score_of(answers[0])
+            )
+        return [top_score for answer in answers if (top_score := _top_score_of(answer)) is not None]
 
-    def heard(self, event: str, count: int) -> None:
-        """Counts feedback; kinds beyond `EVENTS_MAX` are counted as `other`."""
+    def count_feedback(self, event_name: str, count: int) -> None:
+        """Counts feedback; kinds beyond `COUNTED_EVENTS_MAX` are counted as `other`."""
         other_count = len(self.feedback) - (self.event in self.feedback)
-        if event not in self.feedback and event != self.event and other_count >= EVENTS_MAX:
-            event = OTHER_EVENT
-        self.feedback[event] += count
+        if (
+            event_name not in self.feedback
+            and event_name != self.event
+            and other_count >= COUNTED_EVENTS_MAX
+        ):
+            event_name = OTHER_EVENT
+        self.feedback[event_name] += count
 
     def to_json(self) -> dict[str, Any]:
         """JSON object for the heartbeat; buckets as text, for JSON has no other keys.
@@ -348,9 +374,10 @@ class ArmCounts:
             "keys": len(self.keys),
             "weight": 1 << self.keys.level,
             "sketch": self.keys.sketch.to_text(),
-            "kinds": dict(self.keys.kinds),
+            "kinds": dict(self.keys.count_by_kind),
             "scores": {
-                str(score_bucket): count for score_bucket, count in sorted(self.keys.scores.items())
+                str(score_bucket): count
+                for score_bucket, count in sorted(self.keys.count_by_score_bucket.items())
             },
             "score_sum": self.keys.score_sum,
             "feedback": dict(self.feedback),
@@ -365,7 +392,7 @@ def _answer_kind(answer: Mapping[str, Any]) -> str:
     return "live" if source is Source.LIVE or answer.get("producer") == "live" else "stored"
 
 
-def _top_score(answer: Mapping[str, Any]) -> float | None:
+def _top_score_of(answer: Mapping[str, Any]) -> float | None:
     scores = answer.get("scores")
     if scores is None or not len(scores) or answer["source"] in FALLBACK_SOURCES:
         return None
@@ -374,13 +401,14 @@ def _top_score(answer: Mapping[str, Any]) -> float | None:
 
 def bucket_of_score(score: float) -> int:
     """A whole number that grows with the score: eighths of an octave (9 %) between 2**-16 and 2**16, either sign."""
-    size = min(abs(score), 2.0**_OCTAVES)
-    if size < 2.0**-_OCTAVES:
+    magnitude = min(abs(score), 2.0**_OCTAVES)
+    if magnitude < 2.0**-_OCTAVES:
         return 0
-    step = (
+    bucket_step = (
         min(
-            math.floor(math.log2(size) * _STEPS_PER_OCTAVE) + _MIDDLE_BUCKET, 2 * _MIDDLE_BUCKET - 1
+            math.floor(math.log2(magnitude) * _STEPS_PER_OCTAVE) + _MIDDLE_BUCKET,
+            2 * _MIDDLE_BUCKET - 1,
         )
         + 1
     )
-    return step if score > 0 else -step
+    return bucket_step if score > 0 else -bucket_step

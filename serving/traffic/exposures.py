@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 FLUSH_S = 60.0
 """Seconds between flushes; a killed process loses what it has not written."""
 
-PENDING_MAX = 1 << 18
+WAITING_EXPOSURES_MAX = 1 << 18
 """Exposures that wait to be written; more are dropped, and counted."""
 
-PART_MAX = 1 << 15
+PART_EXPOSURES_MAX = 1 << 15
 """Exposures in one part, some 3 MiB at most with keys of 64 bytes."""
 
-PARTS_MAX = 1_024
+WAITING_PARTS_MAX = 1_024
 """Parts that wait for a store that cannot be written; counts also wait."""
 
-SEEN_MAX = 1 << 18
+LOGGED_EXPOSURES_MAX = 1 << 18
 """Exposures remembered as written in this hour, some 20 MB; a repetition that is forgotten is dropped by the night."""
 
 HELP_BY_EVENT: Mapping[str, str] = {
@@ -43,7 +43,7 @@ HELP_BY_EVENT: Mapping[str, str] = {
 }
 """Help text by event."""
 
-_Arm = tuple[str, str]
+_ExperimentAndArm = tuple[str, str]
 
 
 class Exposure(NamedTuple):
@@ -54,7 +54,7 @@ class Exposure(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Window:
+class _ArmHour:
     """Counts of one arm in one hour since the last flush."""
 
     requests: int = 0
@@ -68,7 +68,7 @@ class ExposureLog:
     def __init__(
         self,
         store: ArtefactStore,
-        name: str,
+        replica_name: str,
         *,
         clock: Callable[[], float],
         in_thread: StoreThreads,
@@ -76,58 +76,58 @@ class ExposureLog:
         self.dropped_count = 0
         self.written_count = 0
         self.failed_count = 0
-        self._store, self._name = store, name
+        self._store, self._replica_name = store, replica_name
         self._clock, self._in_thread = clock, in_thread
-        self._windows: dict[int, dict[_Arm, _Window]] = {}
-        self._waiting = 0
-        self._logged_exposures: set[int] = set()
-        self._seen_hour = 0
-        self._parts: deque[tuple[str, bytes, int]] = deque()
-        self._number = 0
-        self._writing = asyncio.Lock()
+        self._arm_hours: dict[int, dict[_ExperimentAndArm, _ArmHour]] = {}
+        self._waiting_count = 0
+        self._logged_hashes: set[int] = set()
+        self._logged_hour = 0
+        self._waiting_parts: deque[tuple[str, bytes, int]] = deque()
+        self._part_number = 0
+        self._write_lock = asyncio.Lock()
 
-    def request(self, experiment: str, arm: str, key: bytes | None) -> None:
-        """Counts one request that an arm answered; without a `key` it is no exposure to be written down."""
-        at = self._clock()
-        window = self._window(at, experiment, arm)
-        window.requests += 1
-        if key is None:
+    def count_request(self, experiment: str, arm: str, exposed_key: bytes | None) -> None:
+        """Counts one request that an arm answered; without an `exposed_key` it is no exposure to be written down."""
+        now_s = self._clock()
+        arm_hour = self._arm_hour(now_s, experiment, arm)
+        arm_hour.requests += 1
+        if exposed_key is None:
             return
         exposure_hash = xxhash.xxh3_64_intdigest(
-            b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), key)
+            b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), exposed_key)
         )
-        if exposure_hash in self._logged_exposures:
+        if exposure_hash in self._logged_hashes:
             return
-        if self._waiting >= PENDING_MAX:
+        if self._waiting_count >= WAITING_EXPOSURES_MAX:
             self.dropped_count += 1
             return
-        if len(self._logged_exposures) >= SEEN_MAX:
-            self._logged_exposures.clear()
-        self._logged_exposures.add(exposure_hash)
-        self._waiting += 1
-        window.exposures.append(Exposure(key, at))
+        if len(self._logged_hashes) >= LOGGED_EXPOSURES_MAX:
+            self._logged_hashes.clear()
+        self._logged_hashes.add(exposure_hash)
+        self._waiting_count += 1
+        arm_hour.exposures.append(Exposure(exposed_key, now_s))
 
-    def heard(self, experiment: str, arm: str, event: str, count: int) -> None:
+    def count_feedback(self, experiment: str, arm: str, event_name: str, count: int) -> None:
         """Count feedback for an arm."""
-        self._window(self._clock(), experiment, arm).feedback[event] += count
+        self._arm_hour(self._clock(), experiment, arm).feedback[event_name] += count
 
     async def flush(self) -> None:
         """Write all waiting parts to the store; parts that cannot be written go on waiting."""
-        async with self._writing:
-            if len(self._parts) < PARTS_MAX:
-                self._cut()
-            while self._parts:
-                path, body, count = self._parts[0]
+        async with self._write_lock:
+            if len(self._waiting_parts) < WAITING_PARTS_MAX:
+                self._cut_parts()
+            while self._waiting_parts:
+                part_path, part_body, exposure_count = self._waiting_parts[0]
                 try:
                     # One that is there is this very part: an earlier try that seemed to fail.
-                    await self._in_thread(self._store.write_once, path, body)
+                    await self._in_thread(self._store.write_once, part_path, part_body)
                 except (LarderError, OSError) as error:
                     self.failed_count += 1
                     log.warning("exposures cannot be written, they wait: %s", error)
                     return
-                self._parts.popleft()
-                self._waiting -= count
-                self.written_count += count
+                self._waiting_parts.popleft()
+                self._waiting_count -= exposure_count
+                self.written_count += exposure_count
 
     def internal_counters(self) -> dict[str, float]:
         """Event counts by name."""
@@ -137,43 +137,43 @@ class ExposureLog:
             "exposure_writes_failed": self.failed_count,
         }
 
-    def _window(self, at: float, experiment: str, arm: str) -> _Window:
-        hour = int(at // HOUR_S)
-        if hour != self._seen_hour:
-            self._seen_hour = hour
-            self._logged_exposures.clear()
-        arms = self._windows.setdefault(hour, {})
-        window = arms.get((experiment, arm))
-        if window is None:
-            window = arms[experiment, arm] = _Window()
-        return window
+    def _arm_hour(self, now_s: float, experiment: str, arm: str) -> _ArmHour:
+        hour = int(now_s // HOUR_S)
+        if hour != self._logged_hour:
+            self._logged_hour = hour
+            self._logged_hashes.clear()
+        hour_by_arm = self._arm_hours.setdefault(hour, {})
+        arm_hour = hour_by_arm.get((experiment, arm))
+        if arm_hour is None:
+            arm_hour = hour_by_arm[experiment, arm] = _ArmHour()
+        return arm_hour
 
-    def _cut(self) -> None:
+    def _cut_parts(self) -> None:
         """Convert the counts since the last flush to parts."""
-        windows, self._windows = self._windows, {}
-        for hour, arms in windows.items():
-            lines: list[dict[str, object]] = []
-            room = PART_MAX
-            for (experiment, arm), window in arms.items():
-                arm_counts = {"requests": window.requests, "feedback": dict(window.feedback)}
-                start = 0
-                while start < max(1, len(window.exposures)):
-                    exposures = window.exposures[start : start + room]
-                    pairs = [
+        hours_by_arm, self._arm_hours = self._arm_hours, {}
+        for hour, hour_by_arm in hours_by_arm.items():
+            arm_lines: list[dict[str, object]] = []
+            remaining_exposures = PART_EXPOSURES_MAX
+            for (experiment, arm), arm_hour in hour_by_arm.items():
+                requests_and_feedback = {"requests": arm_hour.requests, "feedback": dict(arm_hour.feedback)}
+                first_index = 0
+                while first_index < max(1, len(arm_hour.exposures)):
+                    exposures = arm_hour.exposures[first_index : first_index + remaining_exposures]
+                    key_time_pairs = [
                         [exposure.key.decode(), round(exposure.at, 3)] for exposure in exposures
                     ]
-                    named = {"experiment": experiment, "arm": arm}
-                    lines.append({**named, **arm_counts, "exposures": pairs})
-                    arm_counts = {"requests": 0, "feedback": {}}
-                    start, room = start + max(1, len(exposures)), room - len(exposures)
-                    if not room:
-                        self._part(hour, lines)
-                        lines, room = [], PART_MAX
-            if lines:
-                self._part(hour, lines)
+                    experiment_and_arm = {"experiment": experiment, "arm": arm}
+                    arm_lines.append({**experiment_and_arm, **requests_and_feedback, "exposures": key_time_pairs})
+                    requests_and_feedback = {"requests": 0, "feedback": {}}
+                    first_index, remaining_exposures = first_index + max(1, len(exposures)), remaining_exposures - len(exposures)
+                    if not remaining_exposures:
+                        self._add_part(hour, arm_lines)
+                        arm_lines, remaining_exposures = [], PART_EXPOSURES_MAX
+            if arm_lines:
+                self._add_part(hour, arm_lines)
 
-    def _part(self, hour: int, arms: list[dict[str, object]]) -> None:
-        self._number += 1
-        count = sum(len(arm_line["exposures"]) for arm_line in arms)  # type: ignore[misc, arg-type]
-        path = exposure_part_path(hour, self._name, self._number)
-        self._parts.append((path, orjson.dumps({"arms": arms}), count))
+    def _add_part(self, hour: int, arm_lines: list[dict[str, object]]) -> None:
+        self._part_number += 1
+        exposure_count = sum(len(arm_line["exposures"]) for arm_line in arm_lines)  # type: ignore[misc, arg-type]
+        part_path = exposure_part_path(hour, self._replica_name, self._part_number)
+        self._waiting_parts.append((part_path, orjson.dumps({"arms": arm_lines}), exposure_count))

@@ -12,11 +12,11 @@ from serving.metrics.registry import counts_of
 from serving.requests.errors import Problem
 from serving.requests.models import FeedbackReport, RequestedEntity
 from serving.requests.options import RequestedArm, RequestOptions
-from serving.traffic.arms import Arms
-from serving.traffic.canary import CanaryRouter, EventNames, key_of
+from serving.traffic.arms import ArmHolder
+from serving.traffic.canary import CanaryRouter, EventNames, assignment_key
 from serving.traffic.exposures import ExposureLog
 
-REQUESTS_OF_ARM, FEEDBACK_OF_ARM = "n:", "f:"
+ARM_REQUESTS_PREFIX, ARM_FEEDBACK_PREFIX = "n:", "f:"
 """Beginnings of fields of counts as the dashboard adds them up."""
 
 
@@ -63,12 +63,12 @@ class ExperimentMetrics:
     def by_field(self) -> dict[str, int]:
         """Return the requests and feedback of arms, by the fields of the dashboard."""
         return {
-            prefix + "=".join(labels[name] for name in names): int(count)
-            for counter, prefix, names in (
-                (self.requests, REQUESTS_OF_ARM, ("experiment", "arm")),
-                (self.feedback, FEEDBACK_OF_ARM, ("experiment", "arm", "event")),
+            prefix + "=".join(value_by_label[label_name] for label_name in label_names): int(count)
+            for counter, prefix, label_names in (
+                (self.requests, ARM_REQUESTS_PREFIX, ("experiment", "arm")),
+                (self.feedback, ARM_FEEDBACK_PREFIX, ("experiment", "arm", "event")),
             )
-            for labels, count in counts_of(counter)
+            for value_by_label, count in counts_of(counter)
         }
 
 
@@ -77,35 +77,35 @@ class ExperimentRouter:
 
     def __init__(
         self,
-        arms: Arms,
-        exposures: ExposureLog,
+        arm_holder: ArmHolder,
+        exposure_log: ExposureLog,
         metrics: ExperimentMetrics,
         canary_of: Callable[[LookupService], CanaryRouter],
     ) -> None:
         """`canary_of`: router of the canaries in the namespace of a service."""
-        self.exposures = exposures
+        self.exposures = exposure_log
         self._canary_of = canary_of
-        self._arms = arms
+        self._arm_holder = arm_holder
         self._metrics = metrics
-        self._events = EventNames()
+        self._event_names = EventNames()
 
     def route_request(
         self, routed: RoutedRequest, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> RoutedRequest:
         """Send a request to the namespace of its arm. Raise Problem (409) as `route` does."""
-        if options.arm is None and self._arms.routing is None:
+        if options.arm is None and self._arm_holder.routing is None:
             return routed
-        service, assigned = self.route(entities, options)
-        if assigned is None:
+        service, assignment = self.route(entities, options)
+        if assignment is None:
             return routed._replace(service=service)
-        finisher = partial(self.finish, assigned)
+        finisher = partial(self.finish, assignment)
         return routed._replace(service=service, finishers=(finisher, *routed.finishers))
 
     def finish(
-        self, assigned: ExperimentAssignment, answers: list[AnswerJson], _is_of_candidates: bool
+        self, assignment: ExperimentAssignment, answers: list[AnswerJson], _is_of_candidates: bool
     ) -> None:
         """Note the arm in the answers of a request, and count them."""
-        self.attach_arm(assigned, answers)
+        self.attach_arm(assignment, answers)
 
     def route(
         self, entities: Sequence[RequestedEntity], options: RequestOptions
@@ -114,85 +114,93 @@ class ExperimentRouter:
 
         Raises Problem (409) for an arm that the caller names and that is not held here.
         """
-        own_service, routing = self._arms.own_service, self._arms.routing
+        own_service, routing = self._arm_holder.own_service, self._arm_holder.routing
         if options.arm is not None:
-            return self._forced(options.arm)
+            return self._route_to_named_arm(options.arm)
         if routing is None:
             return own_service, None
         if options.generation is not None:
-            return self._without_arm(self._holder_of(options.generation), "pinned")
-        key = key_of(own_service.capture_served(), entities, options)
+            return self._without_arm(self._service_holding(options.generation), "pinned")
+        key = assignment_key(own_service.capture_served(), entities, options)
         if key is None:
             return self._without_arm(own_service, "no_key")
-        if (experiment_and_arm := routing.of(key)) is None:
+        if (experiment_and_arm := routing.find_arm(key)) is None:
             return self._without_arm(own_service, "not_in_experiment")
-        name, arm = experiment_and_arm
-        service = self._serving(name, arm)
+        experiment_name, arm_name = experiment_and_arm
+        service = self._arm_service(experiment_name, arm_name)
         if service is None or not _can_answer(service, entities):
             return self._without_arm(own_service, "not_held")
-        return service, ExperimentAssignment(name, arm, key, routing.is_sampled(name, key))
+        return service, ExperimentAssignment(
+            experiment_name, arm_name, key, routing.is_sampled(experiment_name, key)
+        )
 
     def attach_arm(
-        self, assigned: ExperimentAssignment | None, answers: list[AnswerJson]
+        self, assignment: ExperimentAssignment | None, answers: list[AnswerJson]
     ) -> list[AnswerJson]:
         """The answers of a request, each with its arm, counted; without an arm as they are."""
-        if assigned is None:
+        if assignment is None:
             return answers
-        name, arm, key, _ = assigned
+        experiment_name, arm_name, key, _ = assignment
         for answer in answers:
-            answer["experiment"], answer["arm"] = name, arm
+            answer["experiment"], answer["arm"] = experiment_name, arm_name
         if key is not None:
-            self._note(assigned, key)
-            self._metrics.requests.labels(name, arm).inc()
+            self._log_exposure(assignment, key)
+            self._metrics.requests.labels(experiment_name, arm_name).inc()
             for answer in answers:
-                self._metrics.answers.labels(name, arm, answer["source"]).inc()
+                self._metrics.answers.labels(experiment_name, arm_name, answer["source"]).inc()
         return answers
 
     def feedback(self, report: FeedbackReport) -> dict[str, str | None]:
         """Count a caller's report for the arm of an experiment and for that of a canary in its namespace."""
-        service = self._arms.own_service
+        service = self._arm_holder.own_service
         experiment_and_arm: tuple[str, str] | None = report.arm
-        if report.key is not None and (routing := self._arms.routing) is not None:
-            experiment_and_arm = routing.of(report.key)
+        if report.key is not None and (routing := self._arm_holder.routing) is not None:
+            experiment_and_arm = routing.find_arm(report.key)
         elif report.generation is not None:
-            service = self._holder_of(report.generation)
+            service = self._service_holding(report.generation)
         if experiment_and_arm is not None:
-            serving = self._running(*experiment_and_arm)
+            arm_service = self._running_service(*experiment_and_arm)
             service, experiment_and_arm = (
-                (service, None) if serving is None else (serving, experiment_and_arm)
+                (service, None) if arm_service is None else (arm_service, experiment_and_arm)
             )
-        arm = None
+        canary_arm = None
         if report.arm is None:
-            arm = self._canary_of(service).feedback(
+            canary_arm = self._canary_of(service).count_feedback(
                 service.capture_served(), report.generation, report.key, report.event, report.count
             )
         if experiment_and_arm is None:
-            return {"arm": arm}
-        event = self._events.of(report.event)
-        self.exposures.heard(*experiment_and_arm, event, report.count)
-        self._metrics.feedback.labels(*experiment_and_arm, event).inc(report.count)
-        return {"arm": arm, "experiment": "=".join(experiment_and_arm)}
+            return {"arm": canary_arm}
+        counted_event_name = self._event_names.counted_name(report.event)
+        self.exposures.count_feedback(*experiment_and_arm, counted_event_name, report.count)
+        self._metrics.feedback.labels(*experiment_and_arm, counted_event_name).inc(report.count)
+        return {"arm": canary_arm, "experiment": "=".join(experiment_and_arm)}
 
-    def _note(self, assigned: ExperimentAssignment, key: bytes) -> None:
+    def _log_exposure(self, assignment: ExperimentAssignment, key: bytes) -> None:
         """Write a request down: no erased or blocked key, and none that the experiment's sample leaves out."""
-        blocked = self._arms.own_service.follower.holder.blocklist
-        is_logged = assigned.is_sampled and key not in blocked.users and key not in blocked.entities
-        self.exposures.request(assigned.experiment, assigned.arm, key if is_logged else None)
+        blocklist = self._arm_holder.own_service.follower.holder.blocklist
+        is_logged = (
+            assignment.is_sampled and key not in blocklist.users and key not in blocklist.entities
+        )
+        self.exposures.count_request(
+            assignment.experiment, assignment.arm, key if is_logged else None
+        )
 
-    def _running(self, experiment: str, arm: str) -> LookupService | None:
+    def _running_service(self, experiment: str, arm: str) -> LookupService | None:
         """The service of an arm of an experiment that runs."""
-        routing = self._arms.routing
+        routing = self._arm_holder.routing
         held_experiment = None if routing is None else routing.experiments.get(experiment)
         return (
-            self._serving(experiment, arm)
+            self._arm_service(experiment, arm)
             if held_experiment is not None and held_experiment.is_running
             else None
         )
 
-    def _forced(self, requested_arm: RequestedArm) -> tuple[LookupService, ExperimentAssignment]:
-        service = self._serving(requested_arm.experiment, requested_arm.arm)
+    def _route_to_named_arm(
+        self, requested_arm: RequestedArm
+    ) -> tuple[LookupService, ExperimentAssignment]:
+        service = self._arm_service(requested_arm.experiment, requested_arm.arm)
         if service is None:
-            routing = self._arms.routing
+            routing = self._arm_holder.routing
             held_experiments = {} if routing is None else routing.experiments
             raise Problem(
                 409, "arm_gone",
@@ -205,17 +213,17 @@ class ExperimentRouter:
             )  # fmt: skip
         return service, ExperimentAssignment(requested_arm.experiment, requested_arm.arm, None)
 
-    def _serving(self, experiment: str, arm: str) -> LookupService | None:
+    def _arm_service(self, experiment: str, arm: str) -> LookupService | None:
         """The service of an arm; None where that is not held."""
-        routing = self._arms.routing
+        routing = self._arm_holder.routing
         held_experiment = None if routing is None else routing.experiments.get(experiment)
         held_arm = None if held_experiment is None else held_experiment.arm(arm)
-        return None if held_arm is None else self._arms.service(held_arm.namespace)
+        return None if held_arm is None else self._arm_holder.service(held_arm.namespace)
 
-    def _holder_of(self, generation: str) -> LookupService:
+    def _service_holding(self, generation: str) -> LookupService:
         """The namespace that has a pinned generation, the own one first; the own one if none has."""
-        own_service = self._arms.own_service
-        for service in (own_service, *self._arms.services):
+        own_service = self._arm_holder.own_service
+        for service in (own_service, *self._arm_holder.answering_services):
             served = service.follower.served
             if served is not None and served.find(generation) is not None:
                 return service

@@ -10,12 +10,12 @@ from serving.usage.l1_advisor import L1Advisor
 
 def attach(replica: Replica) -> L1Advisor:
     """Report hot ids to Redis, warm L1 from those of all replicas, and keep the curve of L1's size."""
-    own = replica.own
-    sketch = share_hot_ids(own)
+    own_namespace = replica.own_namespace
+    sketch = share_hot_ids(own_namespace)
     replica.hooks.namespaces.append(share_hot_ids)
-    advisor = L1Advisor(own.components.tiers, lambda: own.holder.live, replica.config.sampled_keys)
+    advisor = L1Advisor(own_namespace.components.tiers, lambda: own_namespace.holder.live, replica.config.sampled_keys)
     if advisor.step_s:
-        own.refresher.add_periodic("l1_advisor", advisor.step_s, advisor.step)
+        own_namespace.refresher.add_periodic("l1_advisor", advisor.step_s, advisor.step)
     replica.metrics.registry.register(advisor)
     replica.metrics.registry.register(InternalCounters(sketch.internal_counters, HELP_BY_EVENT))
     replica.hooks.reports["advisor"] = advisor.to_json
@@ -24,14 +24,14 @@ def attach(replica: Replica) -> L1Advisor:
 
 def share_hot_ids(namespace: HeldNamespace) -> HotKeySketch:
     """Let a namespace share with all replicas which of its ids are hot, unless the settings say not to."""
-    recent, holder, sketch_s = (
+    recent_names, holder, sketch_s = (
         namespace.components.ladder.recent_names,
         namespace.holder,
         namespace.config.sketch_s,
     )
     sketch = HotKeySketch(
         SharedHotKeys(namespace.components.remote.control),
-        recent,
+        recent_names,
         lambda: holder.live,
         namespace.clock,
     )

@@ -18,11 +18,11 @@ from cache.usage.hot_keys import (
 from serving.engine.answer_observer import RecentNames
 from serving.generations.snapshot import Snapshot
 
-REPORTED = 512
+REPORTED_NAMES_MAX = 512
 """Entities in a report, the most requested ones."""
-_AT_ONCE = 128
+_NAMES_PER_CALL = 128
 """Entities in one script call, which blocks Redis for a third of a millisecond."""
-_HEAR_S = 1.0
+_FETCH_TIMEOUT_S = 1.0
 
 
 HELP_BY_EVENT: Mapping[str, str] = {
@@ -38,66 +38,66 @@ class HotKeySketch:
 
     shared: SharedHotKeys
     recent: RecentNames
-    live: Callable[[], Snapshot | None]
+    get_live_snapshot: Callable[[], Snapshot | None]
     clock: Callable[[], float]
     window: Window = HOT_WINDOW
-    reported: int = field(init=False, default=0)
-    failed: int = field(init=False, default=0)
+    reported_count: int = field(init=False, default=0)
+    failed_count: int = field(init=False, default=0)
     _reported_names: set[EntityName] = field(init=False, default_factory=set)
 
     async def report(self) -> None:
         """Report the entities requested since the last report; remove reported ones that were blocked since."""
-        live, fresh = self.live(), self.recent.take_new()
-        if live is None:
+        live_snapshot, new_names = self.get_live_snapshot(), self.recent.take_new()
+        if live_snapshot is None:
             return
-        hottest = await asyncio.to_thread(_hottest, fresh)
-        hottest = [
-            counted_name for counted_name in hottest if counted_name[0][0] in live.manifest.tables
+        hottest_counts = await asyncio.to_thread(_count_hottest, new_names)
+        hottest_counts = [
+            counted_name for counted_name in hottest_counts if counted_name[0][0] in live_snapshot.manifest.tables
         ]
-        hottest_names = {name for name, _ in hottest}
+        hottest_names = {name for name, _ in hottest_counts}
         blocked_names = list(
             islice(
                 (
                     reported_name
                     for reported_name in hottest_names | self._reported_names
-                    if _is_blocked(live, reported_name)
+                    if _is_blocked(live_snapshot, reported_name)
                 ),
-                REPORTED,
+                REPORTED_NAMES_MAX,
             )
         )
-        counts = [
-            counted_name for counted_name in hottest if not _is_blocked(live, counted_name[0])
+        reported_counts = [
+            counted_name for counted_name in hottest_counts if not _is_blocked(live_snapshot, counted_name[0])
         ]
-        self._reported_names = {name for name, _ in counts}
-        if not counts and not blocked_names:
+        self._reported_names = {name for name, _ in reported_counts}
+        if not reported_counts and not blocked_names:
             return
         hour = window_number_of(self.clock(), self.window)
         try:
-            for at in range(0, max(1, len(counts)), _AT_ONCE):
-                piece = counts[at : at + _AT_ONCE]
+            for first_index in range(0, max(1, len(reported_counts)), _NAMES_PER_CALL):
+                counts_chunk = reported_counts[first_index : first_index + _NAMES_PER_CALL]
                 await self.shared.add_report(
-                    HotKeyReport(hour, piece, () if at else blocked_names, self.window)
+                    HotKeyReport(hour, counts_chunk, () if first_index else blocked_names, self.window)
                 )
-                self.reported += len(piece)
+                self.reported_count += len(counts_chunk)
         except TierUnavailable:
-            self.failed += 1
+            self.failed_count += 1
             self._reported_names.update(blocked_names)
 
     def internal_counters(self) -> dict[str, float]:
         """Event counts by name."""
-        return {"hot_reported": self.reported, "hot_reports_failed": self.failed}
+        return {"hot_reported": self.reported_count, "hot_reports_failed": self.failed_count}
 
     async def hottest(self) -> Sequence[EntityName]:
         """Return the recently most requested entities of all replicas, hottest first; empty if Redis is slow."""
         try:
-            async with asyncio.timeout(_HEAR_S):
+            async with asyncio.timeout(_FETCH_TIMEOUT_S):
                 return await self.shared.fetch_names(window_number_of(self.clock()))
         except (TierUnavailable, TimeoutError):
             return ()
 
 
-def _hottest(names: Sequence[EntityName]) -> list[tuple[EntityName, int]]:
-    return Counter(names).most_common(REPORTED)
+def _count_hottest(names: Sequence[EntityName]) -> list[tuple[EntityName, int]]:
+    return Counter(names).most_common(REPORTED_NAMES_MAX)
 
 
 def _is_blocked(live: Snapshot, name: EntityName) -> bool:

@@ -22,7 +22,7 @@ STEPS_PER_DOUBLING = 4
 SMALLEST_DOUBLING, LARGEST_DOUBLING = -6, 3
 """Doublings from the budget to the ends of the curve."""
 
-SIZES = {"half": -1, "now": 0, "double": 1}
+DOUBLINGS_BY_SIZE = {"half": -1, "now": 0, "double": 1}
 """Values of the label `size`, in doublings of the budget."""
 
 _NOTICED_DIFFERENCE = 0.001
@@ -40,18 +40,18 @@ TOUCHES_PER_S = 8_000
 TOUCHES_PER_READ = 0.02
 """Touches of sampled keys per read, where reads are many: 0.04 microseconds of the 8 that a single L1 hit takes."""
 
-TOUCHES_FREE_PER_S = 500
+FREE_TOUCHES_PER_S = 500
 """Touches of sampled keys a second in a service with little to do: 0.8 ms of processor time."""
 
-BUSY_RATE = 0.25
+BUSY_SAMPLING_RATE = 0.25
 """The sampling rate once these bounds are met; each further time it is halved."""
 
-SAMPLED_MIN = 200
+SAMPLED_READS_MIN = 200
 """Reads of sampled keys before anything is said: then a ratio is off by 7 points at most, 19 times in 20."""
 
-_BURST = 10_000.0
+_CREDIT_MAX = 10_000.0
 
-_SLICE = 128
+_TOUCHES_PER_SLICE = 128
 """Touches worked off before others may use the event loop: about 0.2 ms."""
 
 
@@ -88,20 +88,20 @@ class HitRatioCurve(NamedTuple):
 
     def _sentence(self) -> str:
         current_ratio = self.ratio(0)
-        more, less = self.ratio(1) - current_ratio, current_ratio - self.ratio(-1)
+        doubling_gain, halving_loss = self.ratio(1) - current_ratio, current_ratio - self.ratio(-1)
         sentence = f"L1 of {format_size(self.budget_bytes)} gives {100 * current_ratio:.1f} %"
-        if more >= _NOTICED_DIFFERENCE:
-            sentence += f", doubling adds {100 * more:.1f} points"
+        if doubling_gain >= _NOTICED_DIFFERENCE:
+            sentence += f", doubling adds {100 * doubling_gain:.1f} points"
         else:
             sentence += ", doubling adds nothing"
-        if less >= _NOTICED_DIFFERENCE:
-            return f"{sentence}, halving costs {100 * less:.1f}"
-        enough = next(
+        if halving_loss >= _NOTICED_DIFFERENCE:
+            return f"{sentence}, halving costs {100 * halving_loss:.1f}"
+        sufficient_bytes = next(
             size_bytes
             for size_bytes, ratio in zip(self.capacities, self.ratios, strict=True)
             if current_ratio - ratio < _NOTICED_DIFFERENCE
         )
-        return f"{sentence}, {format_size(enough)} gives as much"
+        return f"{sentence}, {format_size(sufficient_bytes)} gives as much"
 
 
 class L1Advisor(Collector):
@@ -124,105 +124,105 @@ class L1Advisor(Collector):
         self._tiers = tiers
         self._live = live
         self._timer = timer
-        self._budget = budget = tiers.local_tier.max_bytes
+        self._budget_bytes = budget_bytes = tiers.local_tier.max_bytes
         doublings = [
-            at / STEPS_PER_DOUBLING
-            for at in range(
+            step_index / STEPS_PER_DOUBLING
+            for step_index in range(
                 SMALLEST_DOUBLING * STEPS_PER_DOUBLING, LARGEST_DOUBLING * STEPS_PER_DOUBLING + 1
             )
         ]
-        self._capacities = [round(budget * 2**doubling) for doubling in doublings]
-        self._shards = MissRatioCurve(self._capacities, keys_max)
-        self._of: str | None = None
-        self._at = timer()
-        self._credit = _BURST
-        self._last_counts = _counts(tiers.counters)
+        self._capacities = [round(budget_bytes * 2**doubling) for doubling in doublings]
+        self._miss_ratio_curve = MissRatioCurve(self._capacities, keys_max)
+        self._curve_generation: str | None = None
+        self._stepped_at = timer()
+        self._touch_credit = _CREDIT_MAX
+        self._last_counts = _hit_and_read_counts(tiers.counters)
         if keys_max:
-            tiers.access_trace.sample_up_to(self._shards.greatest_sampled_spot)
+            tiers.access_trace.sample_up_to(self._miss_ratio_curve.greatest_sampled_spot)
 
     async def step(self) -> None:
         """Add the reads since the last step to the curve."""
-        trace, shards = self._tiers.access_trace, self._shards
+        trace, miss_ratio_curve = self._tiers.access_trace, self._miss_ratio_curve
         self._tiers.counters.add_pending()
         now_s = self._timer()
-        elapsed_s, self._at = now_s - self._at, now_s
+        elapsed_s, self._stepped_at = now_s - self._stepped_at, now_s
         touches, is_whole = list(trace), len(trace) < TRACED_READS_MAX
         trace.clear()
-        earlier_counts, self._last_counts = self._last_counts, _counts(self._tiers.counters)
-        shards.age(0.5 ** (elapsed_s / HALF_LIFE_S))
+        earlier_counts, self._last_counts = self._last_counts, _hit_and_read_counts(self._tiers.counters)
+        miss_ratio_curve.age(0.5 ** (elapsed_s / HALF_LIFE_S))
         live = self._live()
         trace.begin_generation(None if live is None else live.generation)
-        if trace.generation != self._of:
-            self._of = trace.generation
-            shards.restart()
+        if trace.generation != self._curve_generation:
+            self._curve_generation = trace.generation
+            miss_ratio_curve.restart()
         if is_whole:
             hit_count, reads = (
-                after - old for after, old in zip(self._last_counts, earlier_counts, strict=True)
+                new_count - earlier_count for new_count, earlier_count in zip(self._last_counts, earlier_counts, strict=True)
             )
-            shards.count(hit_count, reads)
+            miss_ratio_curve.count(hit_count, reads)
         else:  # nobody knows what was pushed out: these reads keep the order of keys, and count for nothing
             self.lost_step_count += 1
-            self._lower()
+            self._lower_sampling_rate()
             touches = [(spot, -abs(size)) for spot, size in touches]
-        for start in range(0, len(touches), _SLICE):
-            if start:
+        for first_index in range(0, len(touches), _TOUCHES_PER_SLICE):
+            if first_index:
                 await asyncio.sleep(0)
-                if trace.generation != self._of:  # a flip: the next step begins anew
+                if trace.generation != self._curve_generation:  # a flip: the next step begins anew
                     return
-            shards.record_touches(
-                touches[start : start + _SLICE], self._tiers.local_tier.table_bytes_per_entry
+            miss_ratio_curve.record_touches(
+                touches[first_index : first_index + _TOUCHES_PER_SLICE], self._tiers.local_tier.table_bytes_per_entry
             )
-            trace.sample_up_to(shards.greatest_sampled_spot)
-        earned = TOUCHES_FREE_PER_S * elapsed_s + TOUCHES_PER_READ * (
+            trace.sample_up_to(miss_ratio_curve.greatest_sampled_spot)
+        earned_credit = FREE_TOUCHES_PER_S * elapsed_s + TOUCHES_PER_READ * (
             self._last_counts[1] - earlier_counts[1]
         )
-        self._credit += min(TOUCHES_PER_S * elapsed_s, earned) - len(touches)
-        self._credit = min(_BURST, self._credit)
-        if self._credit < 0:
-            self._credit = 0.0
-            self._lower()
+        self._touch_credit += min(TOUCHES_PER_S * elapsed_s, earned_credit) - len(touches)
+        self._touch_credit = min(_CREDIT_MAX, self._touch_credit)
+        if self._touch_credit < 0:
+            self._touch_credit = 0.0
+            self._lower_sampling_rate()
 
-    def _lower(self) -> None:
-        self._shards.lower_rate(min(BUSY_RATE, self._shards.rate / 2))
-        self._tiers.access_trace.sample_up_to(self._shards.greatest_sampled_spot)
+    def _lower_sampling_rate(self) -> None:
+        self._miss_ratio_curve.lower_rate(min(BUSY_SAMPLING_RATE, self._miss_ratio_curve.rate / 2))
+        self._tiers.access_trace.sample_up_to(self._miss_ratio_curve.greatest_sampled_spot)
 
     def to_json(self) -> dict[str, Any] | None:
         """Curve of this worker's L1, JSON-able; None before there was enough traffic."""
-        if self._shards.sampled_reads < SAMPLED_MIN:
+        if self._miss_ratio_curve.sampled_reads < SAMPLED_READS_MIN:
             return None
         return self._curve().to_json()
 
     def _curve(self) -> HitRatioCurve:
-        shards = self._shards
+        miss_ratio_curve = self._miss_ratio_curve
         return HitRatioCurve(
-            self._budget,
+            self._budget_bytes,
             self._capacities,
-            shards.hit_ratios(),
-            shards.entries(),
-            shards.rate,
-            shards.keys,
-            shards.reads,
+            miss_ratio_curve.hit_ratios(),
+            miss_ratio_curve.entries(),
+            miss_ratio_curve.rate,
+            miss_ratio_curve.keys,
+            miss_ratio_curve.reads,
         )
 
     def collect(self) -> Iterable[Metric]:
         """Metrics of three points of the curve, and of how far they can be trusted."""
-        shards = self._shards
-        predicted = GaugeMetricFamily(
+        miss_ratio_curve = self._miss_ratio_curve
+        predicted_family = GaugeMetricFamily(
             "larder_l1_predicted_hit_ratio",
             "Share of reads that L1 would answer at a size, by the advisor",
             labels=["size"],
         )
-        if shards.sampled_reads >= SAMPLED_MIN:
+        if miss_ratio_curve.sampled_reads >= SAMPLED_READS_MIN:
             curve = self._curve()
-            for size, doublings in SIZES.items():
-                predicted.add_metric([size], curve.ratio(doublings))
-        yield predicted
-        rate = self._tiers.access_trace.greatest_sampled_spot >= 0 and shards.rate
-        for name, text, value in (
-            ("sampling_rate", "Share of keys that the advisor samples, 0 while it is off", rate),
-            ("sampled_keys", "Keys in the advisor's sample", shards.keys),
+            for size_label, doublings in DOUBLINGS_BY_SIZE.items():
+                predicted_family.add_metric([size_label], curve.ratio(doublings))
+        yield predicted_family
+        sampling_rate = self._tiers.access_trace.greatest_sampled_spot >= 0 and miss_ratio_curve.rate
+        for gauge_name, help_text, gauge_value in (
+            ("sampling_rate", "Share of keys that the advisor samples, 0 while it is off", sampling_rate),
+            ("sampled_keys", "Keys in the advisor's sample", miss_ratio_curve.keys),
         ):
-            yield GaugeMetricFamily(f"larder_l1_advisor_{name}", text, float(value))
+            yield GaugeMetricFamily(f"larder_l1_advisor_{gauge_name}", help_text, float(gauge_value))
         yield CounterMetricFamily(
             "larder_l1_advisor_lost_steps",
             "Steps of the advisor whose reads came too fast to be counted",
@@ -230,54 +230,54 @@ class L1Advisor(Collector):
         )
 
 
-def _counts(counters: Counters) -> tuple[int, int]:
+def _hit_and_read_counts(counters: Counters) -> tuple[int, int]:
     """Reads that found a record, and all reads."""
     return counters.l1 + counters.l2_records, counters.total
 
 
-def merge_curves(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+def merge_curves(worker_reports: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Merge curves of `HitRatioCurve.to_json`, weighted by reads; None if all are empty.
 
     Each worker has an L1 of its own, so a size is that of one. Of several budgets, which occur only during a change of
     settings, the one with the most reads is returned.
     """
-    curve_reports = [curve_report for curve_report in parts if curve_report]
-    reads = Counter[int]()
+    curve_reports = [curve_report for curve_report in worker_reports if curve_report]
+    reads_by_budget = Counter[int]()
     for curve_report in curve_reports:
-        reads[curve_report["budget_bytes"]] += curve_report["reads"]
-    if not reads:
+        reads_by_budget[curve_report["budget_bytes"]] += curve_report["reads"]
+    if not reads_by_budget:
         return None
-    budget, total = reads.most_common(1)[0]
+    budget_bytes, total_reads = reads_by_budget.most_common(1)[0]
     same_budget_reports = [
-        curve_report for curve_report in curve_reports if curve_report["budget_bytes"] == budget
+        curve_report for curve_report in curve_reports if curve_report["budget_bytes"] == budget_bytes
     ]
     weights = [
-        curve_report["reads"] / total if total else 1 / len(same_budget_reports)
+        curve_report["reads"] / total_reads if total_reads else 1 / len(same_budget_reports)
         for curve_report in same_budget_reports
     ]
-    columns = list(
+    points_by_size = list(
         zip(*(curve_report["curve"] for curve_report in same_budget_reports), strict=True)
     )
 
-    def mean(column: Sequence[Mapping[str, Any]], name: str) -> float:
+    def mean(points: Sequence[Mapping[str, Any]], field_name: str) -> float:
         return sum(
-            weight * float(point[name]) for weight, point in zip(weights, column, strict=True)
+            weight * float(point[field_name]) for weight, point in zip(weights, points, strict=True)
         )
 
     return HitRatioCurve(
-        budget,
-        [column[0]["bytes"] for column in columns],
-        [mean(column, "hit_ratio") for column in columns],
-        [round(mean(column, "entries")) for column in columns],
+        budget_bytes,
+        [column[0]["bytes"] for column in points_by_size],
+        [mean(column, "hit_ratio") for column in points_by_size],
+        [round(mean(column, "entries")) for column in points_by_size],
         min(curve_report["sampling_rate"] for curve_report in same_budget_reports),
         sum(curve_report["sampled"] for curve_report in same_budget_reports),
-        total,
+        total_reads,
     ).to_json()
 
 
 def format_size(size_bytes: int) -> str:
     """Size as text, rounded, in the largest binary unit that it fills."""
-    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if (size := size_bytes / (1 << bits)) >= 1:
-            return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
+    for unit, unit_bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if (size_in_unit := size_bytes / (1 << unit_bits)) >= 1:
+            return f"{size_in_unit:.0f} {unit}" if size_in_unit >= 100 else f"{size_in_unit:.3g} {unit}"
     return f"{size_bytes} B"

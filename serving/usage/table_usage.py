@@ -14,7 +14,7 @@ from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
 from cache.usage.hot_keys import EntityName
 from serving.generations.snapshot import Snapshot
-from serving.metrics.collectors import by_label
+from serving.metrics.collectors import (add_samples_by_label)
 from serving.metrics.registry import Metrics, counts_of
 from serving.requests.answers import STORED_SOURCES
 
@@ -24,7 +24,7 @@ READ_HASHES_MAX = 1 << 16
 HASHES_PER_PFADD = 512
 """Hashes in one PFADD: some 0.2 ms of Redis, which readers wait for."""
 
-READ_COUNTS_LIFE_S = 3 * 86_400
+READ_COUNTS_TTL_S = 3 * 86_400
 """Seconds that the counts live, from the last report on."""
 
 HashBatches = Sequence[Sequence[int | bytes]]
@@ -43,38 +43,38 @@ class ReadHashes:
 
     def __init__(self) -> None:
         self.left_out = 0
-        self._keys: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = defaultdict(list)
-        self._room = READ_HASHES_MAX
+        self._hashes_by_table: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = defaultdict(list)
+        self._remaining_hashes = READ_HASHES_MAX
 
-    def add(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
+    def add(self, generation: str, table_name: str, entity_hashes: Sequence[int | bytes]) -> None:
         """Adds the hashes of entities that were read; counts them as left out if there is no room."""
-        if len(keys) > self._room:
-            self.left_out += len(keys)
+        if len(entity_hashes) > self._remaining_hashes:
+            self.left_out += len(entity_hashes)
             return
-        self._room -= len(keys)
-        self._keys[generation, table].append(keys)
+        self._remaining_hashes -= len(entity_hashes)
+        self._hashes_by_table[generation, table_name].append(entity_hashes)
 
     def drain(self, generation: str) -> Mapping[str, HashBatches]:
         """Hashes by table of what was read of this generation since the last call; those of others are forgotten."""
-        keys_by_table = {
-            table: keys for (of, table), keys in self._keys.items() if of == generation
+        hashes_by_table = {
+            table: hash_batches for (hashes_generation, table), hash_batches in self._hashes_by_table.items() if hashes_generation == generation
         }
-        self._keys.clear()
-        self._room = READ_HASHES_MAX
-        return keys_by_table
+        self._hashes_by_table.clear()
+        self._remaining_hashes = READ_HASHES_MAX
+        return hashes_by_table
 
 
-def pack_hashes(added: HashBatches) -> list[bytes]:
+def pack_hashes(hash_batches: HashBatches) -> list[bytes]:
     """Hashes as bytes, each once; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
-    keys = set(chain.from_iterable(added))
+    entity_hashes = set(chain.from_iterable(hash_batches))
     return [
-        entity_hash.to_bytes(8, "little") for entity_hash in keys if isinstance(entity_hash, int)
+        entity_hash.to_bytes(8, "little") for entity_hash in entity_hashes if isinstance(entity_hash, int)
     ]
 
 
-def split_hashes(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
+def split_hashes(packed_hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
     """Batches of the hashes that travel at once."""
-    return [keys[at : at + HASHES_PER_PFADD] for at in range(0, len(keys), HASHES_PER_PFADD)]
+    return [packed_hashes[first_index : first_index + HASHES_PER_PFADD] for first_index in range(0, len(packed_hashes), HASHES_PER_PFADD)]
 
 
 @dataclass(eq=False)
@@ -84,103 +84,103 @@ class TableUsage(Collector):
     control: ControlPlane
     reads: ReadHashes
     metrics: Metrics
-    recent: Callable[[], Iterable[EntityName]]
-    live: Callable[[], Snapshot | None]
+    list_recent_names: Callable[[], Iterable[EntityName]]
+    get_live_snapshot: Callable[[], Snapshot | None]
     failed: int = field(init=False, default=0)
-    read: dict[str, int] = field(init=False, default_factory=dict)
+    read_count_by_table: dict[str, int] = field(init=False, default_factory=dict)
     _reported_names: set[tuple[str, EntityName]] = field(init=False, default_factory=set)
     _release: tuple[str, int] | None = field(init=False, default=None)
-    _hits_before: dict[str, float] = field(init=False, default_factory=dict)
+    _hits_before_release: dict[str, float] = field(init=False, default_factory=dict)
 
     async def report(self) -> None:
         """Report this replica's reads to Redis, and read the total over all replicas."""
-        live = self.live()
-        if live is None:
+        live_snapshot = self.get_live_snapshot()
+        if live_snapshot is None:
             return
-        if (release := (live.generation, live.epoch)) != self._release:
+        if (release := (live_snapshot.generation, live_snapshot.epoch)) != self._release:
             if self._release is not None:
-                self._hits_before = hits_of(self.metrics)
-            self._release, self.read = release, {}
+                self._hits_before_release = stored_answers_by_table(self.metrics)
+            self._release, self.read_count_by_table = release, {}
         # Taken here: what is remembered of requests is the event loop's own, and changes with each of them.
-        recent, reads = list(self.recent()), self.reads.drain(live.generation)
-        keys_by_table = await asyncio.to_thread(self._packed, live, recent, reads)
-        send_command, name = self.control.execute, self.control.keyspace.read
+        recent_names, hashes_by_table = list(self.list_recent_names()), self.reads.drain(live_snapshot.generation)
+        packed_hashes_by_table = await asyncio.to_thread(self._pack_by_table, live_snapshot, recent_names, hashes_by_table)
+        send_command, read_key_of = self.control.execute, self.control.keyspace.read
         try:
-            for table, keys in keys_by_table.items():
-                for piece in split_hashes(keys):
-                    await send_command("PFADD", name(live.generation, table), *piece)
-                await send_command("EXPIRE", name(live.generation, table), READ_COUNTS_LIFE_S)
-            for table in live.manifest.tables:
+            for table, packed_hashes in packed_hashes_by_table.items():
+                for hash_batch in split_hashes(packed_hashes):
+                    await send_command("PFADD", read_key_of(live_snapshot.generation, table), *hash_batch)
+                await send_command("EXPIRE", read_key_of(live_snapshot.generation, table), READ_COUNTS_TTL_S)
+            for table in live_snapshot.manifest.tables:
                 # An estimate: off by 0.8 % in the standard deviation, so it may exceed what there is.
-                count = int(await send_command("PFCOUNT", name(live.generation, table)))
-                self.read[table] = min(count, records(live, table))
+                read_count = int(await send_command("PFCOUNT", read_key_of(live_snapshot.generation, table)))
+                self.read_count_by_table[table] = min(read_count, record_count(live_snapshot, table))
         except TierUnavailable:
             self.failed += 1
 
-    def _packed(
-        self, live: Snapshot, recent: Sequence[EntityName], reads: Mapping[str, HashBatches]
+    def _pack_by_table(
+        self, live: Snapshot, recent_names: Sequence[EntityName], hashes_by_table: Mapping[str, HashBatches]
     ) -> dict[str, list[bytes]]:
         """Pack hashes of read entities, and of those requested without a read, as they were warmed before."""
-        keys_by_table = {table: pack_hashes(keys) for table, keys in reads.items()}
-        named = {(live.generation, entity_name) for entity_name in recent}
-        for _, (name, raw) in named - self._reported_names:
-            table = live.manifest.tables.get(name)
+        packed_hashes_by_table = {table: pack_hashes(hash_batches) for table, hash_batches in hashes_by_table.items()}
+        names_of_generation = {(live.generation, entity_name) for entity_name in recent_names}
+        for _, (table_name, entity_id) in names_of_generation - self._reported_names:
+            table = live.manifest.tables.get(table_name)
             if table is not None:
-                key = hash_id(raw, live.directories[table.entity].seed)
-                keys_by_table.setdefault(name, []).append(key.to_bytes(8, "little"))
-        self._reported_names = named
-        return keys_by_table
+                entity_hash = hash_id(entity_id, live.directories[table.entity].seed)
+                packed_hashes_by_table.setdefault(table_name, []).append(entity_hash.to_bytes(8, "little"))
+        self._reported_names = names_of_generation
+        return packed_hashes_by_table
 
     def hits(self) -> dict[str, float]:
         """Hits of this process under the live release, by table."""
         return {
-            table: count - self._hits_before.get(table, 0.0)
-            for table, count in hits_of(self.metrics).items()
+            table: count - self._hits_before_release.get(table, 0.0)
+            for table, count in stored_answers_by_table(self.metrics).items()
         }
 
     def read_share(self) -> float | None:
         """Share of the live generation's records that were read at least once; None when that is not known."""
-        live = self.live()
-        if live is None or not self.read or self._release != (live.generation, live.epoch):
+        live = self.get_live_snapshot()
+        if live is None or not self.read_count_by_table or self._release != (live.generation, live.epoch):
             return None
-        return sum(self.read.values()) / max(1, sum(records(live, table) for table in self.read))
+        return sum(self.read_count_by_table.values()) / max(1, sum(record_count(live, table) for table in self.read_count_by_table))
 
     def size_bytes(self) -> int:
         """Bytes of the live generation's pages."""
-        live = self.live()
-        return 0 if live is None else sum(size_of(live, table) for table in live.manifest.tables)
+        live = self.get_live_snapshot()
+        return 0 if live is None else sum(page_bytes(live, table) for table in live.manifest.tables)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Gauge families by table of the live generation; every family, also before there is one."""
-        live = self.live()
+        live = self.get_live_snapshot()
         live_tables = [] if live is None else [(live, table) for table in live.manifest.tables]
         hits = self.hits()
-        values: Mapping[str, tuple[str, Mapping[str, float]]] = {
-            "records": ("Records of the live generation", {t: records(of, t) for of, t in live_tables}),
-            "bytes": ("Bytes of its pages", {t: size_of(of, t) for of, t in live_tables}),
-            "read_records": ("Of its records, those read at least once by any replica", self.read),
-            "hits": ("Answers from stored records since it is live", {t: hits.get(t, 0) for _, t in live_tables}),
+        text_and_numbers_by_gauge: Mapping[str, tuple[str, Mapping[str, float]]] = {
+            "records": ("Records of the live generation", {table: record_count(snapshot, table) for snapshot, table in live_tables}),
+            "bytes": ("Bytes of its pages", {table: page_bytes(snapshot, table) for snapshot, table in live_tables}),
+            "read_records": ("Of its records, those read at least once by any replica", self.read_count_by_table),
+            "hits": ("Answers from stored records since it is live", {table: hits.get(table, 0) for _, table in live_tables}),
         }  # fmt: skip
-        for name, (text, by_table) in values.items():
-            family = GaugeMetricFamily(f"larder_table_{name}", text, labels=["table"])
-            yield by_label(family, by_table)
+        for gauge_name, (help_text, number_by_table) in text_and_numbers_by_gauge.items():
+            family = GaugeMetricFamily(f"larder_table_{gauge_name}", help_text, labels=["table"])
+            yield add_samples_by_label(family, number_by_table)
 
 
-def hits_of(metrics: Metrics) -> dict[str, float]:
+def stored_answers_by_table(metrics: Metrics) -> dict[str, float]:
     """Answers from stored records by table, since the start of this process."""
     metrics.settle()
     hits_by_table: defaultdict[str, float] = defaultdict(float)
-    for labels, count in counts_of(metrics.answers):
-        if labels["source"] in STORED_SOURCES:
-            hits_by_table[labels["table"]] += count
+    for value_by_label, count in counts_of(metrics.answers):
+        if value_by_label["source"] in STORED_SOURCES:
+            hits_by_table[value_by_label["table"]] += count
     return dict(hits_by_table)
 
 
-def records(live: Snapshot, table: str) -> int:
+def record_count(live: Snapshot, table_name: str) -> int:
     """Number of records of a table."""
-    return sum(part.count for part in live.manifest.tables[table].parts)
+    return sum(table_part.count for table_part in live.manifest.tables[table_name].parts)
 
 
-def size_of(live: Snapshot, table: str) -> int:
+def page_bytes(live: Snapshot, table_name: str) -> int:
     """Bytes of a table's pages."""
-    return sum(part.file.size_bytes for part in live.manifest.tables[table].parts)
+    return sum(table_part.file.size_bytes for table_part in live.manifest.tables[table_name].parts)

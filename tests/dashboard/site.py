@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from serving.access.callers import Callers
 from serving.access.quota import QuotaTable
-from serving.dashboard.attach import PAGE
+from serving.dashboard.attach import DASHBOARD_PAGE
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.dashboard.cases import as_json
@@ -29,7 +29,7 @@ class Site:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.host = f"127.0.0.1:{self._socket.getsockname()[1]}"
         self.url = f"http://{self.host}/dashboard"
-        app = Starlette(routes=[*PAGE.routes(), Route("/dashboard/data", self._answer)])
+        app = Starlette(routes=[*DASHBOARD_PAGE.routes(), Route("/dashboard/data", self._answer)])
         self._server = uvicorn.Server(
             uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
         )

@@ -10,7 +10,7 @@ from setuptools import Distribution
 from starlette.applications import Starlette
 
 import serving.dashboard
-from serving.dashboard.attach import PAGE
+from serving.dashboard.attach import (DASHBOARD_PAGE)
 from serving.http.static_files import PAGE_HEADERS
 
 FOLDER = Path(str(serving.dashboard.__file__)).parent / "page"
@@ -21,7 +21,7 @@ TYPES = {"css": "text/css", "html": "text/html", "js": "text/javascript", "svg":
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(Starlette(routes=PAGE.routes()))
+    transport = httpx.ASGITransport(Starlette(routes=DASHBOARD_PAGE.routes()))
     async with httpx.AsyncClient(transport=transport, base_url="http://larder") as client:
         yield client
 
@@ -99,7 +99,7 @@ def test_files_name_only_files_that_are_there() -> None:
         for name in re.findall(r'from "\./([^"]+)"', file.read_text())
     }
 
-    assert {f"/{asset_path}" for asset_path in {*markup, *modules}} <= set(PAGE.assets())
+    assert {f"/{asset_path}" for asset_path in {*markup, *modules}} <= set(DASHBOARD_PAGE.assets())
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.js")), ids=lambda file: file.name)

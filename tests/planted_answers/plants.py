@@ -48,7 +48,7 @@ PLANTS = (
             ),
             Change(
                 _FILTERED_LOOKUP,
-                "self._ladder.newer_inputs.copy_newer_input(snapshot, of_vector, cases[index])",
+                "self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[case_index])",
                 "pass",
             ),
         ),
@@ -103,7 +103,7 @@ PLANTS = (
         (
             Change(
                 _ARMS,
-                "await asyncio.gather(*(self._enforce(arm) for arm in list(self._arms.values())))",
+                "await asyncio.gather(*(self._enforce(arm) for arm in list(self._arm_by_namespace.values())))",
                 "return",
             ),
         ),
@@ -114,8 +114,8 @@ PLANTS = (
         (
             Change(
                 _ARMS,
-                "arm = None if owners is None else owners.owner_of(key)",
-                'arm = None if owners is None else owners.of(key + b"%d" % id(self))',
+                "arm_name = None if arm_owners is None else arm_owners.owner_of(assignment_key)",
+                'arm_name = None if arm_owners is None else arm_owners.of(assignment_key + b"%d" % id(self))',
             ),
         ),
     ),

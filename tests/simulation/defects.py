@@ -27,7 +27,7 @@ from serving.generations.refresher import Refresher
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
-from serving.traffic.arms import Arm, Arms, ArmState, Routing
+from serving.traffic.arms import Arm, ArmHolder, ArmState, Routing
 from serving.traffic.router import ExperimentRouter
 from serving.usage.hot_keys import HotKeySketch
 from tests.simulation.scenarios import EXPERIMENTS, Bias
@@ -176,7 +176,7 @@ def _a_slow_load_holds_up_the_next_look(patch: pytest.MonkeyPatch) -> None:
 
 def _recent_names_are_read_by_a_thread(patch: pytest.MonkeyPatch) -> None:
     async def report(self: HotKeySketch) -> None:
-        if self.live() is not None:
+        if self.get_live_snapshot() is not None:
             await asyncio.to_thread(_count_names, self.recent)
 
     patch.setattr(HotKeySketch, "report", report)
@@ -340,44 +340,46 @@ def _a_page_of_another_night_is_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def _an_arm_misses_what_is_blocked_while_it_starts(patch: pytest.MonkeyPatch) -> None:
-    real = Arms._enforce
+    real = ArmHolder._enforce
 
-    async def enforce(self: Arms) -> None:
+    async def enforce(self: ArmHolder) -> None:
         blocklist = self.own_service.follower.holder.blocklist
         if blocklist is not getattr(self, "passed_on", None):  # told once, and never compared
             self.passed_on = blocklist  # type: ignore[attr-defined]
-            for arm in list(self._arms.values()):
+            for arm in list(self._arm_by_namespace.values()):
                 if arm.state is ArmState.SERVING:
                     await real(self, arm)
 
-    async def enforce_one(self: Arms, arm: Arm) -> None:
+    async def enforce_one(self: ArmHolder, arm: Arm) -> None:
         assert arm.namespace is not None
         if arm.namespace.service.follower.served is None:  # not once it has loaded
             await real(self, arm)
 
-    patch.setattr(Arms, "enforce", enforce)
-    patch.setattr(Arms, "_enforce", enforce_one)
+    patch.setattr(ArmHolder, "enforce", enforce)
+    patch.setattr(ArmHolder, "_enforce", enforce_one)
 
 
 def _requests_under_way_fail_when_their_experiment_stops(patch: pytest.MonkeyPatch) -> None:
     def note(self: ExperimentRouter, assigned: Any, key: bytes) -> None:
-        routing, (experiment, arm, *_) = self._arms.routing, assigned
+        routing, (experiment, arm, *_) = self._arm_holder.routing, assigned
         is_logged = routing is not None and routing.is_sampled(experiment, key)
-        self.exposures.request(experiment, arm, key if is_logged else None)
+        self.exposures.count_request(experiment, arm, key if is_logged else None)
 
-    patch.setattr(ExperimentRouter, "_note", note)
+    patch.setattr(ExperimentRouter, "_log_exposure", note)
 
 
 def _an_arm_is_known_only_once_it_has_started(patch: pytest.MonkeyPatch) -> None:
-    real = Arms._advance_arms
+    real = ArmHolder._advance_arms
 
-    def advance_arms(self: Arms) -> None:
-        starting = [arm.name for arm in self._arms.values() if arm.state is ArmState.STARTING]
+    def advance_arms(self: ArmHolder) -> None:
+        starting = [
+            arm.name for arm in self._arm_by_namespace.values() if arm.state is ArmState.STARTING
+        ]
         for name in starting:
-            del self._arms[name]
+            del self._arm_by_namespace[name]
         real(self)
 
-    patch.setattr(Arms, "_advance_arms", advance_arms)
+    patch.setattr(ArmHolder, "_advance_arms", advance_arms)
 
 
 def _a_blocklist_is_put_in_force_at_the_first_try_or_never(patch: pytest.MonkeyPatch) -> None:
@@ -394,14 +396,14 @@ def _a_blocklist_is_put_in_force_at_the_first_try_or_never(patch: pytest.MonkeyP
 
 
 def _looks_at_experiments_wait_until_arms_have_started(patch: pytest.MonkeyPatch) -> None:
-    real = Arms.refresh
+    real = ArmHolder.refresh
 
-    async def refresh_and_settle(self: Arms) -> None:
+    async def refresh_and_settle(self: ArmHolder) -> None:
         await real(self)
-        async with self._looking:
+        async with self._refresh_lock:
             await self.settled()
 
-    patch.setattr(Arms, "refresh", refresh_and_settle)
+    patch.setattr(ArmHolder, "refresh", refresh_and_settle)
 
 
 def _an_arm_that_cannot_obey_answers(patch: pytest.MonkeyPatch) -> None:
@@ -410,7 +412,7 @@ def _an_arm_that_cannot_obey_answers(patch: pytest.MonkeyPatch) -> None:
         service = None if self.namespace is None else self.namespace.service
         return service if is_held and service and service.follower.served else None
 
-    patch.setattr(Arm, "answering", property(answering))
+    patch.setattr(Arm, "answering_service", property(answering))
 
 
 def _keys_are_drawn_anew_for_each_version_of_the_experiments(patch: pytest.MonkeyPatch) -> None:
@@ -418,7 +420,9 @@ def _keys_are_drawn_anew_for_each_version_of_the_experiments(patch: pytest.Monke
 
     def init(self: Routing, record: Any) -> None:
         real(self, record)
-        self._layer = dataclasses.replace(record, salt=f"{record.salt}{record.version}").owners
+        self._experiment_owners = dataclasses.replace(
+            record, salt=f"{record.salt}{record.version}"
+        ).owners
 
     patch.setattr(Routing, "__init__", init)
 

@@ -11,7 +11,7 @@ from serving.config.settings import ServingConfig
 from serving.engine.service import LookupService
 from serving.http.routes import Service
 from serving.process.server import Server
-from serving.traffic.arms import Arms
+from serving.traffic.arms import ArmHolder
 from serving.traffic.router import ExperimentRouter
 from tests.attached import attached
 from tests.simulation import nights
@@ -82,16 +82,18 @@ class Replica:
         return self.service is not None
 
     @property
-    def arms(self) -> Arms | None:
+    def arms(self) -> ArmHolder | None:
         """Arms of experiments that it holds; None while it is not up."""
-        return None if self.service is None else attached(self.service, ExperimentRouter)._arms
+        return (
+            None if self.service is None else attached(self.service, ExperimentRouter)._arm_holder
+        )
 
     @property
     def services(self) -> dict[str, LookupService]:
         """By namespace: what answers from it."""
         if self.service is None or (arms := self.arms) is None:
             return {}
-        names = dict.fromkeys((nights.OWN_NAMESPACE, *arms.states))
+        names = dict.fromkeys((nights.OWN_NAMESPACE, *arms.state_by_namespace))
         service_by_namespace = {name: arms.service(name) for name in names}
         return {
             name: service for name, service in service_by_namespace.items() if service is not None

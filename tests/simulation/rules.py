@@ -478,7 +478,7 @@ class Rules:
     def _demand_arms_held(self, replica: Replica) -> None:
         """After calm: exactly the namespaces that experiments name are held, and all answer."""
         named = self._records[-1].record.namespaces(nights.OWN_NAMESPACE) if self._records else ()
-        states = {} if replica.arms is None else replica.arms.states
+        states = {} if replica.arms is None else replica.arms.state_by_namespace
         if states != dict.fromkeys(named, ArmState.SERVING):
             raise Broken(f"{replica.host.name} is to hold {named}: {states}")
         silent = {

@@ -61,11 +61,11 @@ def learn(near: NearMatches, stream: HistoryStream) -> int:
     learned = 0
     while learned < LEARNED_MAX:
         learned += 1_000
-        reused_before = near.counts[TABLE]["reuse"]
+        reused_before = near.outcome_counts_by_table[TABLE]["reuse"]
         jobs = stream.jobs(1_000)
         for at in range(0, len(jobs), CALLERS):
             compute(jobs[at : at + CALLERS], reuse=near)
-        if near.counts[TABLE]["reuse"] - reused_before > ENOUGH:
+        if near.outcome_counts_by_table[TABLE]["reuse"] - reused_before > ENOUGH:
             break
     return learned
 
@@ -137,7 +137,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     report.figures["items"] = snapshot.items.count
     count = 1_024 if options.quick else 4_096
     freeze_objects()
-    near.counts[TABLE].clear()
+    near.outcome_counts_by_table[TABLE].clear()
     with (
         ThreadPoolExecutor(1, "larder-live") as pool,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
@@ -151,8 +151,8 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
             through(runner, pool, reuse, functools.partial(stream.jobs, count)),
             options, answers=count,
         )  # fmt: skip
-    total = sum(near.counts[TABLE].values())
-    for outcome, number in sorted(near.counts[TABLE].items()):
+    total = sum(near.outcome_counts_by_table[TABLE].values())
+    for outcome, number in sorted(near.outcome_counts_by_table[TABLE].items()):
         report.figures[f"share of inputs: {outcome}"] = round(number / total, 4)
     for _, _, policy in near.policies():
         low, high = policy.interval

@@ -24,7 +24,7 @@ from cache.events.stream import (
 from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import Position
 from precompute.config.settings import FilterConfig
-from serving.events.item_updates import VALUES_LOOK_S, ItemUpdater
+from serving.events.item_updates import VALUES_CHECK_INTERVAL_S, ItemUpdater
 from serving.events.newer_events import NewerEvents
 from tests.attached import newer_events_of
 from tests.integration.http.hot_way import AsgiRequest, Ways, running
@@ -125,7 +125,7 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(
             )
 
         # Then with the next look of the background
-        assert await eventually(is_seen) and VALUES_LOOK_S <= 0.25
+        assert await eventually(is_seen) and VALUES_CHECK_INTERVAL_S <= 0.25
         for filter_ in filters:
             assert await filtered(running, users, filter_) == expected(
                 updated_shop, users, filter_
@@ -178,7 +178,7 @@ def test_an_answer_that_lay_ready_does_not_outlive_a_value(
     newer_events = NewerEvents()
     updater = ItemUpdater(ways.service.follower.holder, newer_events, ways.service.metrics)
     stream.follow(newer_events.values)
-    ways.runner.run(updater.take_values())
+    ways.runner.run(updater.apply_new_values())
 
     # What depends on no attribute lies ready still, what does is made anew
     assert (

@@ -31,7 +31,7 @@ class Intake:
     @property
     def results(self) -> Mapping[str, int]:
         """Counts by what became of events."""
-        return self.parts.intake.counts.results
+        return self.parts.intake.counts.count_by_result
 
 
 @contextlib.asynccontextmanager

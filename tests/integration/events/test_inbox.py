@@ -156,7 +156,7 @@ async def test_what_a_killed_consumer_took_counts_once(
         async with intake(server.url, keyspace) as dead:
             reader = dead.parts.intake.reader
             packed = [
-                reader.of_inbox(fields, entry.decode(), 1.8e9, dead.blocklist)
+                reader.parse_inbox_entry(fields, entry.decode(), 1.8e9, dead.blocklist)
                 for entry, fields in claimed_entries
             ]
             calls = EventsRedis(server.url, "any")
@@ -202,7 +202,7 @@ async def test_a_full_stream_leaves_the_inbox_as_it_is(
         write(client, keyspace, *range(5))
         await asyncio.sleep(0.2)  # several tries
         assert client.xlen(keyspace.inbox) == 5 and not running_intake.results["accepted"]
-        refusals = running_intake.parts.intake.counts.refusals
+        refusals = running_intake.parts.intake.counts.refusal_count_by_reason
 
         async def is_refused_twice() -> bool:
             return (
@@ -258,7 +258,7 @@ async def test_an_inbox_that_is_gone_with_its_group_begins_anew(
 async def test_consumers_without_entries_are_forgotten_after_a_while(
     server: DurableRedis, client: Any, keyspace: Keyspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox_module, "FORGET_AFTER_MS", 200)
+    monkeypatch.setattr(inbox_module, "FORGET_CONSUMER_AFTER_MS", 200)
     monkeypatch.setattr(inbox_module, "CLAIM_AFTER_MS", 60_000)
     write(client, keyspace, 1)
     client.xgroup_create(keyspace.inbox, INBOX_GROUP, "0")

@@ -255,9 +255,12 @@ async def test_an_outage_is_reported_and_over_when_redis_is_back(
             with pytest.raises(Problem) as caught:
                 await running_intake.accept_events(event(1))
             assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
-            assert running_intake.parts.intake.counts.refusals["events_unavailable"] == 1
+            assert (
+                running_intake.parts.intake.counts.refusal_count_by_reason["events_unavailable"]
+                == 1
+            )
             await running_intake.parts.intake.counts.refresh()
-            assert running_intake.parts.intake.counts.gauges == {"up": 0.0}
+            assert running_intake.parts.intake.counts.value_by_gauge == {"up": 0.0}
             server.start()
 
             receipt = await running_intake.accept_events(event(0), event(1))

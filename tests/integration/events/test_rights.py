@@ -98,10 +98,10 @@ async def test_the_service_takes_events_in_with_the_readers_rights(
 
         async def is_inbox_empty() -> bool:
             await counts.refresh()
-            return counts.gauges["inbox_length"] == 0
+            return counts.value_by_gauge["inbox_length"] == 0
 
         assert await eventually(is_inbox_empty)
-        assert (counts.gauges["up"], counts.gauges["stream_length"]) == (1, 2)
+        assert (counts.value_by_gauge["up"], counts.value_by_gauge["stream_length"]) == (1, 2)
         assert (running_intake.results["accepted"], running_intake.results["missing_field"]) == (
             2,
             2,

@@ -39,7 +39,7 @@ from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.requests.models import FeedbackReport
-from serving.traffic.arms import Arms
+from serving.traffic.arms import ArmHolder
 from serving.traffic.canary import CanaryMetrics, CanaryRouter, CanaryRouters
 from serving.traffic.exposures import ExposureLog
 from serving.traffic.router import ExperimentMetrics, ExperimentRouter
@@ -170,7 +170,7 @@ class SimReplica:
         self.exposures = ExposureLog(
             days.store_of(own_namespace), self.name, clock=days.clock, in_thread=THREADS
         )
-        self.arms = Arms(
+        self.arms = ArmHolder(
             self.own_held_namespace.service, own_namespace, days.store_of(own_namespace), self._hold_namespace,
             in_thread=THREADS, grace_s=GRACE_S, timer=days.clock,
         )  # fmt: skip
@@ -198,7 +198,7 @@ class SimReplica:
         """Ends as a service does: what it counted is written down."""
         await self.arms.aclose()
         await self.own_held_namespace.aclose()
-        while self.exposures._parts or self.exposures._windows:
+        while self.exposures._waiting_parts or self.exposures._arm_hours:
             await self.exposures.flush()
 
 
@@ -504,7 +504,7 @@ class ThirtyDays:
         for replica in self.replicas:
             routing = replica.arms.routing
             assert {
-                key: routing.of(key) if routing else None for key in self.all_keys
+                key: routing.find_arm(key) if routing else None for key in self.all_keys
             } == arm_by_key
         self.assigned = arm_by_key
 

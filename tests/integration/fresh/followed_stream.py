@@ -59,7 +59,7 @@ class Stream:
         self.client = redis.Redis.from_url(self.server.url, protocol=2)
         self.follower = EventFollower(
             self.url or self.server.url, self.keyspace, self.newer_events, holder, self.notes.append,
-            recheck_values=self._look_again, limit_bytes=self.limit_bytes, timer=self.timer,
+            recheck_values=self._look_again, held_bytes_max=self.limit_bytes, timer=self.timer,
         )  # fmt: skip
         self._count = 0
 
@@ -89,7 +89,7 @@ class Stream:
 
     async def steps(self, count: int = 1) -> bool:
         """Takes some steps that wait for nothing."""
-        async with self.follower.connected() as client:
+        async with self.follower.connect() as client:
             return all([await self.follower.step(client, 1) for _ in range(count)])
 
     def items(self, user: str, after: Position = STREAM_BEGINNING) -> list[bytes]:

@@ -42,7 +42,9 @@ def arm_of(control_world: EventWorld, namespace: str) -> EventWorld:
 @asynccontextmanager
 async def open_arm(app: Running, arm: EventWorld) -> AsyncIterator[LookupService]:
     """The arm as a replica holds it."""
-    opened = attached(app.service, ExperimentRouter)._arms._open(arm.config.namespace)
+    opened = attached(app.service, ExperimentRouter)._arm_holder._open_namespace(
+        arm.config.namespace
+    )
     await opened.start()
     try:
         yield opened.service

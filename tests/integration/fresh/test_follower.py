@@ -71,7 +71,7 @@ async def test_what_is_no_event_is_passed_over_once(stream: Stream) -> None:
 
     await stream.steps(2)
 
-    assert stream.items("u") == [b"a"] and stream.follower.unreadable == 2
+    assert stream.items("u") == [b"a"] and stream.follower.unreadable_count == 2
 
 
 BIG = "x" * 1_000
@@ -185,7 +185,7 @@ async def test_an_outage_leaves_the_known_events_and_is_reported(own_redis: Redi
     stream = Stream(own_redis, Keyspace("outage"))
     stream.hold_generations(STREAM_BEGINNING)
     stream.click("u", "a")
-    async with stream.follower.connected() as client:
+    async with stream.follower.connect() as client:
         await stream.follower.step(client, 1)
         stream.client.shutdown(nosave=True)
         with pytest.raises((RedisError, OSError)):

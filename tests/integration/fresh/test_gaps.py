@@ -81,7 +81,7 @@ async def test_as_many_bytes_are_held_as_the_stream_may_have(
 
     def recorded(*args: Any, limit_bytes: int, **more: Any) -> EventFollower:
         bounds.append(limit_bytes)
-        return EventFollower(*args, limit_bytes=limit_bytes, **more)
+        return EventFollower(*args, held_bytes_max=limit_bytes, **more)
 
     monkeypatch.setattr(attach, "EventFollower", recorded)
     async with serving(published[0].config, events=EVENTS):

@@ -73,7 +73,7 @@ async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
     await stream.steps()
     stream.holder.blocklist = Blocklist()
     stream.click("u", "b")
-    read = stream.follower._read
+    read = stream.follower._add_entries
 
     async def fails(
         client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any
@@ -83,10 +83,10 @@ async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
             raise RedisError("away")
         return read_count
 
-    monkeypatch.setattr(stream.follower, "_read", fails)
+    monkeypatch.setattr(stream.follower, "_add_entries", fails)
     with pytest.raises(RedisError):
         await stream.steps()
-    monkeypatch.setattr(stream.follower, "_read", read)
+    monkeypatch.setattr(stream.follower, "_add_entries", read)
     await stream.steps()
 
     assert stream.items("u") == [b"a", b"b"]
@@ -96,13 +96,13 @@ async def test_a_blocklist_is_looked_through_once(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocklists: list[Blocklist] = []
-    union = follower._blocked_owners
+    union = follower._owners_in_blocklist
 
     def record_blocklist(blocklist: Blocklist) -> Any:
         blocklists.append(blocklist)
         return union(blocklist)
 
-    monkeypatch.setattr(follower, "_blocked_owners", record_blocklist)
+    monkeypatch.setattr(follower, "_owners_in_blocklist", record_blocklist)
     stream.holder.blocklist = blocklist = Blocklist(users=frozenset([b"u"]))
     stream.hold_generations(STREAM_BEGINNING)
     for _ in range(5):
@@ -115,7 +115,7 @@ async def test_a_blocklist_is_looked_through_once(
 def watched(stream: Stream, monkeypatch: pytest.MonkeyPatch, user: str) -> list[list[bytes]]:
     """The user's items in memory at each read of what is read again."""
     items_per_read: list[list[bytes]] = []
-    read = stream.follower._read
+    read = stream.follower._add_entries
 
     async def watch(
         client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any
@@ -124,5 +124,5 @@ def watched(stream: Stream, monkeypatch: pytest.MonkeyPatch, user: str) -> list[
             items_per_read.append(stream.items(user))
         return await read(client, newer_events, wait_ms, **more)
 
-    monkeypatch.setattr(stream.follower, "_read", watch)
+    monkeypatch.setattr(stream.follower, "_add_entries", watch)
     return items_per_read

@@ -328,9 +328,9 @@ async def test_what_cannot_be_explained_is_refused_like_any_request(
             EXPLAIN + user, params={"generation": "x"}
         )
         document = (await service.http.get("/openapi.json")).json()
-        attached(service.service, Explainer)._under_way = EXPLANATIONS_MAX
+        attached(service.service, Explainer)._under_way_count = EXPLANATIONS_MAX
         busy = await service.http.get(EXPLAIN + user)
-        attached(service.service, Explainer)._under_way = 0
+        attached(service.service, Explainer)._under_way_count = 0
         service.service.admission.requests_max = 0
         full = await service.http.get(EXPLAIN + user)
 
@@ -431,7 +431,7 @@ def test_on_a_terminal_the_same_is_shown_by_rich(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(safe, "SafeConsole", Terminal)
     tier = {"found": False, "reason": "absent"}
-    cli.show(
+    cli.print_explanation(
         {
             "table": "t", "id": "[red]", "sentence": "Redis would answer.", "generation": "g", "epoch": 1,
             "published_at": "p", "age_seconds": 3_700.0, "stale": None, "degraded": None,

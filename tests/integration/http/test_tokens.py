@@ -18,7 +18,7 @@ from cache.config.events import EventsConfig
 from precompute.config.settings import NightConfig
 from serving.access.token_file import MEANING_BY_SCOPE, Scope
 from serving.client import Client, Forbidden, Policy, QuotaExceeded, TokenExpired, Unauthorized
-from serving.dashboard.attach import PAGE
+from serving.dashboard.attach import DASHBOARD_PAGE
 from serving.http.routes import DOCS_PAGE
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
@@ -45,7 +45,7 @@ OPEN: set[Route] = {
     ("GET", path)
     for path in (
         "/healthz", "/readyz", "/metrics", "/openapi.json",
-        *(route.path for route in (*PAGE.routes(), *DOCS_PAGE.routes())),
+        *(route.path for route in (*DASHBOARD_PAGE.routes(), *DOCS_PAGE.routes())),
     )
 }  # fmt: skip
 USER = "nobody-at-all"

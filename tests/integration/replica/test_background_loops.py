@@ -155,8 +155,10 @@ async def _plant_error(loop: BackgroundLoop) -> None:
 
 async def _assert_work_goes_on(replica: Replica) -> None:
     """Assert that a blocked item is blocked in both namespaces, whose loops have all failed once."""
-    arms_held = attached(replica.service, ExperimentRouter)._arms
-    shelves = [service.follower.holder for service in (replica.service, *arms_held.services)]
+    arms_held = attached(replica.service, ExperimentRouter)._arm_holder
+    shelves = [
+        service.follower.holder for service in (replica.service, *arms_held.answering_services)
+    ]
     assert len(shelves) == 2
     await asyncio.to_thread(change_blocklist, replica.night.store(), block_items=[b"planted"])
 

@@ -201,7 +201,7 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
 ) -> None:
     users = sorted(histories(sound))
     async with serving(sound, quality_per_mille=1_000.0, quality_cpu_share=0.02) as app:
-        loop, sampler = asyncio.get_running_loop(), quality(app)._judge
+        loop, sampler = asyncio.get_running_loop(), quality(app)._answer_judge
         started_at = loop.time()
         await look_up(app, "user_topk", users[:100])
         assert await eventually(lambda: _spent(app, 3))

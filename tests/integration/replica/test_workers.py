@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from precompute.config.settings import NightConfig
-from serving.process.supervisor import Workers, WorkerSpawner, pause_s
+from serving.process.supervisor import WorkerSpawner, WorkerSupervisor, restart_pause_s
 from tests.integration.fleet import beating
 from tests.integration.nights import DATA_UNTIL, build_night, build_verified, histories, publish
 from tests.integration.program import alive, environment, started
@@ -190,7 +190,9 @@ async def test_workers_that_never_start_are_given_up(
         spawn = WorkerSpawner(
             listener, tmp_path, "", "info", ("-c", f"import os; os._exit({program})")
         )
-        parent = Workers(2, spawn, 1.0, lambda: announced.append(True), lambda _failures: 0.0)
+        parent = WorkerSupervisor(
+            2, spawn, 1.0, lambda: announced.append(True), lambda _failures: 0.0
+        )
         async with asyncio.timeout(60):
             assert await parent.run() == code
 
@@ -199,7 +201,7 @@ async def test_workers_that_never_start_are_given_up(
 
 
 def test_pauses_between_starts_grow_and_are_bounded() -> None:
-    pauses: Callable[[int], float] = pause_s
+    pauses: Callable[[int], float] = restart_pause_s
 
     assert [pauses(failure_count) for failure_count in (0, 1, 2, 3)] == [0.0, 0.2, 0.4, 0.8]
     assert pauses(1_000) == 30.0

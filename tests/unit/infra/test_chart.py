@@ -15,7 +15,7 @@ import yaml
 
 from cache.config.section import variables
 from cache.config.serving import ServingConfig
-from serving.process.supervisor import GRACE_S, START_S
+from serving.process.supervisor import KILL_GRACE_S, START_MAX_S
 from tests.integration.program import ROOT
 
 CHART = ROOT / "infra/helm/larder"
@@ -225,7 +225,7 @@ def test_a_pod_has_time_to_leave_the_endpoints_and_to_drain(case: str) -> None:
     drain_s = float(env(case)["LARDER_DRAIN_S"])
 
     assert command[0] == "sleep" and float(command[1]) >= 2 * 2  # two probes of readiness
-    assert pod(case)["terminationGracePeriodSeconds"] > float(command[1]) + drain_s + GRACE_S
+    assert pod(case)["terminationGracePeriodSeconds"] > float(command[1]) + drain_s + KILL_GRACE_S
 
 
 def env(case: str) -> dict[str, str]:
@@ -313,7 +313,7 @@ def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_conf
         ({"artifacts": {"url": "bucket"}}, "url"),
         ({"artifacts": {"url": "s3://key:secret@bucket/larder"}}, "url"),
         ({"artifacts": {"existingClaim": "one", "url": "s3://two"}}, "artifacts.existingClaim and"),
-        ({"workers": 2, "startSeconds": int(START_S) + 1}, "startSeconds"),
+        ({"workers": 2, "startSeconds": int(START_MAX_S) + 1}, "startSeconds"),
         ({"autoscaling": {"minReplicas": 9, "maxReplicas": 3}}, "autoscaling.minReplicas"),
         ({"resources": None}, "resources.requests.cpu"),
         (
@@ -336,7 +336,7 @@ def test_what_cannot_be_used_is_refused_by_name(
     [
         ({"artifacts": {"url": "abfs://larder@account.dfs.core.windows.net/store"}}, "Deployment"),
         ({"artifacts": {"url": "https://store:9000/larder"}}, "Deployment"),
-        ({"workers": 2, "startSeconds": int(START_S)}, "Deployment"),
+        ({"workers": 2, "startSeconds": int(START_MAX_S)}, "Deployment"),
         ({"resources": None, "autoscaling": {"enabled": False}}, "Deployment"),
     ],
 )

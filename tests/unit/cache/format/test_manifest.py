@@ -15,7 +15,7 @@ from cache.errors import CorruptArtefact
 from cache.format.manifest import Artefact, Index, Manifest, Model, NamedFilter
 from cache.quality.probe import PROBE_FACT
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
-from serving.quality.comparison import open_inputs
+from serving.quality.comparison import open_night_inputs
 from tests.unit.serving.world import World
 
 FILE = Artefact("some/file.bin", 1, "")
@@ -66,7 +66,7 @@ def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_
     store = ArtefactStore("memory://elsewhere", tmp_path)
     facts = {PROBE_FACT: {**asdict(FILE), "path": path}}
     snapshot = World().snapshot(manifest=replace(make_complete_manifest(), facts=facts))
-    assert open_inputs(store, snapshot) is None and not list(tmp_path.iterdir())
+    assert open_night_inputs(store, snapshot) is None and not list(tmp_path.iterdir())
 
 
 def test_a_manifest_has_all_its_fields_with_their_types_and_no_others() -> None:

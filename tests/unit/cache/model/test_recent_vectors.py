@@ -19,7 +19,7 @@ def test_the_nearest_is_found_exactly_while_vectors_come_and_go() -> None:
         used.append(number)
         queries = rng.standard_normal((3, 6)).astype(np.float32)
 
-        for query, nearest in zip(queries, recent.nearest(queries), strict=True):
+        for query, nearest in zip(queries, recent.find_nearest(queries), strict=True):
             apart = {entry: np.linalg.norm(query - of) for entry, of in vector_by_number.items()}
             expected_entry = min(apart, key=lambda entry: apart[entry])
             assert nearest is not None and nearest.entry == expected_entry
@@ -33,17 +33,17 @@ def test_the_nearest_is_found_exactly_while_vectors_come_and_go() -> None:
 
 def test_a_query_of_no_length_and_an_empty_index_find_nothing() -> None:
     recent: RecentVectors[str] = RecentVectors(4, 2)
-    assert recent.nearest(np.ones((2, 2), np.float32)) == [None, None]
+    assert recent.find_nearest(np.ones((2, 2), np.float32)) == [None, None]
     recent.add(np.ones(2, np.float32), "a")
 
-    assert recent.nearest(np.zeros((1, 2), np.float32)) == [None]
+    assert recent.find_nearest(np.zeros((1, 2), np.float32)) == [None]
     recent.clear()
-    assert len(recent) == 0 and recent.nearest(np.ones((1, 2), np.float32)) == [None]
+    assert len(recent) == 0 and recent.find_nearest(np.ones((1, 2), np.float32)) == [None]
 
 
 def test_vectors_that_are_no_numbers_are_near_nothing() -> None:
     recent: RecentVectors[str] = RecentVectors(4, 2)
     recent.add(np.ones(2, np.float32), "a")
 
-    (nearest,) = recent.nearest(np.array([[np.nan, 1]], np.float32))
+    (nearest,) = recent.find_nearest(np.array([[np.nan, 1]], np.float32))
     assert nearest is None or not nearest.distance < 1

@@ -39,7 +39,7 @@ def looking(remote: Paged) -> TierInspector:
 
 
 async def test_a_whole_page_does_not_travel_with_records() -> None:
-    assert await looking(Paged(b"page")).page(READ) == b"page"
+    assert await looking(Paged(b"page")).read_page(READ) == b"page"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ async def test_a_page_that_cannot_be_had_says_why_within_its_time(
 ) -> None:
     monkeypatch.setattr("serving.explain.explainer._PAGE_TIMEOUT_S", 0.01)
 
-    miss = await looking(remote).page(READ)
+    miss = await looking(remote).read_page(READ)
 
     assert isinstance(miss, Miss) and miss.reason is reason

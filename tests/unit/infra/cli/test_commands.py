@@ -22,7 +22,7 @@ from infra.cli.commands import (
     help_page,
 )
 from infra.cli.night_commands import parsers_by_command
-from serving.__main__ import _COMMANDS
+from serving.__main__ import (_MODULE_BY_COMMAND)
 from tests.unit.test_layering import ROOT
 
 HIDDEN = """
@@ -101,7 +101,7 @@ def test_every_command_of_the_modules_can_be_reached() -> None:
     assert {entry.name for entry in ENTRIES if entry.module == NIGHT_COMMANDS_MODULE} == set(
         parsers_by_command("larder")
     )
-    assert set(_COMMANDS.items()) <= {(entry.name, entry.module) for entry in ENTRIES}
+    assert set(_MODULE_BY_COMMAND.items()) <= {(entry.name, entry.module) for entry in ENTRIES}
 
 
 WATCHED = {"demo", "redis", "completion", "serve"}

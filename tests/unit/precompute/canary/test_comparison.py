@@ -110,7 +110,7 @@ def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
     for number in range(300):
         top = [float(rng.lognormal())]
         for replica_counts in counts:
-            replica_counts.answered(b"key-%d" % number, [{"source": "l2", "scores": top}])
+            replica_counts.count_answers(b"key-%d" % number, [{"source": "l2", "scores": top}])
 
     total = CanaryArmTotals.of(replica_counts.to_json() for replica_counts in counts)
 
@@ -122,7 +122,7 @@ def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
 def test_keys_that_replicas_share_out_are_counted_together(replica_count: int) -> None:
     counts = [ArmCounts() for _ in range(replica_count)]
     for number in range(40):
-        counts[number % replica_count].answered(b"key-%d" % number, [{"source": "l2"}])
+        counts[number % replica_count].count_answers(b"key-%d" % number, [{"source": "l2"}])
 
     total = CanaryArmTotals.of(replica_counts.to_json() for replica_counts in counts)
 
@@ -134,7 +134,7 @@ def test_keys_that_replicas_share_out_are_counted_together(replica_count: int) -
 def test_keys_of_replicas_that_send_no_sketch_may_be_the_same() -> None:
     counts = [ArmCounts() for _ in range(2)]
     for number in range(40):
-        counts[number % 2].answered(b"key-%d" % number, [{"source": "l2"}])
+        counts[number % 2].count_answers(b"key-%d" % number, [{"source": "l2"}])
     heartbeat_counts = [replica_counts.to_json() for replica_counts in counts]
     del heartbeat_counts[0]["sketch"]
 
@@ -144,17 +144,20 @@ def test_keys_of_replicas_that_send_no_sketch_may_be_the_same() -> None:
 
 
 def test_more_keys_than_are_kept_are_sampled_without_regard_to_how_busy_they_are() -> None:
-    keys, rng = KeySample(limit=1_000), np.random.default_rng(SEED)
+    keys, rng = KeySample(keys_max=1_000), np.random.default_rng(SEED)
     for number in rng.zipf(
         1.3, 200_000
     ).tolist():  # busy keys have low numbers, and scores to match
-        keys.saw(b"key-%d" % number, "stored", 1.0 if number < 10_000 else 2.0)
+        keys.add_answer(b"key-%d" % number, "stored", 1.0 if number < 10_000 else 2.0)
 
     assert keys.level > 0 and 400 < len(keys) <= 1_000
-    assert keys.kinds == {"stored": len(keys)} and keys.scores.total() == len(keys)
+    assert keys.count_by_kind == {
+        "stored": len(keys)
+    } and keys.count_by_score_bucket.total() == len(keys)
     assert (
         keys.score_sum
-        == keys.scores[bucket_of_score(1.0)] + 2.0 * keys.scores[bucket_of_score(2.0)]
+        == keys.count_by_score_bucket[bucket_of_score(1.0)]
+        + 2.0 * keys.count_by_score_bucket[bucket_of_score(2.0)]
     )
 
 
@@ -182,11 +185,11 @@ def test_the_mix_and_the_distribution_are_compared_by_share() -> None:
 def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
     counts = ArmCounts()
     list_: dict[str, Any] = {"source": "l2", "scores": np.array([3.5, 2.0], np.float32)}
-    counts.answered(b"a", [list_, {"source": "previous", "scores": [9.0]}])
-    counts.answered(b"a", [{"source": "default", "scores": []}])
-    counts.answered(b"b", [{"source": "l1", "producer": "live"}])
-    counts.answered(b"c", [{"source": "previous", "scores": [9.0]}])
-    counts.heard("click", 3)
+    counts.count_answers(b"a", [list_, {"source": "previous", "scores": [9.0]}])
+    counts.count_answers(b"a", [{"source": "default", "scores": []}])
+    counts.count_answers(b"b", [{"source": "l1", "producer": "live"}])
+    counts.count_answers(b"c", [{"source": "previous", "scores": [9.0]}])
+    counts.count_feedback("click", 3)
 
     total = CanaryArmTotals.of([counts.to_json(), counts.to_json()])
 
@@ -212,8 +215,8 @@ def test_kinds_of_feedback_are_bounded_and_the_one_that_decides_is_never_among_t
     counts = ArmCounts("purchase")
 
     for number in range(100):
-        counts.heard(f"event_{number}", 1)
-    counts.heard("purchase", 5)
+        counts.count_feedback(f"event_{number}", 1)
+    counts.count_feedback("purchase", 5)
 
     assert len(counts.feedback) == 18 and counts.feedback["other"] == 84
     assert counts.feedback["purchase"] == 5

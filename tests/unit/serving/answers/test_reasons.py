@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from cache.tiers.reads import DescribedEnum, MissReason
-from serving.metrics.collectors import MISS_REASONS
+from serving.metrics.collectors import (COUNTED_MISS_REASONS)
 from serving.requests.reasons import PUBLIC_MISS_REASONS, LiveReason, StaleReason
 from tests.unit.test_layering import ROOT
 
@@ -27,10 +27,10 @@ def test_the_reference_page_lists_every_word_with_its_meaning(
 
 
 def test_metrics_count_the_words_that_answers_tell() -> None:
-    assert set(MISS_REASONS) < set(PUBLIC_MISS_REASONS)
+    assert set(COUNTED_MISS_REASONS) < set(PUBLIC_MISS_REASONS)
     assert {reason.public for reason in MissReason} == {*PUBLIC_MISS_REASONS}
     assert {reason for reason in MissReason if reason.public == MissReason.NOT_IN_GENERATION} == {
         reason for reason in MissReason if reason.traits.is_nowhere
     }
-    assert {"l2_timeout", "breaker_open"} <= set(map(str, MISS_REASONS))
+    assert {"l2_timeout", "breaker_open"} <= set(map(str, COUNTED_MISS_REASONS))
     assert "deadline" not in set(MissReason)

@@ -5,18 +5,18 @@ import pytest
 
 from cache.format.redis_keys import Keyspace
 from serving.dashboard.aggregator import (
-    _ALL_AGAIN_S,
-    LATELY_BINS,
-    SILENT_S,
+    _FULL_READ_INTERVAL_S,
+    RECENT_BIN_COUNT,
+    WORKER_SILENCE_MAX_S,
     FleetReading,
     FleetView,
 )
 from serving.dashboard.counters import (
-    _SWEEP_EVERY,
+    _PUBLICATIONS_PER_SWEEP,
     BIN_S,
     BINS_AT_ONCE,
     BINS_MAX,
-    GONE_S,
+    WORKER_GONE_S,
     Counts,
     MetricsPublisher,
     merged_counts,
@@ -62,7 +62,7 @@ def world() -> World:
 
 
 def requests(reading: FleetReading) -> int:
-    return sum(row.requests for row in reading.rows.values())
+    return sum(row.requests for row in reading.bin_by_start.values())
 
 
 async def test_reports_of_two_workers_add_up_to_one_fleet_view(world: World) -> None:
@@ -76,8 +76,8 @@ async def test_reports_of_two_workers_add_up_to_one_fleet_view(world: World) -> 
     )
 
     assert own_reading.trouble is None and (requests(own_reading), requests(theirs)) == (17, 7)
-    assert sum(counts["r"] for counts in own_reading.lately.values()) == 17
-    assert {name: worker_row["counts"]["r"] for name, worker_row in own_reading.workers.items()} == {
+    assert sum(counts["r"] for counts in own_reading.recent_counts_by_start.values()) == 17
+    assert {name: worker_row["counts"]["r"] for name, worker_row in own_reading.worker_rows.items()} == {
         "one": 13, "other": 4,
     }  # fmt: skip
 
@@ -108,7 +108,7 @@ async def test_without_redis_it_is_the_workers_own_and_afterwards_the_whole(worl
     world.first_worker.count(3)
     await world.first_worker.teller.publish()
     alone = await world.first_worker.fleet_view.read()
-    assert alone.trouble == "gone" and requests(alone) == 3 and set(alone.workers) == {"one"}
+    assert alone.trouble == "gone" and requests(alone) == 3 and set(alone.worker_rows) == {"one"}
     world.clock.tick(5 * BIN_S)
     world.redis.down = False
     await world.publish_all()
@@ -141,10 +141,20 @@ async def test_an_hour_is_kept_and_no_more(world: World) -> None:
         await world.first_worker.teller.publish()
         reading = await world.first_worker.fleet_view.read()
 
-    drawn = world.first_worker.fleet_view._drawn
-    assert BINS_MAX - 1 <= len(drawn.rows) <= BINS_MAX
-    assert len(reading.rows) == len(drawn.tokens) == requests(reading) == len(drawn.rows)
-    assert LATELY_BINS - 1 <= len(reading.lately) == len(drawn.lately) <= LATELY_BINS
+    drawn = world.first_worker.fleet_view._fleet_bins
+    assert BINS_MAX - 1 <= len(drawn.bin_by_start) <= BINS_MAX
+    assert (
+        len(reading.bin_by_start)
+        == len(drawn.digest_by_start)
+        == requests(reading)
+        == len(drawn.bin_by_start)
+    )
+    assert (
+        RECENT_BIN_COUNT - 1
+        <= len(reading.recent_counts_by_start)
+        == len(drawn.recent_counts_by_start)
+        <= RECENT_BIN_COUNT
+    )
 
 
 async def test_a_late_report_about_an_old_bin_is_seen_within_a_minute(world: World) -> None:
@@ -155,7 +165,7 @@ async def test_a_late_report_about_an_old_bin_is_seen_within_a_minute(world: Wor
     world.clock.tick(30 * BIN_S)
     assert requests(await world.first_worker.fleet_view.read()) == 0
     await world.second_worker.teller.publish()
-    world.clock.tick(_ALL_AGAIN_S)
+    world.clock.tick(_FULL_READ_INTERVAL_S)
 
     assert requests(await world.first_worker.fleet_view.read()) == 5
 
@@ -163,10 +173,10 @@ async def test_a_late_report_about_an_old_bin_is_seen_within_a_minute(world: Wor
 async def test_a_silent_worker_is_not_shown_and_later_taken_out(world: World) -> None:
     world.second_worker.count(5)
     await world.publish_all()
-    world.clock.tick(SILENT_S)
-    assert set((await world.first_worker.fleet_view.read()).workers) == {"one"}
-    world.clock.tick(GONE_S)
-    for _ in range(_SWEEP_EVERY):
+    world.clock.tick(WORKER_SILENCE_MAX_S)
+    assert set((await world.first_worker.fleet_view.read()).worker_rows) == {"one"}
+    world.clock.tick(WORKER_GONE_S)
+    for _ in range(_PUBLICATIONS_PER_SWEEP):
         await world.first_worker.teller.publish()
 
     assert set(world.redis.hashes[KEYS.workers]) == {b"one"}
@@ -185,5 +195,5 @@ async def test_rows_of_other_versions_spoil_nothing(world: World) -> None:
     world.first_worker.count(2)
     reading = await world.first_worker.fleet_view.read()
 
-    assert set(reading.workers) == {"one", "older"} and requests(reading) == 2
-    assert reading.workers["older"]["counts"] is None
+    assert set(reading.worker_rows) == {"one", "older"} and requests(reading) == 2
+    assert reading.worker_rows["older"]["counts"] is None

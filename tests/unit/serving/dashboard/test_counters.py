@@ -12,18 +12,18 @@ from serving.dashboard.counters import (
     BIN_S,
     BINS_MAX,
     TimeBins,
+    bin_start_of,
     collect_counts,
-    difference,
+    count_difference,
     merged_counts,
     pack,
-    start_of,
-    totals,
+    shown_totals,
     unpack,
 )
 from serving.events.counts import (
     ACCEPTED,
-    REFUSALS,
-    REJECTIONS,
+    REFUSAL_REASONS,
+    REJECTION_REASONS,
     REPEATED,
     EventCounts,
     counts_by_field,
@@ -54,8 +54,8 @@ def test_what_another_version_wrote_counts_nothing() -> None:
 def test_a_difference_is_what_has_to_be_added(before: dict[str, int], more: dict[str, int]) -> None:
     current_counts = merged_counts((before, more))
 
-    assert difference(current_counts, before) == more
-    assert merged_counts((before, difference(current_counts, before))) == current_counts
+    assert count_difference(current_counts, before) == more
+    assert merged_counts((before, count_difference(current_counts, before))) == current_counts
 
 
 def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:
@@ -68,20 +68,20 @@ def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:
     metrics.tally.requests["GET /v1/lookup/{table}"] += 3
     metrics.requested("POST /v1/lookup", 422)
     metrics.stage("parse", 0.25)
-    counts = collect_counts(metrics, shed=2)
+    counts = collect_counts(metrics, shed_count=2)
 
-    assert totals(counts) == {
+    assert shown_totals(counts) == {
         "r": 4, "e": 5, "x": 2, "a:l1": 3, "a:l2": 1, "a:default": 1, "m:evicted": 1,
     }  # fmt: skip
     assert counts["s:parse"] == 250_000
     assert sum(n for field, n in counts.items() if field.startswith("h:")) == 5
-    assert difference(collect_counts(metrics, shed=2), counts) == {}
+    assert count_difference(collect_counts(metrics, shed_count=2), counts) == {}
 
 
 def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> None:
     metrics, taken_in = Metrics(), EventCounts(cast(Any, None), Keyspace("t"), 0)
-    taken_in.results.update({"accepted": 3, "in_future": 1})
-    taken_in.refusals["events_full"] += 2
+    taken_in.count_by_result.update({"accepted": 3, "in_future": 1})
+    taken_in.refusal_count_by_reason["events_full"] += 2
     metrics.changed_answers.answers["user_topk"] += 4
     metrics.changed_answers.compare(
         "user_topk", np.array([1, 2, 3, 4], "u4"), np.array([4, 3, 9, 8], "u4")
@@ -92,7 +92,7 @@ def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> No
         "v:accepted": 3, "v:in_future": 1, "y:events_full": 2, "w": 4, "c": 1, "d": 500_000,
     }  # fmt: skip
     assert unpack(pack(counts)) == counts
-    assert totals(counts) == totals(collect_counts(metrics))
+    assert shown_totals(counts) == shown_totals(collect_counts(metrics))
 
 
 def test_reasons_of_events_begin_at_0_so_that_their_first_burst_is_an_increase() -> None:
@@ -100,10 +100,10 @@ def test_reasons_of_events_begin_at_0_so_that_their_first_burst_is_an_increase()
     results, refusals = list(counts.collect())[:2]
 
     assert {sample.labels["result"]: sample.value for sample in results.samples} == dict.fromkeys(
-        (ACCEPTED, REPEATED, *REJECTIONS), 0
+        (ACCEPTED, REPEATED, *REJECTION_REASONS), 0
     )
     assert {sample.labels["reason"]: sample.value for sample in refusals.samples} == dict.fromkeys(
-        REFUSALS, 0
+        REFUSAL_REASONS, 0
     )
 
 
@@ -118,5 +118,5 @@ def test_bins_keep_an_hour_however_long_they_are_filled_and_add_up_within_one() 
         bins.add(at, {})
 
     assert len(bins.packed) == BINS_MAX == len(bins.unpublished_starts)
-    assert min(bins.packed) == start_of(1e6 + 2 * BINS_MAX * BIN_S)
+    assert min(bins.packed) == bin_start_of(1e6 + 2 * BINS_MAX * BIN_S)
     assert max(map(len, bins.packed.values())) < 1_000

@@ -3,7 +3,13 @@
 from typing import Any
 
 from serving.dashboard.aggregator import FleetReading, draw_bin
-from serving.dashboard.document import DASHBOARD, SETTLED_S, document, redis, replicas
+from serving.dashboard.document import (
+    DASHBOARD_SCHEMA,
+    SETTLED_S,
+    build_document,
+    summarise_redis,
+    summarise_replicas,
+)
 from serving.metrics.collectors import refine_bounds
 
 BOUNDS = refine_bounds((0.001, 1.0))
@@ -27,7 +33,7 @@ def make_document(reading: FleetReading, **changes: Any) -> dict[str, Any]:
         "schedule": {"age_s": None, "due_at": 0.0, "missing": False}, "archive": ([], []),
         "roles": {}, "bounds": BOUNDS, "advisor": None, "quality": None,
     }  # fmt: skip
-    return document(reading, **(parts | changes))
+    return build_document(reading, **(parts | changes))
 
 
 def test_workers_add_up() -> None:
@@ -43,7 +49,7 @@ def test_workers_add_up() -> None:
         roles={"live": "g2"},
     )
 
-    assert set(dashboard_document) == set(DASHBOARD["properties"])
+    assert set(dashboard_document) == set(DASHBOARD_SCHEMA["properties"])
     assert dashboard_document["totals"] == {
         "requests": 8, "entities": 6, "misses": {"cold": 2},
         "answers": {"l1": 4, "l2": 0, "live": 0, "previous": 0, "default": 2},
@@ -66,7 +72,7 @@ def test_workers_add_up() -> None:
 
 def test_a_replica_is_as_far_as_the_last_of_its_workers() -> None:
     late = worker(generation="g1", epoch=1, ready=False, failed="no room", at=NOW_S - 4)
-    (first, second_replica) = replicas([worker(), late, worker("b")], NOW_S)
+    (first, second_replica) = summarise_replicas([worker(), late, worker("b")], NOW_S)
 
     assert first == {
         "replica": "a", "workers": 2, "generation": "g1", "epoch": 1, "ready": False, "stale": None,
@@ -85,11 +91,11 @@ def test_a_cluster_is_the_sum_of_its_nodes() -> None:
         "connected_clients": 3, "evicted_keys": 1,
     }  # fmt: skip
 
-    assert redis([node, node | {"maxmemory_policy": "allkeys-lru"}]) == {
+    assert summarise_redis([node, node | {"maxmemory_policy": "allkeys-lru"}]) == {
         "used_bytes": 20, "limit_bytes": 200, "policy": "allkeys-lru", "clients": 6, "evicted": 2,
     }  # fmt: skip
-    assert redis([node, node | {"maxmemory": 0}])["limit_bytes"] is None
-    assert set(redis([]).values()) == {None}
+    assert summarise_redis([node, node | {"maxmemory": 0}])["limit_bytes"] is None
+    assert set(summarise_redis([]).values()) == {None}
 
 
 def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
@@ -125,7 +131,7 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
         "answers": 5, "answers_share": 0.5, "list_change": 0.1,
     }  # fmt: skip
     assert set(dashboard_document["events"]) == set(
-        DASHBOARD["properties"]["events"]["anyOf"][0]["properties"]
+        DASHBOARD_SCHEMA["properties"]["events"]["anyOf"][0]["properties"]
     )
     assert dashboard_document["series"]["events"] == {
         "accepted": [7],

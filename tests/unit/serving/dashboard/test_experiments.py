@@ -4,8 +4,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cache.traffic.experiments import rate_ratio
-from serving.dashboard.counters import pack, totals, unpack
-from serving.dashboard.document import experiments
+from serving.dashboard.counters import pack, shown_totals, unpack
+from serving.dashboard.document import experiments_with_counts
 from serving.traffic.router import ExperimentMetrics
 
 EXPERIMENT_ENTRIES = [
@@ -24,8 +24,8 @@ def test_counts_of_arms_are_packed_by_workers_and_compared_with_the_control() ->
     metrics.feedback.labels("e", "b", "click").inc(300)
     metrics.feedback.labels("e", "b", "buy").inc(2)
 
-    total_counts = totals(unpack(pack(metrics.by_field())))
-    (experiment,) = experiments(EXPERIMENT_ENTRIES, total_counts)
+    total_counts = shown_totals(unpack(pack(metrics.by_field())))
+    (experiment,) = experiments_with_counts(EXPERIMENT_ENTRIES, total_counts)
 
     assert (experiment["experiment"], experiment["share"]) == ("e", 0.5)
     control, arm = experiment["arms"]
@@ -39,7 +39,7 @@ def test_counts_of_arms_are_packed_by_workers_and_compared_with_the_control() ->
 
 
 def test_an_experiment_of_which_nothing_was_counted_is_shown_all_the_same() -> None:
-    (experiment,) = experiments(EXPERIMENT_ENTRIES, {})
+    (experiment,) = experiments_with_counts(EXPERIMENT_ENTRIES, {})
 
     assert [(arm["requests"], arm["events"]) for arm in experiment["arms"]] == [(0, {})] * 2
-    assert experiments((), {"n:e=a": 3}) == []
+    assert experiments_with_counts((), {"n:e=a": 3}) == []

@@ -11,7 +11,7 @@ from cache.format.manifest import Artefact, ItemFiles, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.night_failure import NIGHT_FAILURE_PATH as FILE_OF_FAILURE
 from cache.store.releases import Release, done_path, intent_path
-from serving.dashboard.generation_history import GENERATIONS_MAX, GenerationHistory
+from serving.dashboard.generation_history import SHOWN_GENERATIONS_MAX, GenerationHistory
 from serving.generations.holder import newest_pointer
 from serving.generations.nights import ReleaseWatch
 from tests.fakes import THREADS
@@ -198,7 +198,7 @@ def test_it_is_bounded_and_survives_a_broken_store(night: Night) -> None:
     night.store.write(generation_path(names[-1], "manifest.json"), b"not json")
     generations, nights = night.read({"no generation": {}})
 
-    assert list(generations) == names[: -GENERATIONS_MAX - 1 : -1] and len(nights) == 7
+    assert list(generations) == names[: -SHOWN_GENERATIONS_MAX - 1 : -1] and len(nights) == 7
     assert generations[names[-1]]["bytes"] is None
 
 

@@ -13,7 +13,7 @@ from cache.config.timetable import Schedule
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from serving.dashboard.generation_history import GenerationHistory
-from serving.dashboard.service import ARCHIVE_S, READ_S, Dashboard
+from serving.dashboard.service import ARCHIVE_INTERVAL_S, READ_INTERVAL_S, Dashboard
 from serving.generations.nights import Nights, ReleaseWatch
 from serving.metrics.collectors import refine_bounds
 from serving.requests.errors import Problem
@@ -36,8 +36,9 @@ class Board:
         self.store = ArtefactStore(str(folder))
         history = GenerationHistory(self.store, ReleaseWatch(self.store, THREADS).read_records)
         self.dashboard = Dashboard(
-            self.redis, history, name="a", read_counts=lambda: {"r": 1},
-            about=lambda: about, bounds=refine_bounds((0.1,)), nights=Nights(Schedule(), follower, self.clock),
+            self.redis, history, worker_name="a", read_counts=lambda: {"r": 1},
+            read_worker_state=lambda: about, bucket_bounds=refine_bounds((0.1,)),
+            nights=Nights(Schedule(), follower, self.clock),
             clock=self.clock, timer=self.clock, **{"in_thread": THREADS} | more,
         )  # fmt: skip
 
@@ -50,11 +51,11 @@ async def test_many_viewers_cost_one_reading_a_second(tmp_path: Path) -> None:
     board = Board(tmp_path)
     bodies = await asyncio.gather(*(board.dashboard.data() for _ in range(50)))
     call_count = board.redis.call_count
-    board.clock.tick(READ_S / 2)
+    board.clock.tick(READ_INTERVAL_S / 2)
     await board.dashboard.data()
 
     assert len(set(bodies)) == 1 and board.redis.call_count == call_count
-    board.clock.tick(READ_S / 2)
+    board.clock.tick(READ_INTERVAL_S / 2)
     await board.dashboard.data()
     assert board.redis.call_count > call_count
 
@@ -89,7 +90,7 @@ async def test_a_store_that_hangs_holds_up_only_the_first_request(
 
     monkeypatch.setattr(board.store, "names", names)
     for _ in range(3):
-        board.clock.tick(ARCHIVE_S)
+        board.clock.tick(ARCHIVE_INTERVAL_S)
         assert (await board.data())["whole"]
     at_once = len(listed_paths)
     gate.set()
@@ -146,7 +147,7 @@ async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
 
     monkeypatch.setattr(board.redis, "execute_all", hangs)
     monkeypatch.setattr("serving.dashboard.service.DATA_S", 0.01)
-    board.clock.tick(READ_S)
+    board.clock.tick(READ_INTERVAL_S)
     for _ in range(3):
         with pytest.raises(Problem, match=r"within 0.01 s"):
             await board.dashboard.data()
@@ -187,7 +188,7 @@ async def test_a_row_of_another_kind_is_left_out_and_does_not_break_the_page(
     board.redis.hashes[Keyspace("test").workers] |= {
         name: orjson.dumps(worker_row) for name, worker_row in row_by_worker.items()
     }
-    board.clock.tick(READ_S)
+    board.clock.tick(READ_INTERVAL_S)
 
     body = await board.data()
 

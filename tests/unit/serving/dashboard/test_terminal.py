@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from serving.dashboard.screen import screen
+from serving.dashboard.screen import draw_screen
 from tests.dashboard.healthy import well
 
 COLUMNS = 110
@@ -14,7 +14,7 @@ COLUMNS = 110
 
 def lines(body: Any) -> list[str]:
     output = io.StringIO()
-    Console(file=output, width=COLUMNS, color_system=None).print(screen(body))
+    Console(file=output, width=COLUMNS, color_system=None).print(draw_screen(body))
     return output.getvalue().splitlines()
 
 

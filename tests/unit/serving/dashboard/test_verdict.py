@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serving.dashboard.document import verdict
+from serving.dashboard.document import build_verdict
 
 G1, G2 = "20261120T000000Z-000000000001", "20261119T000000Z-000000000002"
 
@@ -52,7 +52,7 @@ def lately(**counts: int) -> dict[str, Any]:
 
 
 def test_all_is_well() -> None:
-    dashboard_verdict = verdict(body())
+    dashboard_verdict = build_verdict(body())
 
     assert (dashboard_verdict["level"], dashboard_verdict["advice"], dashboard_verdict["also"]) == (
         "ok",
@@ -282,7 +282,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said_with_its_remedy(name: str) -> None:
     changes, level, sentence, advice = WRONG[name]
-    dashboard_verdict = verdict(body(**changes))
+    dashboard_verdict = build_verdict(body(**changes))
 
     assert dashboard_verdict["level"] == level
     assert sentence in dashboard_verdict["sentence"] and dashboard_verdict["sentence"].endswith(".")
@@ -318,12 +318,12 @@ QUIET: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", QUIET)
 def test_what_proves_nothing_raises_no_alarm(name: str) -> None:
-    assert verdict(body(**QUIET[name]))["level"] == "ok"
+    assert build_verdict(body(**QUIET[name]))["level"] == "ok"
 
 
 def test_the_worst_comes_first_and_the_others_are_included() -> None:
     changes = WRONG["stale"][0] | WRONG["memory, much"][0]
-    dashboard_verdict = verdict(body(**changes))
+    dashboard_verdict = build_verdict(body(**changes))
 
     assert dashboard_verdict["level"] == "bad" and "99% full" in dashboard_verdict["sentence"]
     assert [sentence for sentence in dashboard_verdict["also"] if "pointer_backwards" in sentence]
@@ -331,7 +331,7 @@ def test_the_worst_comes_first_and_the_others_are_included() -> None:
 
 def test_answers_without_events_are_not_taken_for_a_pointer_that_went_astray() -> None:
     stale_replica = replica(stale="events_behind,pointer_backwards")
-    dashboard_verdict = verdict(body(events=events(), replicas=[stale_replica]))
+    dashboard_verdict = build_verdict(body(events=events(), replicas=[stale_replica]))
 
     assert "may lag behind what was published: pointer_backwards." in dashboard_verdict["sentence"]
     assert [
@@ -342,4 +342,4 @@ def test_answers_without_events_are_not_taken_for_a_pointer_that_went_astray() -
 def test_without_redis_the_pointer_is_not_complained_about_as_well() -> None:
     changes = WRONG["redis away"][0] | {"replicas": [replica(stale="redis_unreachable")]}
 
-    assert verdict(body(**changes))["also"] == []
+    assert build_verdict(body(**changes))["also"] == []

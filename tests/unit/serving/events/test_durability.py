@@ -6,7 +6,7 @@ import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 
 from cache.config.events import Durability
-from serving.events.connection import FoundDurability, durability_of
+from serving.events.connection import FoundDurability, find_durability
 
 
 def server(
@@ -53,7 +53,7 @@ PAUSES = [b"no-appendfsync-on-rewrite", b"yes"]
 async def test_settings_first_then_what_the_log_says(
     send_command: Any, demanded: Durability, expected: FoundDurability
 ) -> None:
-    assert await durability_of(send_command, demanded) == expected
+    assert await find_durability(send_command, demanded) == expected
 
 
 @pytest.mark.parametrize(

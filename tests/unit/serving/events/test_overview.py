@@ -7,14 +7,14 @@ import pytest
 
 from cache.errors import InvalidInput
 from cache.format.stream_position import Position
-from serving.dashboard.counters import EVENT_NUMBERS, EVENT_TEXTS, merge_rows
+from serving.dashboard.counters import EVENT_NUMBER_FIELDS, EVENT_TEXT_FIELDS, merge_event_rows
 from serving.events.attach import EventOverview
-from serving.events.counts import TEXTS as GAUGES
+from serving.events.counts import HELP_TEXT_BY_GAUGE as GAUGES
 
 
 def row(**changes: Any) -> dict[str, Any]:
     """A worker that is fine."""
-    numbers = dict.fromkeys(EVENT_NUMBERS, 1.0)
+    numbers = dict.fromkeys(EVENT_NUMBER_FIELDS, 1.0)
     texts = {
         "durability": "everysec", "demanded": "everysec", "counted_until": "20-1", "published_until": "10-0",
     }  # fmt: skip
@@ -30,14 +30,14 @@ def overview(
     users = type("Users", (list,), {"last": Position(20, 1).number})([1, 2, 3])
     follower = SimpleNamespace(
         newer_events=SimpleNamespace(users=users, size_bytes=900),
-        lag_s=lambda: 0.12345, limit_bytes=1_000,
+        lag_s=lambda: 0.12345, held_bytes_max=1_000,
     )  # fmt: skip
     intake = SimpleNamespace(
         redis=SimpleNamespace(
             found_durability=persistence and SimpleNamespace(persistence=persistence),
-            demanded="always",
+            demanded_durability="always",
         ),
-        counts=SimpleNamespace(gauges=dict.fromkeys(GAUGES, 1.0)),
+        counts=SimpleNamespace(value_by_gauge=dict.fromkeys(GAUGES, 1.0)),
     )
     holder = SimpleNamespace(served=SimpleNamespace(live=live) if is_held else None)
     return EventOverview(cast(Any, intake), cast(Any, follower), cast(Any, holder))
@@ -46,7 +46,7 @@ def overview(
 def test_a_worker_tells_all_that_is_shown_of_several() -> None:
     worker_row = overview("everysec", "10-0").to_json()
 
-    assert set(worker_row) == {*EVENT_NUMBERS, *EVENT_TEXTS}
+    assert set(worker_row) == {*EVENT_NUMBER_FIELDS, *EVENT_TEXT_FIELDS}
     assert (worker_row["lag_s"], worker_row["users"]) == (0.123, 3)
     assert (worker_row["held_bytes"], worker_row["held_max_bytes"]) == (900, 1_000)
     assert (worker_row["durability"], worker_row["demanded"]) == ("everysec", "always")
@@ -63,15 +63,15 @@ def test_a_worker_without_a_generation_that_has_events_tells_no_position_of_it(
 
 
 def test_without_an_intake_there_is_no_overview_of_events() -> None:
-    assert merge_rows([]) is None
-    assert merge_rows([None, {}]) is None
+    assert merge_event_rows([]) is None
+    assert merge_event_rows([None, {}]) is None
 
 
 def test_every_figure_is_that_of_the_last_worker() -> None:
     late = row(lag_s=7.5, held_bytes=900.0, counted_until="9-9", published_until="3-0")
-    merged_row = merge_rows([row(), None, late, row(stream_bytes=50.0)])
+    merged_row = merge_event_rows([row(), None, late, row(stream_bytes=50.0)])
 
-    assert merged_row is not None and set(merged_row) == {*EVENT_NUMBERS, *EVENT_TEXTS}
+    assert merged_row is not None and set(merged_row) == {*EVENT_NUMBER_FIELDS, *EVENT_TEXT_FIELDS}
     assert (merged_row["lag_s"], merged_row["held_bytes"], merged_row["stream_bytes"]) == (
         7.5,
         900.0,
@@ -82,7 +82,7 @@ def test_every_figure_is_that_of_the_last_worker() -> None:
 
 
 def test_one_worker_whose_redis_keeps_too_little_speaks_for_all() -> None:
-    merged_row = merge_rows([row(), row(up=0.0, durability="none"), row()])
+    merged_row = merge_event_rows([row(), row(up=0.0, durability="none"), row()])
 
     assert merged_row is not None
     assert (merged_row["up"], merged_row["durability"], merged_row["demanded"]) == (
@@ -94,7 +94,7 @@ def test_one_worker_whose_redis_keeps_too_little_speaks_for_all() -> None:
 
 def test_what_no_worker_has_looked_at_is_not_known() -> None:
     unknown = row(**dict.fromkeys(("up", "stream_bytes", "durability", "published_until")))
-    merged_row = merge_rows([{"counted_until": "0-0"}, unknown])
+    merged_row = merge_event_rows([{"counted_until": "0-0"}, unknown])
 
     assert merged_row is not None
     assert [
@@ -106,4 +106,4 @@ def test_what_no_worker_has_looked_at_is_not_known() -> None:
 
 def test_what_is_no_position_is_refused() -> None:
     with pytest.raises(InvalidInput):
-        merge_rows([row(counted_until="<script>")])
+        merge_event_rows([row(counted_until="<script>")])

@@ -13,7 +13,7 @@ from cache.errors import ConfigError
 from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
-from serving.events.counts import REJECTIONS
+from serving.events.counts import REJECTION_REASONS
 from serving.events.reading import EventReader, read_time
 from serving.requests.errors import Problem
 
@@ -24,7 +24,7 @@ COMPLETE_EVENT = {"user": "u-1", "item": "i-1", "id": "e-1"}
 
 
 def read(*events: Any, blocklist: Blocklist = EMPTY_BLOCKLIST) -> Any:
-    return READER.of_body(events, NOW_S, blocklist)
+    return READER.parse_body_events(events, NOW_S, blocklist)
 
 
 def reasons(*events: Any, blocklist: Blocklist = EMPTY_BLOCKLIST) -> list[str]:
@@ -99,7 +99,7 @@ def test_a_user_alone_and_an_item_alone_tell_values() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_event_is_rejected_with_its_reason(changes: dict[str, Any], reason: str) -> None:
-    assert reasons(COMPLETE_EVENT | changes) == [reason] and reason in REJECTIONS
+    assert reasons(COMPLETE_EVENT | changes) == [reason] and reason in REJECTION_REASONS
 
 
 def test_null_clears_an_attribute() -> None:
@@ -185,12 +185,12 @@ FIELDS = st.dictionaries(
 def test_every_event_is_read_or_rejected_and_read_events_come_back(events: list[Any]) -> None:
     decoded_events = orjson.loads(orjson.dumps(events))
 
-    read_events = READER.of_body(decoded_events, NOW_S, EMPTY_BLOCKLIST)
+    read_events = READER.parse_body_events(decoded_events, NOW_S, EMPTY_BLOCKLIST)
 
     assert sorted(
         [*read_events.event_indices, *(rejection.event_index for rejection in read_events.rejected)]
     ) == [*range(len(decoded_events))]
-    assert {rejection.reason for rejection in read_events.rejected} <= {*REJECTIONS}
+    assert {rejection.reason for rejection in read_events.rejected} <= {*REJECTION_REASONS}
     for event_index, packed in zip(read_events.event_indices, read_events.packed, strict=True):
         event = Event.from_bytes(packed.body)
         assert event.to_bytes() == packed.body and len(packed.body) <= 256
@@ -209,7 +209,7 @@ def test_the_same_id_of_two_users_is_two_events_and_of_one_user_one() -> None:
 def of_inbox(**fields: str) -> Event:
     inbox_entry = {name.encode(): text.encode() for name, text in fields.items()}
     return Event.from_bytes(
-        READER.of_inbox(inbox_entry, "1700000000000-3", NOW_S, EMPTY_BLOCKLIST).body
+        READER.parse_inbox_entry(inbox_entry, "1700000000000-3", NOW_S, EMPTY_BLOCKLIST).body
     )
 
 
@@ -243,12 +243,12 @@ def test_an_entry_that_is_no_event_is_rejected(fields: dict[str, str], reason: s
     with pytest.raises(Problem) as caught:
         of_inbox(**fields)
 
-    assert caught.value.reason == reason and reason in REJECTIONS
+    assert caught.value.reason == reason and reason in REJECTION_REASONS
 
 
 def test_an_entry_that_is_no_utf8_is_rejected() -> None:
     with pytest.raises(Problem, match="no event"):
-        READER.of_inbox({b"user": b"\xff"}, "1-0", NOW_S, EMPTY_BLOCKLIST)
+        READER.parse_inbox_entry({b"user": b"\xff"}, "1-0", NOW_S, EMPTY_BLOCKLIST)
 
 
 def test_events_are_no_larger_than_a_sample_of_the_stream_judges_well() -> None:

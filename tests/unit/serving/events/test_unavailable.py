@@ -9,7 +9,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cache.store.blocklist import Blocklist
-from serving.events.connection import EventsUnavailable, _as_unavailable
+from serving.events.connection import EventsUnavailable, _translate_errors
 from serving.events.counts import EventCounts
 from serving.events.intake import EventIntake
 from serving.requests.errors import Problem
@@ -24,7 +24,9 @@ def intake(error: Exception) -> EventIntake:
         raise error
 
     no_events: Any = SimpleNamespace(packed=[], rejected=[], places=[])
-    parts: Any = SimpleNamespace(accept=accept, of_body=lambda *_: no_events, found_durability=None)
+    parts: Any = SimpleNamespace(
+        accept=accept, parse_body_events=lambda *_: no_events, found_durability=None
+    )
     counts: Any = EventCounts(parts, SimpleNamespace(events="", inbox="", rejected=""), 1)  # type: ignore[arg-type]
     return EventIntake(
         parts, parts, parts, parts, parts, counts, Blocklist, time.time, time.monotonic
@@ -34,7 +36,7 @@ def intake(error: Exception) -> EventIntake:
 async def test_a_refused_request_does_not_name_the_redis_of_events(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(EventsUnavailable) as raised, _as_unavailable():
+    with pytest.raises(EventsUnavailable) as raised, _translate_errors():
         raise RedisConnectionError(WHERE)
 
     with pytest.raises(Problem) as refused, caplog.at_level(logging.WARNING):

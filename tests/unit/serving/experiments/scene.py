@@ -12,7 +12,7 @@ from cache.traffic.experiments import Experiment, ExperimentArm, change_experime
 from cache.traffic.split import allot_buckets
 from serving.engine.service import LookupService
 from serving.metrics.registry import Metrics
-from serving.traffic.arms import Arms
+from serving.traffic.arms import ArmHolder
 from tests.fakes import THREADS, FakeClock
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]
@@ -118,7 +118,7 @@ class Scene:
         self.starts, self.ends = asyncio.Event(), asyncio.Event()
         self.starts.set()
         self.ends.set()
-        self.arms = Arms(
+        self.arms = ArmHolder(
             cast(LookupService, self.own_service), "own", self.store, self.open,
             in_thread=THREADS, grace_s=GRACE_S, timer=self.clock,
         )  # fmt: skip
@@ -148,7 +148,7 @@ class Scene:
 
     def states(self) -> dict[str, str]:
         """State of each namespace beside the own one."""
-        return {name: state.value for name, state in self.arms.states.items()}
+        return {name: state.value for name, state in self.arms.state_by_namespace.items()}
 
     def block(self, version: int, item: bytes) -> Blocklist:
         """Puts a version in force in the own namespace, which nobody is told."""

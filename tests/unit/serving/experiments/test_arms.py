@@ -12,7 +12,7 @@ from cache.traffic.experiments import Experiments
 from serving.engine.service import LookupService
 from serving.process.resources import StoreThreads
 from serving.traffic import arms as experiment_arms
-from serving.traffic.arms import Arms, Routing
+from serving.traffic.arms import ArmHolder, Routing
 from tests.unit.serving.experiments.scene import GRACE_S, KEYS, OTHER_EXPERIMENT, Scene, experiment
 
 
@@ -32,13 +32,13 @@ async def test_a_namespace_is_held_while_an_experiment_names_it_and_a_while_long
     await scene.refresh_and_settle()
     assert scene.log == ["start second"] and not scene.own_service.follower.holder.divided
     assert scene.arms.service("second") is not None and scene.arms.service("third") is None
-    assert {scene.arms.routing and scene.arms.routing.of(key) for key in KEYS[:50]} == {None}
+    assert {scene.arms.routing and scene.arms.routing.find_arm(key) for key in KEYS[:50]} == {None}
 
     scene.write(experiment())
     await scene.refresh_and_settle()
     assert scene.own_service.follower.holder.divided
     assert scene.arms.routing is not None
-    assert {scene.arms.routing.of(key) for key in KEYS[:50]} == {None, ("e", "a"), ("e", "b")}
+    assert {scene.arms.routing.find_arm(key) for key in KEYS[:50]} == {None, ("e", "a"), ("e", "b")}
 
     scene.write(replace(experiment(), stopped_at=3.0))
     await scene.refresh_and_settle()
@@ -115,7 +115,7 @@ async def test_an_arm_that_cannot_enforce_a_blocklist_is_left_out_and_does_not_h
         scene.get_other_blocklist("third") is blocklist and scene.arms.service("third") is not None
     )
     assert scene.arms.service("second") is None
-    assert scene.arms.services == (scene.opened["third"].service,)
+    assert scene.arms.answering_services == (scene.opened["third"].service,)
 
     holder.has_threads = True
     await scene.arms.enforce()
@@ -131,7 +131,7 @@ async def test_an_arm_whose_own_blocklist_could_not_be_read_is_left_out(scene: S
     holder = scene.opened["second"].service.follower.holder
 
     holder.is_blocklist_known = False
-    assert scene.arms.service("second") is None and scene.arms.services == ()
+    assert scene.arms.service("second") is None and scene.arms.answering_services == ()
     holder.is_blocklist_known = True
     assert scene.arms.service("second") is not None
 
@@ -150,7 +150,7 @@ async def test_a_look_waits_for_no_arm_that_loads(scene: Scene) -> None:
         scene.write(replace(experiment(), stopped_at=3.0), OTHER_EXPERIMENT)
         await scene.arms.refresh()
 
-    assert {scene.arms.routing.of(key) for key in KEYS[:50]} <= {None, ("f", "a"), ("f", "b")}
+    assert {scene.arms.routing.find_arm(key) for key in KEYS[:50]} <= {None, ("f", "a"), ("f", "b")}
     assert scene.states() == {"second": "draining", "third": "starting"}
     await scene.arms.aclose()
 
@@ -179,7 +179,7 @@ async def test_of_looks_at_the_same_time_none_takes_an_older_version_back(tmp_pa
             await is_slow.wait()
         return work_result
 
-    arms = Arms(
+    arms = ArmHolder(
         cast(LookupService, scene.own_service), "own", scene.store, scene.open,
         in_thread=cast(StoreThreads, in_thread), grace_s=GRACE_S, timer=scene.clock,
     )  # fmt: skip
@@ -331,6 +331,6 @@ def test_a_key_is_written_down_always_or_never(sample: float) -> None:
     count = len(KEYS)
     assert abs(len(sampled_keys) - sample * count) <= 5 * math.sqrt(count * sample * (1 - sample))
     # Apart from the arms: of each its share.
-    arms = [routing.of(key) for key in sampled_keys]
+    arms = [routing.find_arm(key) for key in sampled_keys]
     arm_b_share = arms.count(("e", "b")) / len(arms)
     assert abs(arm_b_share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(arms))

@@ -60,15 +60,15 @@ async def test_a_key_is_written_once_an_hour_per_arm_and_every_request_is_counte
     log, store, clock = log_of(tmp_path)
 
     for key in (b"a", b"b", b"a"):
-        log.request("e", "x", key)
-    log.request("e", "y", b"a")
-    log.request("e", "x", None)
+        log.count_request("e", "x", key)
+    log.count_request("e", "y", b"a")
+    log.count_request("e", "x", None)
     await log.flush()
-    log.request("e", "x", b"a")
-    log.heard("e", "x", "click", 3)
+    log.count_request("e", "x", b"a")
+    log.count_feedback("e", "x", "click", 3)
     await log.flush()
     clock.tick(3_600)
-    log.request("e", "x", b"a")
+    log.count_request("e", "x", b"a")
     await log.flush()
 
     assert [
@@ -87,12 +87,12 @@ async def test_a_key_is_written_once_an_hour_per_arm_and_every_request_is_counte
 
 async def test_a_store_that_fails_delays_and_repeats_nothing(tmp_path: Path) -> None:
     log, store, _ = log_of(tmp_path)
-    log.request("e", "x", b"a")
+    log.count_request("e", "x", b"a")
     store.failures_before_write = 1
     await log.flush()
     assert not lines(store)
 
-    log.request("e", "x", b"b")
+    log.count_request("e", "x", b"b")
     store.after = 1
     await log.flush()
     await log.flush()
@@ -109,12 +109,12 @@ async def test_a_store_that_fails_delays_and_repeats_nothing(tmp_path: Path) -> 
 async def test_what_waits_is_bounded_and_what_is_dropped_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exposures, "PENDING_MAX", 5)
-    monkeypatch.setattr(exposures, "PART_MAX", 2)
+    monkeypatch.setattr(exposures, "WAITING_EXPOSURES_MAX", 5)
+    monkeypatch.setattr(exposures, "PART_EXPOSURES_MAX", 2)
     log, store, _ = log_of(tmp_path)
 
     for number in range(8):
-        log.request("e", "xy"[number % 2], f"k{number}".encode())
+        log.count_request("e", "xy"[number % 2], f"k{number}".encode())
     await log.flush()
 
     named_lines = lines(store)
@@ -125,6 +125,6 @@ async def test_what_waits_is_bounded_and_what_is_dropped_is_counted(
     parts = Counter(name for name, arm_line in named_lines for _ in arm_line["exposures"])
     assert max(parts.values()) == 2 and log.internal_counters()["exposures_dropped"] == 3
     # And there is room again.
-    log.request("e", "x", b"later")
+    log.count_request("e", "x", b"later")
     await log.flush()
     assert log.internal_counters()["exposures_written"] == 6

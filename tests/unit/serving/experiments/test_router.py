@@ -11,7 +11,7 @@ from cache.store.blocklist import Blocklist
 from cache.traffic.experiments import Experiment, Experiments
 from serving.requests.models import RequestedEntity
 from serving.requests.options import RequestOptions
-from serving.traffic.arms import Arms, Routing
+from serving.traffic.arms import ArmHolder, Routing
 from serving.traffic.canary import CanaryRouters
 from serving.traffic.exposures import ExposureLog
 from serving.traffic.router import ExperimentMetrics, ExperimentRouter
@@ -33,7 +33,7 @@ class FakeArms:
 class FakeExposures:
     recorded_requests: list[tuple[str, str, bytes | None]] = field(default_factory=list)
 
-    def request(self, experiment: str, arm: str, key: bytes | None) -> None:
+    def count_request(self, experiment: str, arm: str, key: bytes | None) -> None:
         self.recorded_requests.append((experiment, arm, key))
 
 
@@ -46,7 +46,7 @@ class Scene:
         live = SimpleNamespace(manifest=SimpleNamespace(tables={}))
         self.arms.own_service.capture_served = lambda: SimpleNamespace(live=live)
         self.router = ExperimentRouter(
-            cast(Arms, self.arms),
+            cast(ArmHolder, self.arms),
             cast(ExposureLog, self.exposures),
             ExperimentMetrics(CollectorRegistry()),
             canary_of=CanaryRouters().of,

@@ -19,7 +19,7 @@ NOWHERE: Any = None
 async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(explainer, "_SUMS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(explainer, "_CHECKSUMS_TIMEOUT_S", 0.0)
     snapshot = World().snapshot()
     table = snapshot.manifest.tables["user_topk"]
     reply_gate, calls = asyncio.Event(), []
@@ -32,7 +32,7 @@ async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
     async def page(_: object) -> Miss:
         return Miss(MissReason.PAGE_MISSING)
 
-    looking: Any = SimpleNamespace(page=page)
+    looking: Any = SimpleNamespace(read_page=page)
     aside: Any = hangs
     checks = PageChecks(looking, Keyspace("test"), NOWHERE, aside)
 

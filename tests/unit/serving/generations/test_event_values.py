@@ -85,22 +85,22 @@ async def test_a_value_is_in_force_with_the_next_look(scene: Stocked) -> None:
     add_event(scene, 101, "i3", stock=False)
     assert out_of_stock(scene.shelf.live) == set()
 
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
 
     assert out_of_stock(scene.shelf.live) == {"i3"} and out_of_stock(snapshot_before) == set()
     add_event(scene, 102, "i3", stock=True)
     add_event(scene, 103, "i4", stock=False)
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
     assert out_of_stock(scene.shelf.live) == {"i4"}
 
 
 async def test_every_generation_has_the_events_behind_its_own_position(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     add_event(scene, 150, "i3", stock=False)
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
     await scene.publish(pointer(B, 2, previous=A))  # its night took 150 over
     add_event(scene, 250, "i5", stock=False)
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
 
     served = scene.shelf.served
     assert served is not None and served.previous is not None
@@ -125,7 +125,7 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
     monkeypatch.setattr(Filtering, "with_item_values", changes)
     add_event(scene, 250, "i5", stock=False)
     for _ in range(3):
-        await scene.updater.take_values()
+        await scene.updater.apply_new_values()
 
     assert out_of_stock(scene.shelf.live) == {"i5"} and scene.shelf.find_snapshot(A) is not None
     assert sum(record.exc_info is not None for record in caplog.records) == 1
@@ -138,13 +138,13 @@ async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
 ) -> None:
     await scene.publish(pointer(A, 1))
     add_event(scene, 150, "i3", stock=False)
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
     reread_events = AttributeEvents()
     reread_events.add(Position(120, 0), Event("e120", 0, None, b"i4", attributes={"stock": False}))
     scene.newer_events.values.prepend(reread_events)
 
     scene.updater.recheck_values()
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
 
     assert out_of_stock(scene.shelf.live) == {"i3", "i4"}
 
@@ -167,7 +167,7 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
     add_event(scene, 250, "i5", stock=False)
     scene.newer_events.values.drop_until(UNTIL_POSITIONS[B].number)
     await scene.publish(pointer(A, 2, previous=B))  # a rollback to what was not held
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
     assert out_of_stock(scene.shelf.live) == set()
 
     reread_events = AttributeEvents()
@@ -177,7 +177,7 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
         )
     reread_events.complete_after_number = UNTIL_POSITIONS[A].number
     scene.newer_events.values.replace_contents(reread_events)
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
 
     served = scene.shelf.served
     assert served is not None and served.previous is not None
@@ -190,7 +190,7 @@ async def test_nothing_is_made_anew_where_nothing_changed(scene: Stocked) -> Non
     add_event(scene, 50, "i3", stock=False)  # before its position
     snapshot_before = scene.shelf.live
 
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
 
     assert scene.shelf.live is snapshot_before
 
@@ -200,7 +200,7 @@ async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Sto
     snapshot_before = scene.shelf.live
     add_event(scene, 101, "i3", stock=False)
 
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
 
     after = scene.shelf.live
     assert snapshot_before is not None and after is not None and after is not snapshot_before
@@ -224,7 +224,7 @@ async def test_blocklist_and_values_may_change_at_once(scene: Stocked) -> None:
                 scene.shelf.put_own_blocklist_in_force(Blocklist(version, frozenset({b"i9"})))
                 for version in range(1, 6)
             ),
-            *(scene.updater.take_values() for _ in range(5)),
+            *(scene.updater.apply_new_values() for _ in range(5)),
         )
 
     live = scene.shelf.live
@@ -240,7 +240,7 @@ async def test_what_became_of_them_is_counted_once(scene: Stocked) -> None:
     add_event(scene, 302, "i4", stock="no", price=3)
     add_event(scene, 303, "nothing-we-have", stock=True)
 
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
 
     assert dict(results(scene)) == {
         "set": 2.0, "unknown item": 1.0, "unknown attribute": 1.0, "not true or false": 1.0,
@@ -279,17 +279,17 @@ async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_ti
     event = Event("new", 0, None, b"new", features=features)
     scene.newer_events.values.add(Position(101, 0), event)
     scene.newer_events.items.add(Position(101, 0), event)
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
     assert scene.shelf.live is not None and not scene.shelf.live.new_items
 
     is_full = False
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
     snapshot_before = scene.shelf.live
     scene.timer.tick(TOWER_RETRY_PAUSES_S[0])
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
 
     live = scene.shelf.live
     assert live is not None and snapshot_before is not None and not snapshot_before.new_items
     assert [new_item.raw_id for new_item in live.new_items.items] == [b"new"]
-    await scene.updater.take_values()
+    await scene.updater.apply_new_values()
     assert scene.shelf.live is live

@@ -8,13 +8,13 @@ from typing import Any
 
 from serving.dashboard.generation_history import GenerationHistory
 from serving.generations.nights import ReleaseWatch
-from serving.process.resources import STORE_THREADS, StoreThreads
+from serving.process.resources import STORE_THREAD_COUNT, StoreThreads
 from tests.unit.serving.scene import A, B, Scene, pointer
 
 
 async def test_reads_that_hang_hold_up_no_other_work() -> None:
     reading, gate = StoreThreads(), threading.Event()
-    hung = [asyncio.create_task(reading(gate.wait, 30)) for _ in range(STORE_THREADS + 8)]
+    hung = [asyncio.create_task(reading(gate.wait, 30)) for _ in range(STORE_THREAD_COUNT + 8)]
     await asyncio.sleep(0)
 
     try:

@@ -1,6 +1,6 @@
 """A flood of scrapes costs what a few of them cost."""
 
-from serving.metrics.exposition import BURST, PER_S, Exposition
+from serving.metrics.exposition import BURST_EXPOSITIONS, EXPOSITIONS_PER_S, Exposition
 from tests.fakes import FakeClock
 
 
@@ -14,13 +14,17 @@ async def test_a_flood_of_scrapes_is_answered_with_what_was_made_last() -> None:
 
     exposition = Exposition(make, timer)
     bodies = [await exposition() for _ in range(1_000)]
-    assert exposition_count == BURST and bodies[-1] == b"%d" % exposition_count
+    assert exposition_count == BURST_EXPOSITIONS and bodies[-1] == b"%d" % exposition_count
 
     for _ in range(100):
         timer.tick(0.01)
         for _ in range(10):
             await exposition()
-    assert BURST + PER_S - 1 <= exposition_count <= BURST + PER_S + 1
+    assert (
+        BURST_EXPOSITIONS + EXPOSITIONS_PER_S - 1
+        <= exposition_count
+        <= BURST_EXPOSITIONS + EXPOSITIONS_PER_S + 1
+    )
 
 
 async def test_who_scrapes_now_and_then_hears_what_is() -> None:

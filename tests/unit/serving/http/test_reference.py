@@ -13,7 +13,7 @@ from serving.client.calls import Options
 from serving.config.settings import ServingConfig, request_limits
 from serving.features import all_operations
 from serving.http.openapi import refusal_codes
-from serving.reference import PAGE, sections, written
+from serving.reference import API_PAGE, generated_sections, page_with_sections
 from serving.requests.options import REQUEST_OPTIONS
 from tests.unit.test_layering import ROOT
 
@@ -40,14 +40,14 @@ def raised() -> Iterator[tuple[str, str, int]]:
 
 
 def test_the_page_is_made_of_the_declarations() -> None:
-    page = PAGE.read_text()
+    page = API_PAGE.read_text()
 
-    assert written(page) == page, "python -m serving.reference --write"
-    assert all(f"<!-- begin {name}: " in page for name in sections())
+    assert page_with_sections(page) == page, "python -m serving.reference --write"
+    assert all(f"<!-- begin {name}: " in page for name in generated_sections())
 
 
 def test_the_page_has_every_route_and_its_scope() -> None:
-    routes = sections()["routes"]
+    routes = generated_sections()["routes"]
 
     for path in ("/v1/feedback", "/v1/score", "/v1/events", "/v1/lookup/{table}/{entity}"):
         assert path in routes

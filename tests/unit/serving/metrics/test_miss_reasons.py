@@ -15,7 +15,7 @@ from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.micro_batcher import MicroBatcher
 from serving.generations.served_set import ServedGenerations
-from serving.metrics.collectors import MISS_REASONS
+from serving.metrics.collectors import COUNTED_MISS_REASONS
 from tests.unit.serving.world import GENERATION, OLDER, USERS, World, ask, entity, ids
 
 TABLES = ("user_topk", "user_vector", "user_affinity", "item_similar")
@@ -109,7 +109,7 @@ async def test_reasons_sum_to_misses_whatever_breaks(seed: int) -> None:
         assert sum(sources.values()) == sum(total.values())
         assert sum(l1_misses.values()) == sources["l2"]
         assert sum(misses.values()) == sources["live"] + sources["previous"] + sources["default"]
-        assert set(misses) <= set(MISS_REASONS) and set(l1_misses) <= set(get_args(Absence))
+        assert set(misses) <= set(COUNTED_MISS_REASONS) and set(l1_misses) <= set(get_args(Absence))
 
 
 async def test_these_lives_meet_every_reason() -> None:
@@ -136,5 +136,5 @@ async def test_these_lives_meet_every_reason() -> None:
                 met += reasons
 
     # Nobody in these lives filters or clicks: tests/integration/http/test_filters.py, tests/integration/fresh.
-    assert set(MISS_REASONS) - set(met) == {"internal_error", "filtered", "newer_events"}
+    assert set(COUNTED_MISS_REASONS) - set(met) == {"internal_error", "filtered", "newer_events"}
     assert {"cold_start", "evicted"} <= set(met)

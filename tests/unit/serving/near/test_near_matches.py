@@ -15,7 +15,7 @@ from cache.model.input_preparation import LiveInput
 from cache.model.predictor import Predictor
 from cache.records import Record, decode_record
 from cache.store.blocklist import Blocklist
-from serving.near.near_matches import NearInput, NearMatches, NearRecord, kind_of, refusal
+from serving.near.near_matches import NearInput, NearMatches, NearRecord, input_kind, refusal_reason
 from tests.models import make_predictor, train_small
 from tests.unit.serving.near.wide import ITEMS, wide_predictor
 
@@ -66,7 +66,8 @@ def run(
             at.predictor.prepare(LISTS, live_input) for live_input in sources[start : start + 16]
         ]
         kinds = [
-            kind_of(live_input) if may_reuse else None for live_input in sources[start : start + 16]
+            input_kind(live_input) if may_reuse else None
+            for live_input in sources[start : start + 16]
         ]
         inputs = [NearInput(prepared, 7, kind) for prepared, kind in zip(batch, kinds, strict=True)]
         near_records += near.predict(at, LISTS, inputs, 0)
@@ -98,7 +99,7 @@ def test_what_is_not_marked_is_lives_own_answer_to_the_bit(predictor: Predictor)
 
     live_records = live(at, sources)
     marked = [near_record.distance is not None for near_record in near_records]
-    counts = near.counts[LISTS]
+    counts = near.outcome_counts_by_table[LISTS]
     assert sum(marked) == counts["reuse"] > 50 and 0 < counts["far"] < 400
     assert all(
         f.record == o
@@ -114,7 +115,10 @@ def test_an_exact_index_proves_lists_where_the_policy_trusts_nothing() -> None:
 
     near_records = run(near, at, sources)
 
-    assert near.counts[LISTS]["proven"] > 20 and near.counts[LISTS]["reuse"] == 0
+    assert (
+        near.outcome_counts_by_table[LISTS]["proven"] > 20
+        and near.outcome_counts_by_table[LISTS]["reuse"] == 0
+    )
     assert [near_record.record for near_record in near_records] == live(at, sources)
     assert {near_record.distance for near_record in near_records} == {None}
 
@@ -149,7 +153,7 @@ def test_another_blocklist_forgets_the_answers_and_keeps_what_was_learned(
 ) -> None:
     near, sources = matches(), drawn(400)
     run(near, snapshot(predictor), sources)
-    trusted = near.counts[LISTS]["reuse"]
+    trusted = near.outcome_counts_by_table[LISTS]["reuse"]
 
     first, *_ = run(near, snapshot(predictor, (1,), version=2), sources[:1])
     later_records = run(near, snapshot(predictor, (1,), version=2), sources[:100])
@@ -199,26 +203,26 @@ def test_many_blocked_items_are_left_out_too(
 def test_who_may_not_reuse_neither_learns_nor_reuses(predictor: Predictor) -> None:
     near, at, sources = matches(), snapshot(predictor), drawn(200)
     run(near, at, sources)
-    counts_before = near.counts[LISTS].copy()
+    counts_before = near.outcome_counts_by_table[LISTS].copy()
 
     near_records = run(near, at, sources, may_reuse=False)
 
     assert [near_record.record for near_record in near_records] == live(
         at, sources
-    ) and near.counts[LISTS] == counts_before
+    ) and near.outcome_counts_by_table[LISTS] == counts_before
 
 
 def test_kinds_of_input_learn_apart() -> None:
     history, features = (b"a",), {"age": 3}
 
     kinds = [
-        kind_of(LiveInput(history)),
-        kind_of(LiveInput(None, features)),
-        kind_of(LiveInput(history, features)),
+        input_kind(LiveInput(history)),
+        input_kind(LiveInput(None, features)),
+        input_kind(LiveInput(history, features)),
     ]
 
     assert kinds == ["history", "features", "both"]
-    assert kind_of(LiveInput(item=3)) is None and kind_of(LiveInput()) is None
+    assert input_kind(LiveInput(item=3)) is None and input_kind(LiveInput()) is None
 
 
 def test_what_was_learned_goes_with_its_generation() -> None:
@@ -227,11 +231,11 @@ def test_what_was_learned_goes_with_its_generation() -> None:
         seeded_predictor = wide_predictor(seed)
         first = run(near, snapshot(seeded_predictor), sources[:1])
         run(near, snapshot(seeded_predictor), sources)
-        assert first[0].distance is None and len(near._matches) == 1
+        assert first[0].distance is None and len(near._matches_by_predictor) == 1
         predictor_reference = weakref.ref(seeded_predictor)
         del seeded_predictor
         gc.collect()
-        assert predictor_reference() is None and len(near._matches) == 0
+        assert predictor_reference() is None and len(near._matches_by_predictor) == 0
 
 
 def test_values_of_an_input_close_by_spare_the_model_and_keep_their_first_label() -> None:
@@ -245,7 +249,8 @@ def test_values_of_an_input_close_by_spare_the_model_and_keep_their_first_label(
         sources = [LiveInput(None, {"taste": tuple(taste)}) for taste in tastes.tolist()]
         batch = [at.predictor.prepare("mood", live_input) for live_input in sources]
         inputs = [
-            NearInput(prepared, 1, kind_of(of)) for prepared, of in zip(batch, sources, strict=True)
+            NearInput(prepared, 1, input_kind(of))
+            for prepared, of in zip(batch, sources, strict=True)
         ]
         ran = tower.rows
         near_records = near.predict(at, "mood", inputs, 0)
@@ -263,7 +268,7 @@ def test_values_of_an_input_close_by_spare_the_model_and_keep_their_first_label(
         )
         marked += sum(reused)
         wrong += sum(label != of for label, of in zip(labels, true_labels, strict=True))
-    assert marked == near.counts["mood"]["reuse"] > 200 and wrong == 0
+    assert marked == near.outcome_counts_by_table["mood"]["reuse"] > 200 and wrong == 0
 
 
 @pytest.mark.parametrize(
@@ -283,7 +288,7 @@ def test_a_table_of_which_nothing_can_be_reused_says_why(
 
     near.check(at)
 
-    refusal_text = refusal(at, table)
+    refusal_text = refusal_reason(at, table)
     assert (refusal_text is None) == (expected_refusal is None) and near.covers(at, table) == (
         expected_refusal is None
     )
@@ -296,6 +301,6 @@ def test_a_table_of_which_nothing_can_be_reused_says_why(
 def test_without_a_model_nothing_is_reused_nor_of_a_vector(tmp_path: Path) -> None:
     at = snapshot(make_predictor(train_small(tmp_path / "bundle"), tmp_path)[0])
 
-    assert "the vector itself" in str(refusal(at, "user_vector"))
+    assert "the vector itself" in str(refusal_reason(at, "user_vector"))
     at.predictor = None
-    assert refusal(at, "user_topk") == "no model computes its answers"
+    assert refusal_reason(at, "user_topk") == "no model computes its answers"

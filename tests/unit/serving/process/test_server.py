@@ -17,7 +17,7 @@ from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
 from serving.http.connections import Connections
 from serving.http.lookup_connection import SharedState, connection_factory
-from serving.process.resources import FILES_HEADROOM, raise_file_limit
+from serving.process.resources import OPEN_FILES_HEADROOM, raise_file_limit
 from serving.process.server import Server
 from tests.integration.serving_app import eventually
 from tests.unit.serving.fast_http.test_connection import Front, app, get, messages
@@ -147,9 +147,9 @@ def test_a_look_that_fails_is_not_the_last(
 
 
 @pytest.mark.parametrize(("soft", "hard", "connections_max", "raised", "room"), [
-    (1_024, 1 << 20, 8_192, 8_192 + FILES_HEADROOM, 8_192),
-    (1_024, resource.RLIM_INFINITY, 8_192, 8_192 + FILES_HEADROOM, 8_192),
-    (1_024, 4_096, 8_192, 4_096, 4_096 - FILES_HEADROOM),
+    (1_024, 1 << 20, 8_192, 8_192 + OPEN_FILES_HEADROOM, 8_192),
+    (1_024, resource.RLIM_INFINITY, 8_192, 8_192 + OPEN_FILES_HEADROOM, 8_192),
+    (1_024, 4_096, 8_192, 4_096, 4_096 - OPEN_FILES_HEADROOM),
     (64, 64, 8_192, 64, 32),
     (1 << 20, 1 << 20, 8_192, None, 8_192),
     (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8_192, None, 8_192),
@@ -174,7 +174,7 @@ def test_a_system_that_allows_no_more_files_leaves_room_for_fewer_connections(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", refused)
 
-    assert raise_file_limit(8_192) == 1_024 - FILES_HEADROOM
+    assert raise_file_limit(8_192) == 1_024 - OPEN_FILES_HEADROOM
     assert "room for 768 connections instead of 8192" in caplog.text
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from serving.process.supervisor import TRIES, Workers, WorkerSpawner
+from serving.process.supervisor import FAILED_STARTS_MAX, WorkerSpawner, WorkerSupervisor
 from tests.integration.serving_app import eventually
 
 WORKER = (
@@ -33,7 +33,7 @@ class Parent:
         patch.setattr(asyncio, "create_subprocess_exec", self._start_or_refuse)
         listener = socket.create_server(("127.0.0.1", 0))
         spawn = WorkerSpawner(listener, folder, "", "info", ("-c", WORKER))
-        self.workers = Workers(2, spawn, 1.0, self.announce, lambda _failures: 0.0)
+        self.workers = WorkerSupervisor(2, spawn, 1.0, self.announce, lambda _failures: 0.0)
 
     def announce(self) -> None:
         self.announced += 1
@@ -115,8 +115,8 @@ async def test_a_parent_that_can_start_no_process_at_all_gives_up(
 
     assert await parent.workers.run() == 1
 
-    assert parent.announced == 0 and 1_000 - parent.refusals <= 2 * TRIES
-    assert f"giving up after {TRIES} starts" in caplog.text
+    assert parent.announced == 0 and 1_000 - parent.refusals <= 2 * FAILED_STARTS_MAX
+    assert f"giving up after {FAILED_STARTS_MAX} starts" in caplog.text
 
 
 async def test_an_announcement_that_fails_ends_no_worker(

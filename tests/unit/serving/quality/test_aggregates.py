@@ -14,7 +14,7 @@ from serving.quality.results import (
     half_width,
     merge_cells,
     pack_cells,
-    summary,
+    summarise_parts,
     wilson_interval,
 )
 
@@ -30,8 +30,8 @@ def test_parts_of_several_replicas_are_one_whole() -> None:
         cell = SampleTotals()
         for number in range(part + 2):
             answer_sample = sample(number / 4, 10.0**-number, is_exact=number == 1)
-            cell.saw(answer_sample)
-            total_cell.saw(answer_sample)
+            cell.add_sample(answer_sample)
+            total_cell.add_sample(answer_sample)
         parts.append(orjson.loads(orjson.dumps(pack_cells({key: cell}))))
 
     merged_cells = merge_cells([*parts, {}])
@@ -44,11 +44,11 @@ def test_parts_of_several_replicas_are_one_whole() -> None:
 def test_errors_are_told_by_their_mean_and_the_bucket_of_the_worst_hundredth() -> None:
     cell = SampleTotals()
     for _ in range(99):
-        cell.saw(sample(1.0, 0.0015))
-    cell.saw(sample(1.0, 7.0))
+        cell.add_sample(sample(1.0, 0.0015))
+    cell.add_sample(sample(1.0, 7.0))
 
     assert cell.mean_error()["p99"] == 0.002
-    cell.saw(sample(1.0, 7.0))
+    cell.add_sample(sample(1.0, 7.0))
     assert cell.mean_error()["p99"] == ERROR_BOUNDS[-1]
 
 
@@ -57,7 +57,7 @@ def test_nothing_known_is_said_as_such() -> None:
     assert SampleTotals().mean_overlap() == {"mean": 0.0, "low": 0.0, "high": 1.0}
     assert half_width(1.0, 1.0, 1) == 1.0
     part: dict[str, Any] = {"since": 1.0, "drift": {}, "hits": 0, "cells": {}}
-    report = summary([part], worklist=None, read_share=None, size_bytes=0)
+    report = summarise_parts([part], worklist=None, read_share=None, size_bytes=0)
     assert report["samples"] == 0
     assert {report[field_name] for field_name in ("exact", "overlap", "score_error", "age_s")} == {
         None
@@ -87,7 +87,7 @@ def test_the_interval_of_a_mean_holds_it_19_times_in_20() -> None:
     for _ in range(1_000):
         cell = SampleTotals()
         for overlap in rng.beta(8, 2, 100).tolist():
-            cell.saw(sample(overlap))
+            cell.add_sample(sample(overlap))
         interval = cell.mean_overlap()
         covered_count += interval["low"] <= 0.8 <= interval["high"]
 

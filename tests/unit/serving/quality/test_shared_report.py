@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from serving.quality.results import REPORT_LIFE_S, QualityResults, SampleTotals, SharedReport
+from serving.quality.results import REPORT_TTL_S, QualityResults, SampleTotals, SharedReport
 from serving.usage.table_usage import ReadHashes, TableUsage
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World
@@ -59,14 +59,14 @@ async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(
 ) -> None:
     world, redis, results = World(), FakeRedis(), QualityResults()
     live = world.snapshot()
-    results.begin(live, NOW)
+    results.begin_release(live, NOW)
     usage = TableUsage(redis, ReadHashes(), world.metrics, lambda: (), lambda: live)
     shared_report = SharedReport(redis, "a", results, usage, lambda: live, lambda: NOW, 5.0)
     redis.rows = {
         b"b": row(live.generation),
         b"c": row(live.generation, replica="c", **changes),
         b"d": b"[1]",
-        b"old": row(live.generation, replica="old", at=NOW - REPORT_LIFE_S),
+        b"old": row(live.generation, replica="old", at=NOW - REPORT_TTL_S),
     }
 
     await shared_report.report()

@@ -9,7 +9,7 @@ from cache.format.ids import fingerprint
 from cache.records import Layout, decode_record, encode_numbers
 from serving.engine.answer_observer import AnswerSampler
 from serving.engine.candidate_scoring import rank_candidates, score_tolerance
-from serving.filters.filtered_lookup import FilteredLookup, Filters
+from serving.filters.filtered_lookup import FilteredLookup, FilterEvaluator
 from serving.generations.served_set import ServedGenerations
 from serving.requests.errors import unprocessable
 from serving.requests.models import ScoreRequest
@@ -61,7 +61,7 @@ class EverythingPasses:
         return np.ones(len(ordinals), bool)
 
 
-class FiltersOfTheLiveOne(Filters):
+class FiltersOfTheLiveOne(FilterEvaluator):
     """Filters that name an attribute which the previous generation lacks."""
 
     async def evaluate(self, snapshot, filter_, deadline=None):

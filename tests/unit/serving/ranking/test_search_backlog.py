@@ -12,7 +12,7 @@ import pytest
 
 from cache.filters.expression import InvalidFilter
 from cache.model.ranking import Metric
-from serving.filters.filtered_lookup import WAITING_FILTERS_MAX, Filters, VectorSearch
+from serving.filters.filtered_lookup import WAITING_FILTERS_MAX, FilterEvaluator, VectorSearch
 from serving.requests.errors import Problem
 from tests.integration.serving_app import eventually
 
@@ -70,7 +70,7 @@ async def test_searches_that_nobody_waits_for_are_not_begun(executor: ThreadPool
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     filter_mask: Any = SimpleNamespace(count=1 << 20)
     searches = [VectorSearch(VECTOR, np.empty(0, np.int64), 5, METRIC)] * 3
-    filters: Any = Filters(executor, timer=lambda: now_s)
+    filters: Any = FilterEvaluator(executor, timer=lambda: now_s)
 
     results = await asyncio.gather(
         *(filters.search(snapshot, filter_mask, searches, now_s + 0.05) for _ in range(20))
@@ -89,7 +89,7 @@ async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
 ) -> None:
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
 
     asking = [asyncio.create_task(filters.evaluate(snapshot, "cheap", 30.0)) for _ in range(50)]
     asking += [asyncio.create_task(filters.evaluate(snapshot, "near", 30.0)) for _ in range(50)]
@@ -108,7 +108,7 @@ async def test_a_filter_that_does_not_fit_is_refused_for_each_who_asked(
     filtering = Filtering()
     filtering.go.set()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
 
     problems = await asyncio.gather(
         *(filters.evaluate(snapshot, "wrong", 30.0) for _ in range(3)), return_exceptions=True
@@ -122,7 +122,7 @@ async def test_a_filter_waits_no_longer_than_its_request_and_is_not_begun_for_no
 ) -> None:
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
 
     first = asyncio.create_task(filters.evaluate(snapshot, "first", 30.0))
     assert await eventually(lambda: _truth(filtering.names == ["first"]))
@@ -147,7 +147,7 @@ async def test_more_filters_than_may_wait_are_refused_at_once(
 ) -> None:
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
     waiting = [
         asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0))
         for number in range(WAITING_FILTERS_MAX)
@@ -168,7 +168,7 @@ async def test_under_overload_no_costly_filter_is_begun(
 ) -> None:
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = Filters(executor, lambda: False, lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, lambda: False, lambda: 0.0, mask_executor=masks)
 
     with pytest.raises(Problem) as refused:
         await filters.evaluate(snapshot, "any", 30.0)
@@ -183,7 +183,7 @@ async def test_work_of_other_parts_in_threads_waits_behind_no_filter(
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     with ThreadPoolExecutor(2) as masks:
-        filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
+        filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
         asking = [
             asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0))
             for number in range(60)
@@ -203,7 +203,7 @@ async def test_what_a_filter_costs_decides_where_it_is_worked_out(
 ) -> None:
     filtering = Filtering(cost)
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
 
     await filters.evaluate(snapshot, "any", 30.0)
 

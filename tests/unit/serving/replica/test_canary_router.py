@@ -24,7 +24,7 @@ from serving.requests.options import (
     with_headers,
 )
 from serving.requests.parsing import feedback_from_json, lookup_from_json
-from serving.traffic.canary import EVENTS_MAX, CanaryMetrics, CanaryRouter
+from serving.traffic.canary import COUNTED_EVENTS_MAX, CanaryMetrics, CanaryRouter
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]
@@ -149,7 +149,7 @@ def test_without_a_canary_nothing_is_routed_counted_or_reported() -> None:
     world, served, trial = scene(None)
 
     assert trial.route(served, (), options(b"k")) == (served, None)
-    assert trial.report() is None and trial.feedback(served, None, b"k", "click", 1) is None
+    assert trial.report() is None and trial.count_feedback(served, None, b"k", "click", 1) is None
     assert b"larder_canary_requests_total{" not in world.metrics.expose()
 
 
@@ -159,11 +159,11 @@ def test_feedback_counts_for_the_arm_that_answered() -> None:
     inside = next(key for key in KEYS if split.has_key(key))
     outside = next(key for key in KEYS if not split.has_key(key))
 
-    assert trial.feedback(served, GENERATION, None, "click", 2) == "canary"
-    assert trial.feedback(served, OLDER, None, "click", 3) == "live"
-    assert trial.feedback(served, "another", None, "click", 4) is None
-    assert trial.feedback(served, None, inside, "buy", 1) == "canary"
-    assert trial.feedback(served, None, outside, "buy", 1) == "live"
+    assert trial.count_feedback(served, GENERATION, None, "click", 2) == "canary"
+    assert trial.count_feedback(served, OLDER, None, "click", 3) == "live"
+    assert trial.count_feedback(served, "another", None, "click", 4) is None
+    assert trial.count_feedback(served, None, inside, "buy", 1) == "canary"
+    assert trial.count_feedback(served, None, outside, "buy", 1) == "live"
     report = trial.report()
     assert report is not None
     assert report["arms"]["canary"]["feedback"] == {"click": 2, "buy": 1}
@@ -180,8 +180,8 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
     for started_at in range(5):
         running.canary = Canary(GENERATION, 100.0, float(started_at), "purchase")
         for number in range(30):
-            trial.feedback(served, GENERATION, None, f"junk-{started_at}-{number}", 1)
-        trial.feedback(served, GENERATION, None, "purchase", 7)
+            trial.count_feedback(served, GENERATION, None, f"junk-{started_at}-{number}", 1)
+        trial.count_feedback(served, GENERATION, None, "purchase", 7)
 
         report = trial.report()
         assert report is not None and report["arms"]["canary"]["feedback"]["purchase"] == 7
@@ -191,7 +191,7 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
         for line in generate_latest(registry).splitlines()
         if line.startswith(b"larder_feedback_total{")
     ]
-    assert len(lines) == EVENTS_MAX + 2  # and the one that decides, and `other`
+    assert len(lines) == COUNTED_EVENTS_MAX + 2  # and the one that decides, and `other`
     assert b'larder_feedback_total{arm="canary",event="purchase"} 35.0' in lines
 
 
@@ -220,7 +220,7 @@ def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
     _, part = trial.route(served, (), options(b"k"))
 
     running.canary = later
-    trial.feedback(served, None, b"k", "click", 1)
+    trial.count_feedback(served, None, b"k", "click", 1)
     trial.count(part, [{"source": "l1"}])
 
     report = trial.report()

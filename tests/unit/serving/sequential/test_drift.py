@@ -27,10 +27,10 @@ def altered(altered_share: float) -> Draw:
 def found_after(draw: Draw, healthy_count: int, rng: np.random.Generator, samples_max: int) -> int:
     drift = Drift(FLOOR, DRIFT_ALPHA / 5)
     for _ in range(healthy_count):
-        drift.saw(healthy(rng))
+        drift.add_overlap(healthy(rng))
     assert not drift.is_found
     for count in range(1, samples_max + 1):
-        if drift.saw(draw(rng)):
+        if drift.add_overlap(draw(rng)):
             return count
     return samples_max + 1
 
@@ -62,7 +62,7 @@ def test_a_false_alarm_is_as_rare_as_it_says_at_the_very_edge(draw: Draw) -> Non
     alarms = 0
     for _ in range(runs):
         drift = Drift(FLOOR, alpha)
-        alarms += any(drift.saw(draw(rng)) for _ in range(samples))
+        alarms += any(drift.add_overlap(draw(rng)) for _ in range(samples))
 
     # Three standard deviations of a count whose chance is at most alpha.
     assert alarms <= alpha * runs + 3 * (alpha * (1 - alpha) * runs) ** 0.5
@@ -70,15 +70,15 @@ def test_a_false_alarm_is_as_rare_as_it_says_at_the_very_edge(draw: Draw) -> Non
 
 def test_an_alarm_stays_and_says_when() -> None:
     drift = Drift(FLOOR, DRIFT_ALPHA)
-    while not drift.saw(0.0):
+    while not drift.add_overlap(0.0):
         pass
-    alarmed_after = drift.found_after
+    alarmed_after = drift.found_after_samples
     for _ in range(1_000):
-        drift.saw(1.0)
+        drift.add_overlap(1.0)
 
     assert (
         drift.is_found
-        and drift.found_after == alarmed_after
+        and drift.found_after_samples == alarmed_after
         and alarmed_after is not None
         and alarmed_after < 20
     )
@@ -87,6 +87,6 @@ def test_an_alarm_stays_and_says_when() -> None:
 def test_evidence_is_bounded_however_bad_it_gets() -> None:
     drift = Drift(FLOOR, DRIFT_ALPHA)
     for _ in range(10_000):
-        drift.saw(0.0)
+        drift.add_overlap(0.0)
 
     assert np.isfinite(drift.evidence)

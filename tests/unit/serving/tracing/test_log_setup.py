@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from serving.process.log_setup import (
-    BURST,
+    BURST_RECORDS,
     TEXT_LENGTH_MAX,
     JsonFormatter,
     LogRateLimit,
@@ -145,11 +145,12 @@ def test_a_storm_of_one_kind_is_bounded_says_so_and_hides_no_other() -> None:
     after = [record("x") for _ in range(5)]
     passed_records = [log_record for log_record in after if limit.filter(log_record)]
 
-    assert passed == BURST and limit.filter(other_record)
+    assert passed == BURST_RECORDS and limit.filter(other_record)
     assert len(passed_records) == 2
-    assert passed_records[0].larder_dropped == 100_000 - BURST  # type: ignore[attr-defined]
+    assert passed_records[0].larder_dropped == 100_000 - BURST_RECORDS  # type: ignore[attr-defined]
     assert (
-        orjson.loads(JsonFormatter(SECRETS).format(passed_records[0]))["dropped"] == 100_000 - BURST
+        orjson.loads(JsonFormatter(SECRETS).format(passed_records[0]))["dropped"]
+        == 100_000 - BURST_RECORDS
     )
 
 

@@ -20,7 +20,7 @@ from cache.usage.hot_keys import (
 )
 from serving.engine.answer_observer import RECENT_NAMES_MAX, RecentNames
 from serving.generations.snapshot import Snapshot
-from serving.usage.hot_keys import REPORTED, HotKeySketch
+from serving.usage.hot_keys import (HotKeySketch, REPORTED_NAMES_MAX)
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
 
@@ -82,22 +82,22 @@ async def test_a_report_tells_each_request_once_under_its_hour(replica: Replica)
         (2, {user(1): 2, user(2): 1}),
         (3, {user(2): 1}),
     ]
-    assert replica.sketch.reported == 3
+    assert replica.sketch.reported_count == 3
 
 
 async def test_a_report_is_bounded_and_keeps_what_was_asked_most(replica: Replica) -> None:
-    for number in range(REPORTED + 100):
+    for number in range(REPORTED_NAMES_MAX + 100):
         replica.recent.append(user(number))
-    replica.recent.extend([user(REPORTED + 99)] * 2)
+    replica.recent.extend([user(REPORTED_NAMES_MAX + 99)] * 2)
 
     await replica.sketch.report()
 
     counts = [
         counted_name for report in replica.redis.reports for counted_name in report.name_counts
     ]
-    assert len(counts) == len(dict(counts)) == REPORTED == replica.sketch.reported
-    assert counts[0] == (user(REPORTED + 99), 3)
-    assert max(len(report.name_counts) for report in replica.redis.reports) < REPORTED
+    assert len(counts) == len(dict(counts)) == REPORTED_NAMES_MAX == replica.sketch.reported_count
+    assert counts[0] == (user(REPORTED_NAMES_MAX + 99), 3)
+    assert max(len(report.name_counts) for report in replica.redis.reports) < REPORTED_NAMES_MAX
 
 
 def test_batches_are_remembered_as_if_one_by_one() -> None:
@@ -157,7 +157,7 @@ async def test_without_redis_a_report_is_lost_but_what_must_go_still_goes_later(
     replica.redis.down = True
     replica.recent.append(user(1))
     await replica.sketch.report()
-    assert replica.sketch.failed == 1
+    assert replica.sketch.failed_count == 1
 
     replica.redis.down = False
     await replica.sketch.report()

@@ -12,15 +12,7 @@ from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from cache.tiers.reads import Counters
 from cache.tiers.tiered import TieredCache
 from serving.generations.snapshot import Snapshot
-from serving.usage.l1_advisor import (
-    BUSY_RATE,
-    SAMPLED_MIN,
-    STEP_S,
-    TOUCHES_FREE_PER_S,
-    TOUCHES_PER_READ,
-    TOUCHES_PER_S,
-    L1Advisor,
-)
+from serving.usage.l1_advisor import (BUSY_SAMPLING_RATE, FREE_TOUCHES_PER_S, L1Advisor, SAMPLED_READS_MIN, STEP_S, TOUCHES_PER_READ, TOUCHES_PER_S)
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
 
@@ -102,7 +94,7 @@ async def test_the_curve_grows_with_bytes_and_ends_where_it_says(worker: Worker)
 
 async def test_nothing_is_said_before_there_was_enough_traffic(worker: Worker) -> None:
     await worker.step()
-    worker.read(*range(SAMPLED_MIN - 1))
+    worker.read(*range(SAMPLED_READS_MIN - 1))
     await worker.step()
 
     assert worker.advisor.to_json() is None
@@ -146,7 +138,7 @@ async def test_a_busy_service_is_sampled_in_part_an_idle_one_whole(worker: Worke
         await worker.step()
 
     assert idle == HASH_SPACE
-    assert worker.tiers.trace.greatest_sampled_spot + 1 == BUSY_RATE * HASH_SPACE
+    assert worker.tiers.trace.greatest_sampled_spot + 1 == BUSY_SAMPLING_RATE * HASH_SPACE
 
 
 async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
@@ -158,7 +150,7 @@ async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
 
     rate = (worker.tiers.trace.greatest_sampled_spot + 1) / HASH_SPACE
     reads_per_s = 12_000 / STEP_S
-    allowed_per_s = TOUCHES_FREE_PER_S + TOUCHES_PER_READ * reads_per_s
+    allowed_per_s = FREE_TOUCHES_PER_S + TOUCHES_PER_READ * reads_per_s
     assert allowed_per_s < TOUCHES_PER_S
     assert allowed_per_s / 2 <= reads_per_s * rate <= 1.05 * allowed_per_s
     report = worker.advisor.to_json()
@@ -174,7 +166,7 @@ async def test_a_step_that_lost_reads_counts_none_of_them_and_says_so(worker: Wo
 
     assert worker.advisor.lost_step_count == 1
     assert after is not None and after["hit_ratio"] == pytest.approx(report_before["hit_ratio"])
-    assert worker.tiers.trace.greatest_sampled_spot + 1 <= BUSY_RATE * HASH_SPACE
+    assert worker.tiers.trace.greatest_sampled_spot + 1 <= BUSY_SAMPLING_RATE * HASH_SPACE
 
 
 async def test_switched_off_it_samples_nothing_and_says_nothing() -> None:
