@@ -35,7 +35,7 @@ from cache.process.redis_server import running_server, supervised_redis_url
 from cache.store.releases import newest_release
 from serving.access.quota import QuotaTable
 from serving.process.log_setup import configure_for
-from serving.process.supervisor import (QUOTAS_FILE_NAME, WorkerSpawner, WorkerSupervisor)
+from serving.process.supervisor import QUOTAS_FILE_NAME, WorkerSpawner, WorkerSupervisor
 
 if TYPE_CHECKING:
     from serving.config.settings import ServingConfig
@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
     argv = sys.argv[1:] if arguments is None else list(arguments)
     if argv and argv[0] in _MODULE_BY_COMMAND:
-        command: Callable[[Sequence[str]], int] = importlib.import_module(_MODULE_BY_COMMAND[argv[0]]).main
+        command: Callable[[Sequence[str]], int] = importlib.import_module(
+            _MODULE_BY_COMMAND[argv[0]]
+        ).main
         return command(argv[1:])
     options = argument_parser(prog).parse_args(argv)
     if missing_extra_message := missing_extra(prog, "serving", *SERVING_MODULES):
@@ -270,11 +272,15 @@ def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> 
 
 def _supervise(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
     announce = functools.partial(_announce, listener, config.scheme)
-    with tempfile.TemporaryDirectory(prefix="larder-") as workers_folder:  # nobody else may enter it
+    with tempfile.TemporaryDirectory(
+        prefix="larder-"
+    ) as workers_folder:  # nobody else may enter it
         if config.tokens_file:  # twice as many columns as workers, for a rolling restart
             QuotaTable.create(Path(workers_folder) / QUOTAS_FILE_NAME, 2 * config.workers + 8)
         spawner = WorkerSpawner(listener, Path(workers_folder), config.redis_url, log_level)
-        return asyncio.run(WorkerSupervisor(config.workers, spawner, config.drain_s, announce).run())
+        return asyncio.run(
+            WorkerSupervisor(config.workers, spawner, config.drain_s, announce).run()
+        )
 
 
 if __name__ == "__main__":

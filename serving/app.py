@@ -21,7 +21,7 @@ from serving.http.routes import build_routes
 from serving.metrics.exposition import WorkerPeers
 from serving.process.resources import raise_file_limit
 from serving.process.server import Server, settings_of
-from serving.process.supervisor import (QUOTAS_FILE_NAME)
+from serving.process.supervisor import QUOTAS_FILE_NAME
 from serving.replica.hooks import TraceJudge
 from serving.requests.bodies import refusal_response
 from serving.requests.errors import Problem

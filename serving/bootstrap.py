@@ -65,10 +65,21 @@ async def running(
         loops=loops,
     )  # fmt: skip
     own_namespace = open_held_namespace(
-        config, replica_name, components, metrics=metrics, on_flip=service_components.local.eviction_history.note_flip
+        config,
+        replica_name,
+        components,
+        metrics=metrics,
+        on_flip=service_components.local.eviction_history.note_flip,
     )
-    holder, follower, refresher = own_namespace.holder, own_namespace.follower, own_namespace.refresher
-    releases, redis_memory = ReleaseWatch(own_namespace.store, store_threads), RedisMemory(remote.control)
+    holder, follower, refresher = (
+        own_namespace.holder,
+        own_namespace.follower,
+        own_namespace.refresher,
+    )
+    releases, redis_memory = (
+        ReleaseWatch(own_namespace.store, store_threads),
+        RedisMemory(remote.control),
+    )
     refresher.add_periodic("releases", config.figures_s, releases.refresh)
     refresher.add_periodic("redis_memory", config.figures_s, redis_memory.refresh)
     refresher.add_periodic("host_disk", HOST_MEASURE_INTERVAL_S, host_headroom.refresh)
@@ -76,9 +87,13 @@ async def running(
     metrics.registry.register(LoopFailures(loops))
 
     def note_failing_loops() -> None:
-        failing_loops_text = ", ".join(f"{loop_name}: {error}" for loop_name, error in loops.error_by_failing_loop.items())
+        failing_loops_text = ", ".join(
+            f"{loop_name}: {error}" for loop_name, error in loops.error_by_failing_loop.items()
+        )
         follower.note_concern(
-            "background", StaleReason.BACKGROUND_FAILING if failing_loops_text else None, failing_loops_text
+            "background",
+            StaleReason.BACKGROUND_FAILING if failing_loops_text else None,
+            failing_loops_text,
         )
 
     loops.on_change = note_failing_loops
@@ -105,7 +120,14 @@ async def running(
             1, "larder-next", initializer=lower_thread_priority, initargs=(config.live_nice,)
         )
         # Its own registry, which nobody scrapes: gauges of what is followed are of the own namespace.
-        held_namespace = open_held_namespace(namespace_config, replica_name, beside_components, metrics=Metrics(), in_thread=in_thread, staging_executor=staging_pool)
+        held_namespace = open_held_namespace(
+            namespace_config,
+            replica_name,
+            beside_components,
+            metrics=Metrics(),
+            in_thread=in_thread,
+            staging_executor=staging_pool,
+        )
         for attach_namespace in replica.hooks.namespaces:
             attach_namespace(held_namespace)
         beside_service = replace(

@@ -95,7 +95,16 @@ class ServiceComponents:
             config, name, l1_cache, batcher, admission, metrics, answer_observer, loops
         )
         return cls(
-            metrics, cores, l1_cache, batcher, admission, lag_sampler, executor, namespace_components, inference, loops
+            metrics,
+            cores,
+            l1_cache,
+            batcher,
+            admission,
+            lag_sampler,
+            executor,
+            namespace_components,
+            inference,
+            loops,
         )
 
     def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
@@ -146,7 +155,11 @@ def _build_namespace_components(
         changed_answers=metrics.changed_answers,
     )
     ladder = Ladder(
-        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, observer=answer_observer
+        tiers,
+        inferences,
+        metrics,
+        l2_deadline_s=config.l2_deadline_ms / 1000,
+        observer=answer_observer,
     )
     return NamespaceComponents(remote, tiers, lease_manager, inferences, answer_observer, ladder)
 

@@ -17,7 +17,9 @@ from serving.http.schemas import QUERY_OPTION_SCHEMAS
 from serving.requests.reasons import PUBLIC_MISS_REASONS, LiveReason, StaleReason
 
 API_PAGE: Final = Path(__file__).parents[1] / "docs/reference/http-api.md"
-_SECTION_PATTERN = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL)
+_SECTION_PATTERN = re.compile(
+    r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL
+)
 
 
 def _markdown_table(header_cells: tuple[str, ...], row_cells: Iterable[tuple[str, ...]]) -> str:
@@ -52,7 +54,10 @@ def generated_sections() -> Mapping[str, str]:
         ),
         "options": _markdown_table(
             ("option", "meaning"),
-            ((f"`{option_name}`", option_schema["description"]) for option_name, option_schema in QUERY_OPTION_SCHEMAS.items()),
+            (
+                (f"`{option_name}`", option_schema["description"])
+                for option_name, option_schema in QUERY_OPTION_SCHEMAS.items()
+            ),
         ),
         "reason": _enum_table(
             "reason", ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_MISS_REASONS)
@@ -77,7 +82,10 @@ def page_with_sections(page_text: str) -> str:
     """Return the page with its generated parts made anew."""
     section_by_name = generated_sections()
     return _SECTION_PATTERN.sub(
-        lambda section_match: section_match[1] + section_by_name[section_match[2]] + section_match[4], page_text
+        lambda section_match: (
+            section_match[1] + section_by_name[section_match[2]] + section_match[4]
+        ),
+        page_text,
     )
 
 

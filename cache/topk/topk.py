@@ -66,7 +66,10 @@ class Scorer:
         compared_items = ComparableItems.of(np.ascontiguousarray(item_vectors), metric)
         usable_kernel = find_kernel() if engine is True else engine
         packed_items = usable_kernel.pack(compared_items) if usable_kernel else None
-        return cls(compared_items, (usable_kernel, packed_items) if usable_kernel and packed_items else None)
+        return cls(
+            compared_items,
+            (usable_kernel, packed_items) if usable_kernel and packed_items else None,
+        )
 
     def top(
         self,
@@ -97,7 +100,10 @@ class Scorer:
             np.empty((len(users), k), np.uint32),
             np.empty((len(users), k), "f4"),
         )
-        for method, user_mask in ((self._by_kernel, fits_kernel_mask), (self._flat, ~fits_kernel_mask)):
+        for method, user_mask in (
+            (self._by_kernel, fits_kernel_mask),
+            (self._flat, ~fits_kernel_mask),
+        ):
             rows = np.flatnonzero(user_mask)
             part_lists = method(
                 users[rows], k, exclusions.select_rows(rows), allowed, thread_count, report_progress
@@ -149,11 +155,15 @@ class Scorer:
 
         def run(part: tuple[NDArray[np.int64], int]) -> int:
             rows, fetch = part
-            chunk = FlatChunk(self.compared_items, user_vectors[rows], exclusions.select_rows(rows), k, fetch)
+            chunk = FlatChunk(
+                self.compared_items, user_vectors[rows], exclusions.select_rows(rows), k, fetch
+            )
             ordinals[rows], scores[rows] = chunk.run()
             return len(rows)
 
-        chunks_to_run = user_chunks(np.diff(exclusions.indptr), k, threads, self.compared_items.vectors.shape)
+        chunks_to_run = user_chunks(
+            np.diff(exclusions.indptr), k, threads, self.compared_items.vectors.shape
+        )
         _run_all(run, chunks_to_run, threads, report_progress)
         return ordinals, scores
 

@@ -35,10 +35,17 @@ _POSTGRES_START_S_MAX = 60.0
 
 
 # Metadata of runs that end with this command: nothing of it has to survive a crash of the machine.
-_POSTGRES_SETTINGS = ("listen_addresses=", "fsync=off", "synchronous_commit=off", "full_page_writes=off")
+_POSTGRES_SETTINGS = (
+    "listen_addresses=",
+    "fsync=off",
+    "synchronous_commit=off",
+    "full_page_writes=off",
+)
 
 
-def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN_POSTGRES_FOLDER) -> Path:
+def find_postgres(
+    environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN_POSTGRES_FOLDER
+) -> Path:
     """The folder with `initdb` and `postgres`: that of PATH, else Debian's newest; ConfigError where there is none."""
     bin_folders = [
         Path(path_entry) for path_entry in environ.get("PATH", "").split(os.pathsep) if path_entry
@@ -46,9 +53,13 @@ def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN
     debian_bin_folders = [
         bin_folder for bin_folder in debian.glob("*/bin") if bin_folder.parent.name.isdecimal()
     ]
-    bin_folders += sorted(debian_bin_folders, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True)
+    bin_folders += sorted(
+        debian_bin_folders, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True
+    )
     for candidate_folder in bin_folders:
-        if all((candidate_folder / program_name).is_file() for program_name in ("initdb", "postgres")):
+        if all(
+            (candidate_folder / program_name).is_file() for program_name in ("initdb", "postgres")
+        ):
             return candidate_folder
     raise ConfigError(
         f"no PostgreSQL server (initdb and postgres) on PATH or in {debian}/*/bin: {_INSTALL_REMEDY}"
@@ -86,17 +97,38 @@ def postgres(state: Path) -> Iterator[str]:
         if owner_prefix:
             os.chown(postgres_folder, account.pw_uid, account.pw_gid)
         data_folder = postgres_folder / "data"
-        initdb_command = [*owner_prefix, programs_folder / "initdb", "-D", data_folder, "-U", "airflow", "--auth=trust"]
+        initdb_command = [
+            *owner_prefix,
+            programs_folder / "initdb",
+            "-D",
+            data_folder,
+            "-U",
+            "airflow",
+            "--auth=trust",
+        ]
         initdb_command += ["--encoding=UTF8", "--no-locale", "--no-sync"]
-        with GuardedCommand(initdb_command, log_path=log_path, cwd=postgres_folder) as initdb_process:
+        with GuardedCommand(
+            initdb_command, log_path=log_path, cwd=postgres_folder
+        ) as initdb_process:
             _wait(initdb_process, lambda: not initdb_process.is_running)
             if initdb_process.returncode != 0:
                 raise ConfigError(f"initdb failed: {initdb_process.log_tail(5)}")
-        server_command = [*owner_prefix, programs_folder / "postgres", "-D", data_folder, "-k", postgres_folder]
+        server_command = [
+            *owner_prefix,
+            programs_folder / "postgres",
+            "-D",
+            data_folder,
+            "-k",
+            postgres_folder,
+        ]
         for setting in _POSTGRES_SETTINGS:
             server_command += ["-c", setting]
-        with GuardedCommand(server_command, log_path=log_path, cwd=postgres_folder) as server_process:
-            _wait(server_process, lambda: "ready to accept connections" in server_process.log_tail())
+        with GuardedCommand(
+            server_command, log_path=log_path, cwd=postgres_folder
+        ) as server_process:
+            _wait(
+                server_process, lambda: "ready to accept connections" in server_process.log_tail()
+            )
             yield f"postgresql+psycopg2://airflow@/postgres?host={postgres_folder}"
     finally:
         _remove_linked_folder(folder_link)
@@ -168,7 +200,11 @@ class CeleryWorkers:
         Tasks of a dead worker are retried: Airflow misses its heartbeat. Raises AirflowFailed if a worker dies before
         it listens.
         """
-        dead_workers = {queue_name: worker for queue_name, worker in self._worker_by_queue.items() if not worker.is_running}
+        dead_workers = {
+            queue_name: worker
+            for queue_name, worker in self._worker_by_queue.items()
+            if not worker.is_running
+        }
         for worker in dead_workers.values():
             worker.stop()
         self._start(*dead_workers)
@@ -253,7 +289,9 @@ def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[C
 def check_installed() -> None:
     """Raise ConfigError naming the packages to install, where Airflow, Celery, the broker or PostgreSQL is missing."""
     # Looked up by name: importing Airflow writes to the home folder.
-    missing_packages = [package_name for package_name in _PACKAGES if not any(distributions(name=package_name))]
+    missing_packages = [
+        package_name for package_name in _PACKAGES if not any(distributions(name=package_name))
+    ]
     if missing_packages:
         raise ConfigError(
             f"{', '.join(missing_packages)} is not installed: `make env`, or {install_command('airflow')}"
@@ -262,7 +300,9 @@ def check_installed() -> None:
     find_postgres()
 
 
-def celery_settings(broker_url: str, database_url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def celery_settings(
+    broker_url: str, database_url: str, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Return Airflow's settings for CeleryExecutor, added to those of LocalAirflow; `environ` wins over NOTICED."""
     return {
         "AIRFLOW__CORE__EXECUTOR": "CeleryExecutor",
@@ -271,7 +311,10 @@ def celery_settings(broker_url: str, database_url: str, environ: Mapping[str, st
         "AIRFLOW__CELERY__RESULT_BACKEND": f"db+{database_url}",
         "AIRFLOW__CELERY__SYNC_PARALLELISM": "1",
         "LARDER_SCORE_QUEUE": "gpu",
-        **{setting_name: environ.get(setting_name) or value for setting_name, value in HEARTBEAT_SETTINGS.items()},
+        **{
+            setting_name: environ.get(setting_name) or value
+            for setting_name, value in HEARTBEAT_SETTINGS.items()
+        },
     }
 
 

@@ -25,9 +25,9 @@ from cache.process.command_line import (
     missing_extra,
     printable_lines,
 )
-from infra.cli.commands import (read_night_settings)
-from infra.cli.dags import (airflow_refusal, airflow_version, dags_folder, list_dag_files)
-from infra.cli.redis import (url_without_password)
+from infra.cli.commands import read_night_settings
+from infra.cli.dags import airflow_refusal, airflow_version, dags_folder, list_dag_files
+from infra.cli.redis import url_without_password
 
 if TYPE_CHECKING:
     import redis
@@ -98,13 +98,20 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     check_lines = [_run_check("settings", _check_settings)]
     if check_lines[0].state == "ok":
         config = read_night_settings()
-        check_lines += [_run_check(subject, partial(check, config)) for subject, check in CHECK_BY_SUBJECT.items()]
+        check_lines += [
+            _run_check(subject, partial(check, config))
+            for subject, check in CHECK_BY_SUBJECT.items()
+        ]
     if args.json:
         print(printable_lines(json_text([check_line._asdict() for check_line in check_lines])))
     else:
         for check_line in check_lines:
             print(printable_lines(f"{check_line.state:<9} {check_line.what:<9} {check_line.told}"))
-    return FOUND_PROBLEM_EXIT_CODE if any(check_line.state == "to do" for check_line in check_lines) else 0
+    return (
+        FOUND_PROBLEM_EXIT_CODE
+        if any(check_line.state == "to do" for check_line in check_lines)
+        else 0
+    )
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -179,13 +186,27 @@ def check_sources(config: "NightConfig") -> CheckResult:
     demand_same_columns(interaction_files, sources)
     demand_times(sources, interaction_files, config.data_until)
     unusable_rows = UnusableRows()
-    batches, is_all_read = read_first_batches(read_interactions(sources, base_folder, unusable_rows=unusable_rows))
+    batches, is_all_read = read_first_batches(
+        read_interactions(sources, base_folder, unusable_rows=unusable_rows)
+    )
     interaction_count = sum(len(batch.times) for batch in batches)
-    if sources.interactions and is_all_read and not unusable_rows.to_json().get(INTERACTIONS_SOURCE):
+    if (
+        sources.interactions
+        and is_all_read
+        and not unusable_rows.to_json().get(INTERACTIONS_SOURCE)
+    ):
         demand_enough_ids(0, 0)
     if sources.interactions and not interaction_count:
-        return "to do", f"no interaction in the first rows of {all_source_files[0]}: is every weight above 0?"
-    if config.data_until and interaction_count and is_all_read and not any(batch.times.any() for batch in batches):
+        return (
+            "to do",
+            f"no interaction in the first rows of {all_source_files[0]}: is every weight above 0?",
+        )
+    if (
+        config.data_until
+        and interaction_count
+        and is_all_read
+        and not any(batch.times.any() for batch in batches)
+    ):
         return "to do", chosen_cut_in_words(config.data_until)
     for table_name, column_names in (
         (sources.item_features, (sources.item_column, *sources.item_attributes)),
@@ -196,7 +217,10 @@ def check_sources(config: "NightConfig") -> CheckResult:
         if table_name:
             feature_schema(source_file(table_name, base_folder), column_names)
             if not row_count(source_file(table_name, base_folder)):
-                return "to do", f"{table_name} has no rows: write them, or leave it out of [sources]"
+                return (
+                    "to do",
+                    f"{table_name} has no rows: write them, or leave it out of [sources]",
+                )
     for demand_settings in setting_checks():
         demand_settings(config)
     with ExitStack() as bundle_stack:
@@ -220,7 +244,9 @@ def check_sources(config: "NightConfig") -> CheckResult:
             *find_copy_remarks(interaction_files),
             *oddity_remarks,
         ]
-        summary += f"; {interaction_count:,} interactions" + ("" if is_all_read else " in the first rows")
+        summary += f"; {interaction_count:,} interactions" + (
+            "" if is_all_read else " in the first rows"
+        )
     for source_name, source_report in unusable_rows.to_json().items():
         if source_report["left_out"]:
             source_clause = "" if source_name == INTERACTIONS_SOURCE else f" of {source_name}"
@@ -266,7 +292,9 @@ def _unusable_rows_refusal(config: "NightConfig", unusable: "UnusableRows", *, i
     )
     first_text = "" if is_all or worst_source_name != INTERACTIONS_SOURCE else "first "
     return (
-        f"{report_by_source[worst_source_name]['left_out']:,} of the " f"{first_text}{report_by_source[worst_source_name]['rows']:,} rows of {worst_source_name} cannot be used " f"({reasons_text}): a night refuses more than {threshold:.4g} of them ([gates] unusable_rows)"
+        f"{report_by_source[worst_source_name]['left_out']:,} of the "
+        f"{first_text}{report_by_source[worst_source_name]['rows']:,} rows of {worst_source_name} cannot be used "
+        f"({reasons_text}): a night refuses more than {threshold:.4g} of them ([gates] unusable_rows)"
     )
 
 
@@ -293,7 +321,11 @@ def check_bundle(config: "NightConfig") -> CheckResult:
             newest_digest = handovers[-1].digest[:12]
             remedy = f"run `larder hand-over {bundle_folder}` for this one, or remove the folder"
             return (
-                "to do" f"{bundle_folder} holds {bundle.digest[:12]}, but nights use {newest_digest}, which followed " f"it: {remedy}",
+                (
+                    "to do"
+                    f"{bundle_folder} holds {bundle.digest[:12]}, but nights use {newest_digest}, which followed "
+                    f"it: {remedy}"
+                ),
             )
         return "ok", f"{bundle_folder}: {bundle.name} {bundle.version}"
     if handovers := all_handovers(config.store()):
@@ -329,8 +361,14 @@ def check_redis(config: "NightConfig") -> CheckResult:
             redis_kinds = sorted({inspect_redis(server) for server in servers})
             keys = Keyspace(config.namespace)
             has_all_commands = not any(redis_kind.missing for redis_kind in redis_kinds)
-            refused_commands = _find_refused_commands(client, _commands_of_nights(keys)) if has_all_commands else []
-            may_only_serve = bool(refused_commands) and not _find_refused_commands(client, _commands_of_services(keys))
+            refused_commands = (
+                _find_refused_commands(client, _commands_of_nights(keys))
+                if has_all_commands
+                else []
+            )
+            may_only_serve = bool(refused_commands) and not _find_refused_commands(
+                client, _commands_of_services(keys)
+            )
         finally:
             client.close()
     except AuthenticationError as error:
@@ -344,23 +382,31 @@ def check_redis(config: "NightConfig") -> CheckResult:
             "to do",
             f"{url_without_password(server_url)} cannot be used: {error}; is REDIS_URL right, and does it run?",
         )
-    if unfit_policies := sorted(policy for policy in eviction_policies if policy.startswith("allkeys")):
-        return "to do", f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru"
+    if unfit_policies := sorted(
+        policy for policy in eviction_policies if policy.startswith("allkeys")
+    ):
+        return (
+            "to do",
+            f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru",
+        )
     for redis_kind in redis_kinds:
         if redis_kind.missing:
-            return "to do", f"{url_without_password(server_url)} is {redis_kind}, which has no {', no '.join(redis_kind.missing)}"
+            return (
+                "to do",
+                f"{url_without_password(server_url)} is {redis_kind}, which has no {', no '.join(redis_kind.missing)}",
+            )
     if refused_commands and not may_only_serve:
         return "to do", _missing_rights_text(server_url, config.namespace, refused_commands)
-    summary = (
-        f"{url_without_password(server_url)}" f"{'' if config.redis_url else ', of `larder redis` or another command'}; "
-    )
+    summary = f"{url_without_password(server_url)}{'' if config.redis_url else ', of `larder redis` or another command'}; "
     summary += ", ".join(map(str, redis_kinds))
-    lacking_commands = sorted({lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.without})
+    lacking_commands = sorted(
+        {lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.without}
+    )
     if may_only_serve:
-        summary += (
-            f"; its user may serve, not load ({', '.join(refused_commands)} refused): nights need another one"
-        )
-    return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in lacking_commands)
+        summary += f"; its user may serve, not load ({', '.join(refused_commands)} refused): nights need another one"
+    return "ok", summary + "".join(
+        f"; without {lacking_command}" for lacking_command in lacking_commands
+    )
 
 
 def _commands_of_nights(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
@@ -400,13 +446,18 @@ def _find_refused_commands(client: "redis.Redis", commands: Sequence[tuple[str, 
 
 def _missing_rights_text(url: str, namespace: str, command_names: Sequence[str]) -> str:
     user_name = urlsplit(url).username or "default"
-    command_rights = " ".join(f"+{command_name.lower()}" for command_name in dict.fromkeys(command_names))
+    command_rights = " ".join(
+        f"+{command_name.lower()}" for command_name in dict.fromkeys(command_names)
+    )
     question = "is LARDER_NAMESPACE right? If it is, " if "GET" in command_names else ""
     key_patterns = (
         f"~larder:{KEYSPACE_VERSION}:{{{namespace}}}:* ~larder:{KEYSPACE_VERSION}:{namespace}:g:*"
     )
     return (
-        f"{url_without_password(url)} refuses {', '.join(command_names)} to its user {user_name} in the " f"namespace {namespace}: {question}give " "it the line `user larder-loader` of infra/redis.conf with this namespace, at least ACL SETUSER " f"{user_name} {key_patterns} {command_rights}"
+        f"{url_without_password(url)} refuses {', '.join(command_names)} to its user {user_name} in the "
+        f"namespace {namespace}: {question}give "
+        "it the line `user larder-loader` of infra/redis.conf with this namespace, at least ACL SETUSER "
+        f"{user_name} {key_patterns} {command_rights}"
     )
 
 
@@ -424,7 +475,12 @@ def check_events(config: "NightConfig") -> CheckResult:
         durability, eviction_policy = asyncio.run(_read_durability(server_url, config))
     except LarderError as error:
         return (
-            "to do" f"{url_without_password(server_url)} cannot be used: {error.message}; is LARDER_EVENTS_URL right, " "and does it run?",
+            (
+                "to do"
+                f"{url_without_password(server_url)} cannot be used: {error.message}; is LARDER_EVENTS_URL "
+                "right, "
+                "and does it run?"
+            ),
         )
     if eviction_policy.startswith("allkeys"):
         return (
@@ -440,9 +496,15 @@ def check_events(config: "NightConfig") -> CheckResult:
         )
     demanded_durability = config.events.durability
     if not durability.suffices(demanded_durability):
-        summary = f"durability = {demanded_durability!r} is demanded, and " f"{url_without_password(server_url)} has {durability.persistence!r}"
+        summary = (
+            f"durability = {demanded_durability!r} is demanded, and {url_without_password(server_url)} has "
+            f"{durability.persistence!r}"
+        )
         return "to do", f"{summary}: set appendonly yes and appendfsync {demanded_durability} there"
-    summary = f"{url_without_password(server_url)}; durability {durability.persistence}, " f"maxmemory-policy {eviction_policy or 'not told'}"
+    summary = (
+        f"{url_without_password(server_url)}; durability {durability.persistence}, maxmemory-policy "
+        f"{eviction_policy or 'not told'}"
+    )
     return "ok", summary + (
         ", which may evict ids of events: a repetition may count" if may_evict_ids else ""
     )
@@ -493,7 +555,11 @@ def check_store(config: "NightConfig") -> CheckResult:
     store.demand_write_once()
     generation_count = len(store.names("generations"))
     return (
-        "ok" f"{config.artifacts}: {generation_count} generation{'s' * (generation_count != 1)} in namespace " f"{config.namespace}",
+        (
+            "ok"
+            f"{config.artifacts}: {generation_count} generation{'s' * (generation_count != 1)} in namespace "
+            f"{config.namespace}"
+        ),
     )
 
 
@@ -521,7 +587,11 @@ def check_airflow(_config: "NightConfig") -> CheckResult:
         if state in ("older", "changed", "foreign", "missing"):
             return "to do", f"{target}: {_DAG_FILE_STATE_TEXTS[state]}; `larder dags install`"
     return (
-        "ok" f"{len(state_by_target)} DAGs in {Path(airflow_dags_folder)}, Airflow " f"{installed_version or 'of unknown version'}",
+        (
+            "ok"
+            f"{len(state_by_target)} DAGs in {Path(airflow_dags_folder)}, Airflow "
+            f"{installed_version or 'of unknown version'}"
+        ),
     )
 
 
@@ -602,17 +672,25 @@ def inspect_redis(server: "redis.Redis") -> RedisKind:
     except ResponseError:
         command_infos = command_names
     known_commands = {
-        product_name for product_name, command_info in zip(command_names, command_infos, strict=True) if command_info
+        product_name
+        for product_name, command_info in zip(command_names, command_infos, strict=True)
+        if command_info
     }
-    missing_requirements += [command.upper() for command in NEEDED_COMMANDS if command not in known_commands]
+    missing_requirements += [
+        command.upper() for command in NEEDED_COMMANDS if command not in known_commands
+    ]
     # Events wait for the disk only where no setting tells how durable they are.
     dispensable_names = (
         ()
         if "config" in known_commands
         else [command for command in LACK_EFFECT_BY_COMMAND if command not in known_commands]
     )
-    dispensable_missing = [f"{command.upper()} ({LACK_EFFECT_BY_COMMAND[command]})" for command in dispensable_names]
-    return RedisKind(product_name, product_version, tuple(missing_requirements), tuple(dispensable_missing))
+    dispensable_missing = [
+        f"{command.upper()} ({LACK_EFFECT_BY_COMMAND[command]})" for command in dispensable_names
+    ]
+    return RedisKind(
+        product_name, product_version, tuple(missing_requirements), tuple(dispensable_missing)
+    )
 
 
 def _product_and_version(server_info: dict[str, Any]) -> tuple[str, str]:

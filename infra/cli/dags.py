@@ -36,7 +36,10 @@ class DagFile:
     def text(self) -> str:
         """Text of the target: a first line that says whose it is, with a digest of the rest, then the source."""
         source_text = self.source.read_text()
-        return f"{_HEADER_PREFIX} of Larder {THIS_RELEASE} ({_text_digest(source_text)}): changes are overwritten.\n{source_text}"
+        return (
+            f"{_HEADER_PREFIX} of Larder {THIS_RELEASE} ({_text_digest(source_text)}): changes are "
+            f"overwritten.\n{source_text}"
+        )
 
     def state(self) -> DagFileState:
         """State of the target now."""
@@ -95,7 +98,10 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
 def airflow_version() -> str | None:
     """Version of the Airflow in this environment, None without one; from metadata, since an import writes files."""
-    for distribution_name in ("apache-airflow-core", "apache-airflow"):  # Airflow 2 is only the second
+    for distribution_name in (
+        "apache-airflow-core",
+        "apache-airflow",
+    ):  # Airflow 2 is only the second
         try:
             return version(distribution_name)
         except PackageNotFoundError:
@@ -109,7 +115,8 @@ def airflow_refusal(installed_version: str) -> str | None:
     if AIRFLOW_VERSION_MIN <= version_numbers < AIRFLOW_VERSION_END:
         return None
     return (
-        f"the DAGs need Airflow 3.3, and Airflow {installed_version} is installed here: upgrade Airflow, or " "have it run " "`larder night` from an environment of Larder's own"
+        f"the DAGs need Airflow 3.3, and Airflow {installed_version} is installed here: upgrade Airflow, or "
+        "have it run `larder night` from an environment of Larder's own"
     )
 
 
@@ -120,14 +127,22 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     install_parser = commands.add_parser(
         "install",
         help="copy the DAG files into Airflow's folder",
-        description=f"Copy the DAG files into {LARDER_DAGS_SUBFOLDER}/ of Airflow's folder of DAGs. " "After an upgrade, once more: " "files of an older release are replaced, a file that was changed by hand or is somebody else's is refused.",
+        description=(
+            f"Copy the DAG files into {LARDER_DAGS_SUBFOLDER}/ of Airflow's folder of DAGs. "
+            "After an upgrade, once more: files of an older release are replaced, a file that was changed by "
+            "hand or is somebody else's is refused."
+        ),
     )
     install_parser.add_argument(
         "folder", nargs="?", metavar="FOLDER",
         help="Airflow's folder of DAGs (default: AIRFLOW__CORE__DAGS_FOLDER, else dags in AIRFLOW_HOME)",
     )  # fmt: skip
-    install_parser.add_argument("--force", action="store_true", help="overwrite whatever is in the way")
-    install_parser.add_argument("--json", action="store_true", help="each file with its state before")
+    install_parser.add_argument(
+        "--force", action="store_true", help="overwrite whatever is in the way"
+    )
+    install_parser.add_argument(
+        "--json", action="store_true", help="each file with its state before"
+    )
     return parser
 
 
@@ -152,7 +167,9 @@ def dags_folder(named_folder: str | None, environ: Mapping[str, str] = os.enviro
 
 def _folder_setting_name(environ: Mapping[str, str]) -> str:
     return next(
-        setting_name for setting_name in ("AIRFLOW__CORE__DAGS_FOLDER", "AIRFLOW_HOME") if environ.get(setting_name)
+        setting_name
+        for setting_name in ("AIRFLOW__CORE__DAGS_FOLDER", "AIRFLOW_HOME")
+        if environ.get(setting_name)
     )
 
 
@@ -172,7 +189,9 @@ def list_dag_files(airflow_folder: Path) -> Iterator[DagFile]:
 
 def _write_dag_file(dag_file: DagFile) -> None:
     dag_file.target.parent.mkdir(parents=True, exist_ok=True)
-    part_path = dag_file.target.with_suffix(".part")  # no .py: Airflow parses what it finds at any time
+    part_path = dag_file.target.with_suffix(
+        ".part"
+    )  # no .py: Airflow parses what it finds at any time
     part_path.write_text(dag_file.text())
     part_path.replace(dag_file.target)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Run the import; return exit code 0; raise SourceError or ConfigError if no folder was written."""
     args = argument_parser(prog).parse_args(argv)
-    from precompute.config.console import bars_on, err_console
+    from precompute.config.console import err_console
 
     with progress_bars(err_console, is_quiet=args.json) as progress:
         progress("import", 0, 0)
@@ -34,7 +34,9 @@ def _error_with_option_names(error: SourceError) -> SourceError:
     """Return the error with this command's options in place of setting and argument names."""
     message = error.message
     for setting_name in _SETTING_NAMES:
-        message = message.replace(f"name it by {setting_name}", f"name it by --{setting_name.replace('_', '-')}")
+        message = message.replace(
+            f"name it by {setting_name}", f"name it by --{setting_name.replace('_', '-')}"
+        )
     return SourceError(message, **error.details)
 
 

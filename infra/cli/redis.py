@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from cache.errors import ConfigError
 from cache.process.command_line import interrupts_never_swallowed
-from infra.cli.commands import (read_night_settings)
+from infra.cli.commands import read_night_settings
 
 POLL_INTERVAL_S = 1.0
 

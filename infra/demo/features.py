@@ -13,7 +13,7 @@ from onnx.parser import parse_model
 
 from cache.model.tower_spec import InputSpec, TowerSpec
 from infra.demo.checks import POLICY, InvariantViolation, Judge, Question
-from infra.demo.dataset import (ItemsByUser)
+from infra.demo.dataset import ItemsByUser
 from infra.demo.synthetic import Profiles
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
 from precompute.bundles.onnx_model import IR_VERSION, OPSET_VERSION, OnnxModel, read_model
@@ -56,7 +56,10 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
     item_vectors = _read_constant(reference.item_tower.path, "table")
     item_ids = [raw.decode() for raw in reference.item_ids]
     row_by_item = {item_spec: row for row, item_spec in enumerate(item_ids)}
-    history_sums = [user_table[[row_by_item[item_spec] for item_spec in items]].sum(axis=0) for items in histories.values()]
+    history_sums = [
+        user_table[[row_by_item[item_spec] for item_spec in items]].sum(axis=0)
+        for items in histories.values()
+    ]
     user_countries = [profiles.users[user_spec]["country"] for user_spec in histories]
     countries, country_means = label_means(user_countries, np.stack(history_sums))
     item_categories = [profiles.items[item_spec]["category"] for item_spec in item_ids]
@@ -65,11 +68,18 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
     padded_item_vectors = np.pad(item_vectors, ((0, 1), (0, 0)))
     user_constants: ConstantByName = {"axes": axes, "means": country_means, "table": user_table}
     user_constants["pad"] = item_count.astype(np.int32)
-    item_constants: ConstantByName = {"axes": axes, "means": category_means, "table": padded_item_vectors, "count": item_count}
+    item_constants: ConstantByName = {
+        "axes": axes,
+        "means": category_means,
+        "table": padded_item_vectors,
+        "count": item_count,
+    }
     user_nodes = _label_encoder_node("code", "country", countries) + USER_NODES_TEXT
     item_code = _label_encoder_node("code", "category", categories)
     item_nodes = item_code + _label_encoder_node("row", "item", item_ids) + ITEM_NODES_TEXT
-    country_input, *item_inputs = [InputSpec(name, "feature", "string", name) for name in FEATURE_NAMES]
+    country_input, *item_inputs = [
+        InputSpec(name, "feature", "string", name) for name in FEATURE_NAMES
+    ]
     user_spec = TowerSpec((*reference.user_tower.spec.inputs, country_input), "vector", dims)
     item_spec = TowerSpec(tuple(item_inputs), "vector", dims)
     taste_model = OnnxModel(affinity_model.path.read_bytes())
@@ -81,8 +91,14 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
         dims=dims,
         item_ids=item_ids,
         user_tower=ModelFile(_build_model(user_nodes, user_spec, user_constants), user_spec),
-        item_tower=ModelFile(_build_model(item_nodes, item_spec, item_constants), item_spec, entity="item"),
-        values={"user_affinity": ModelFile(taste_model, affinity_model.spec, labels=affinity_model.labels)},
+        item_tower=ModelFile(
+            _build_model(item_nodes, item_spec, item_constants), item_spec, entity="item"
+        ),
+        values={
+            "user_affinity": ModelFile(
+                taste_model, affinity_model.spec, labels=affinity_model.labels
+            )
+        },
         training=reference.training,
     )
 
@@ -99,7 +115,9 @@ def label_means(
 def _label_encoder_node(output_name: str, input_name: str, labels: Sequence[str]) -> str:
     """Return a node that numbers labels; an unknown one gets the number after the last."""
     labels_json, numbers = json.dumps(labels, ensure_ascii=False), list(range(len(labels)))
-    attributes = f"keys_strings = {labels_json}, values_int64s = {numbers}, default_int64 = {len(labels)}"
+    attributes = (
+        f"keys_strings = {labels_json}, values_int64s = {numbers}, default_int64 = {len(labels)}"
+    )
     return f"{output_name} = ai.onnx.ml.LabelEncoder <{attributes}> ({input_name})\n"
 
 
@@ -117,7 +135,9 @@ def _read_constant(model_path: Path, tensor_name: str) -> NDArray[np.float32]:
     return np.array(numpy_helper.to_array(tensors[tensor_name]))
 
 
-def ask_cold_entities(url: str, profiles: Profiles, histories: ItemsByUser, judge: Judge) -> list[str]:
+def ask_cold_entities(
+    url: str, profiles: Profiles, histories: ItemsByUser, judge: Judge
+) -> list[str]:
     """Ask for a user and an item without a click, and for new ones that no table has; return a line for each.
 
     Raises Unanswered, and InvariantViolation if a new one was not answered live.

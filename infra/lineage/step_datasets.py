@@ -34,7 +34,13 @@ from precompute.builds.reports import (
 )
 from precompute.partitions import catalogue
 
-SOURCE_NAMES: Final = ("interactions", "user_features", "item_features", "user_vectors", "item_vectors")
+SOURCE_NAMES: Final = (
+    "interactions",
+    "user_features",
+    "item_features",
+    "user_vectors",
+    "item_vectors",
+)
 """Sources of a night, by their names in `[sources]` and in the counts of unusable rows."""
 
 REDIS_PORT = 6379
@@ -67,7 +73,11 @@ class DatasetName:
     @classmethod
     def of_pattern(cls, pattern: str, base_folder: str) -> Self:
         """Return the name of source files: the file, or the folder above the first wildcard, from `base_folder`."""
-        full_pattern = _without_query(pattern) if "://" in pattern else str(PurePosixPath(base_folder, pattern))
+        full_pattern = (
+            _without_query(pattern)
+            if "://" in pattern
+            else str(PurePosixPath(base_folder, pattern))
+        )
         wildcard_free_parts = []
         for part in full_pattern.split("/"):
             if any(wildcard in part for wildcard in "*?["):
@@ -200,7 +210,9 @@ def _take_events_datasets(finished_step: FinishedStep) -> StepDatasets:
         (StepDataset(stream_name, events_until, rows=event_count),),
         (
             StepDataset(
-                DatasetName.of_url(finished_step.build.store.url, "events"), events_until, rows=event_count
+                DatasetName.of_url(finished_step.build.store.url, "events"),
+                events_until,
+                rows=event_count,
             ),
         ),
     )
@@ -273,7 +285,9 @@ def _score_datasets(finished_step: FinishedStep) -> StepDatasets:
         for table_name, table_report in tables.items()
     )
     partition_dataset = finished_step.part("work/partition", rows=users_report["entities"])
-    return StepDatasets((partition_dataset, finished_step.vectors, finished_step.bundle), table_datasets)
+    return StepDatasets(
+        (partition_dataset, finished_step.vectors, finished_step.bundle), table_datasets
+    )
 
 
 def _tables_of_shard(score_report: ShardReport) -> dict[str, PagesEntry]:
@@ -285,10 +299,17 @@ def _assemble_datasets(finished_step: FinishedStep) -> StepDatasets:
         finished_step.report(shard_report_name(shard))
         for shard in range(finished_step.build.config.shards)
     ]
-    table_names = {table_name for report in reports if report is not None for table_name in _tables_of_shard(report)}
+    table_names = {
+        table_name
+        for report in reports
+        if report is not None
+        for table_name in _tables_of_shard(report)
+    }
     assemble_report = finished_step.report(ASSEMBLE_REPORT)
     user_count = assemble_report and assemble_report["users_scored"]
-    table_datasets = tuple(finished_step.part("tables", table_name) for table_name in sorted(table_names))
+    table_datasets = tuple(
+        finished_step.part("tables", table_name) for table_name in sorted(table_names)
+    )
     return StepDatasets(table_datasets, (finished_step.part(rows=user_count),))
 
 
@@ -318,21 +339,27 @@ def _quantize_datasets(finished_step: FinishedStep) -> StepDatasets:
 
 def _load_datasets(finished_step: FinishedStep) -> StepDatasets:
     manifest = finished_step.manifest
-    return StepDatasets(_table_datasets(finished_step, manifest), _page_datasets(finished_step, manifest))
+    return StepDatasets(
+        _table_datasets(finished_step, manifest), _page_datasets(finished_step, manifest)
+    )
 
 
 def _verify_datasets(finished_step: FinishedStep) -> StepDatasets:
     manifest = finished_step.manifest
     gates = () if manifest is None else manifest.gates
     return StepDatasets(
-        (finished_step.part(checks=tuple(map(_gate_check, gates))), *_page_datasets(finished_step, manifest))
+        (
+            finished_step.part(checks=tuple(map(_gate_check, gates))),
+            *_page_datasets(finished_step, manifest),
+        )
     )
 
 
 def _publish_datasets(finished_step: FinishedStep) -> StepDatasets:
     live_key = finished_step.build.config.keyspace().live
     return StepDatasets(
-        _page_datasets(finished_step, finished_step.manifest), (finished_step.in_redis(live_key, live_key),)
+        _page_datasets(finished_step, finished_step.manifest),
+        (finished_step.in_redis(live_key, live_key),),
     )
 
 
@@ -346,14 +373,18 @@ def _gate_check(gate: Mapping[str, Any]) -> Check:
     return Check(gate["rule"], gate["passed"], gate["value"], gate["threshold"], note)
 
 
-def _table_datasets(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
+def _table_datasets(
+    finished_step: FinishedStep, manifest: Manifest | None
+) -> tuple[StepDataset, ...]:
     return tuple(
         finished_step.part("tables", table_name, **table_totals)
         for table_name, table_totals in _totals_by_table(manifest)
     )
 
 
-def _page_datasets(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
+def _page_datasets(
+    finished_step: FinishedStep, manifest: Manifest | None
+) -> tuple[StepDataset, ...]:
     generation, key_prefix = (
         finished_step.build.generation,
         f"larder:{KEYSPACE_VERSION}:{finished_step.build.config.namespace}:g",
@@ -378,7 +409,15 @@ def _totals_by_table(manifest: Manifest | None) -> Iterable[tuple[str, Mapping[s
 
 
 _DATASETS_BY_STEP: Final[Mapping[str, Callable[[FinishedStep], StepDatasets]]] = {
-    "take_events": _take_events_datasets, "begin": _begin_datasets, "embed_items": _embed_items_datasets, "score": _score_datasets,
+    (
+            "take_events"
+): _take_events_datasets, (
+            "begin"
+): _begin_datasets, (
+            "embed_items"
+): _embed_items_datasets, (
+            "score"
+): _score_datasets,
     "assemble": _assemble_datasets, "index": _index_datasets, "quantize": _quantize_datasets, "load": _load_datasets,
     "verify": _verify_datasets, "publish": _publish_datasets, "warm": _warm_datasets,
 }  # fmt: skip

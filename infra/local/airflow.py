@@ -116,11 +116,16 @@ class LocalAirflow:
     def is_ready(self, dag_count: int) -> bool:
         """True once scheduler and DAG processor are healthy and so many DAGs are parsed; raise AirflowFailed."""
         health = self._call("GET", "/api/v2/monitor/health")
-        if any(health[component_name]["status"] != "healthy" for component_name in ("scheduler", "dag_processor")):
+        if any(
+            health[component_name]["status"] != "healthy"
+            for component_name in ("scheduler", "dag_processor")
+        ):
             return False
         import_errors = self._call("GET", "/api/v2/importErrors")["import_errors"]
         if import_errors:
-            raise AirflowFailed(f"{import_errors[0]['filename']}: {import_errors[0]['stack_trace']}")
+            raise AirflowFailed(
+                f"{import_errors[0]['filename']}: {import_errors[0]['stack_trace']}"
+            )
         return int(self._call("GET", "/api/v2/dags")["total_entries"]) >= dag_count
 
     def add_pool(self, name: str, slots: int) -> None:
@@ -329,7 +334,9 @@ def local_airflow_settings(airflow_home: Path, url: str, parallelism: int) -> di
     }
 
 
-def _read_task_log(logs_folder: Path, report: RunReport, task: TaskReport, line_count: int = 25) -> str:
+def _read_task_log(
+    logs_folder: Path, report: RunReport, task: TaskReport, line_count: int = 25
+) -> str:
     task_folder = logs_folder / f"dag_id={report.dag_id}" / f"run_id={report.run_id}"
     task_folder /= f"task_id={task.task_id}"
     if task.map_index >= 0:
@@ -352,7 +359,7 @@ def _readable_log_line(json_line: str) -> str:
     for error in log_entry.get("error_detail") or ():
         readable_text += f"\n    {error.get('exc_type')}: {error.get('exc_value')}"
         for stack_frame in (error.get("frames") or [])[-3:]:
-            readable_text += f"\n        {stack_frame.get('filename')}:{stack_frame.get('lineno')} " f"{stack_frame.get('name')}"
+            readable_text += f"\n        {stack_frame.get('filename')}:{stack_frame.get('lineno')} {stack_frame.get('name')}"
     return readable_text
 
 

@@ -21,15 +21,28 @@ from cache.errors import LarderError, SourceError
 from cache.model.tower import Tower
 from cache.model.tower_spec import InputDtype, InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
-from precompute.adapters.folder import (BUNDLE_FOLDER, SETTINGS_FILE, limits_of_user_features, open_import_folder, reinstate_bundle, sweep_import_leftovers)
-from precompute.adapters.inputs import (checked_ids, feature_table, name_row)
-from precompute.bundles.bundle import (Bundle, BundleModel, COLUMNS_OF_INPUTS_KEY, ModelFile, write_bundle)
-from precompute.bundles.bundle_store import (swap_in_folder)
-from precompute.bundles.imports import (note_import_begun, read_import_report, write_import_report)
+from precompute.adapters.folder import (
+    BUNDLE_FOLDER,
+    SETTINGS_FILE,
+    limits_of_user_features,
+    open_import_folder,
+    reinstate_bundle,
+    sweep_import_leftovers,
+)
+from precompute.adapters.inputs import checked_ids, feature_table, name_row
+from precompute.bundles.bundle import (
+    COLUMNS_OF_INPUTS_KEY,
+    Bundle,
+    BundleModel,
+    ModelFile,
+    write_bundle,
+)
+from precompute.bundles.bundle_store import swap_in_folder
+from precompute.bundles.imports import note_import_begun, read_import_report, write_import_report
 from precompute.bundles.onnx_model import OnnxModel, item_tower, stated_classes
 from precompute.config.settings import NightConfig, night_config
 from precompute.scoring.towers import demand_feature_types, run_named
-from precompute.sources.plausibility import (JUDGED_ROWS_MIN)
+from precompute.sources.plausibility import JUDGED_ROWS_MIN
 
 FEATURES_FILE = "user_features.parquet"
 TOLERANCE = 1e-4
@@ -148,14 +161,19 @@ class ClassifierReport:
             if len(column_names) > 1
         ]
         return "".join(
-            ["not compared with the library: give what it says of each row as `expected`", *order_remarks]
+            [
+                "not compared with the library: give what it says of each row as `expected`",
+                *order_remarks,
+            ]
         )
 
     def _labels_in_words(self) -> list[str]:
         remarks = []
         if self.classes and self.classes != self.labels:
             class_label_pairs = zip(self.classes, self.labels, strict=True)
-            pairs_text = ", ".join(f"{class_name} is {label}" for class_name, label in class_label_pairs)
+            pairs_text = ", ".join(
+                f"{class_name} is {label}" for class_name, label in class_label_pairs
+            )
             remarks.append(f"classes of the model: {pairs_text}")
         if self.earlier_labels:
             earlier_text, current_text = ", ".join(self.earlier_labels), ", ".join(self.labels)
@@ -166,7 +184,11 @@ class ClassifierReport:
 
     def _columns_in_words(self) -> list[str]:
         return [
-            f"columns of {input_name} were {_names_in_words(earlier_names)}, and are " f"{_names_in_words(self.columns[input_name])}: requests send their " "values in this order from the next night on"
+            (
+                f"columns of {input_name} were {_names_in_words(earlier_names)}, and are "
+                f"{_names_in_words(self.columns[input_name])}: requests send their "
+                "values in this order from the next night on"
+            )
             for input_name, earlier_names in self.earlier_columns.items()
         ]
 
@@ -201,13 +223,16 @@ def from_classifier(
     source_table = feature_table(features, "features", id_column)
     if id_column not in source_table.column_names:
         raise SourceError(
-            f"features has no column {id_column!r} of ids; it has {', '.join(source_table.column_names)}: name it by " "id_column"
+            f"features has no column {id_column!r} of ids; it has {', '.join(source_table.column_names)}: name it by "
+            "id_column"
         )
     ids = checked_ids(source_table[id_column], "user")
     _demand_labels(labels)
     onnx_bytes = _onnx_bytes(model)
     onnx_graph = _parse_graph(onnx_bytes)
-    columns_by_input = _columns_by_input(onnx_graph, source_table.drop_columns([id_column]), columns)
+    columns_by_input = _columns_by_input(
+        onnx_graph, source_table.drop_columns([id_column]), columns
+    )
     spec, column_by_input = _bind_inputs(onnx_graph, source_table, columns_by_input, output, labels)
     classes = stated_classes(onnx_graph, len(labels))
     _demand_order_of_classes(labels, classes)
@@ -236,10 +261,16 @@ def from_classifier(
         bundle = write_bundle(
             staging_folder, name=table, version="1", dims=len(labels), item_ids=list(labels), user_tower=user_tower,
             item_tower=item_model,
-            values={table: labelled_model}, training={"imported": "classifier", COLUMNS_OF_INPUTS_KEY: columns_by_input},
+            values={table: labelled_model}, training={(
+                    "imported"
+): (
+                    "classifier"
+), COLUMNS_OF_INPUTS_KEY: columns_by_input},
         )  # fmt: skip
         tower = Tower.open(bundle.values[table].path, spec)
-        is_complete_row = np.stack([_complete_row_mask(column) for column in column_by_input.values()]).all(axis=0)
+        is_complete_row = np.stack(
+            [_complete_row_mask(column) for column in column_by_input.values()]
+        ).all(axis=0)
         usable_rows = np.flatnonzero(is_complete_row)
         if not len(usable_rows):
             raise _no_usable_row_error(source_table.drop_columns([id_column]), len(ids))
@@ -247,7 +278,8 @@ def from_classifier(
         if tuple(labels) not in (classes, earlier_labels):
             compared_rows = usable_rows[:REORDER_CHECK_ROWS_MAX]
             input_by_name = {
-                spec_.name: _model_input(column_by_input[spec_.name], spec_, compared_rows) for spec_ in spec.inputs
+                spec_.name: _model_input(column_by_input[spec_.name], spec_, compared_rows)
+                for spec_ in spec.inputs
             }
             _demand_earlier_label_order(to, bundle.values[table], tower, input_by_name)
         note_import_begun(to)
@@ -263,9 +295,15 @@ def from_classifier(
     (to / f".{FEATURES_FILE}.part").replace(to / FEATURES_FILE)
     is_again = (to / SETTINGS_FILE).exists()
     if not is_again:
-        write_atomically(to / SETTINGS_FILE, _SETTINGS_TEMPLATE.format(features=FEATURES_FILE, table=table).encode())
+        write_atomically(
+            to / SETTINGS_FILE,
+            _SETTINGS_TEMPLATE.format(features=FEATURES_FILE, table=table).encode(),
+        )
     remark = reinstate_bundle(to) if is_again else ""
-    request = {input_name: _shown_value(column[int(usable_rows[0])].as_py()) for input_name, column in column_by_input.items()}
+    request = {
+        input_name: _shown_value(column[int(usable_rows[0])].as_py())
+        for input_name, column in column_by_input.items()
+    }
     limits = limits_of_user_features(to, feature_rows, spec, tried_rows.nonfinite_row_count)
     if tried_rows.common_output is not None and len(usable_rows) >= JUDGED_ROWS_MIN:
         values = ", ".join(f"{value:g}" for value in tried_rows.common_output)
@@ -304,7 +342,11 @@ def from_classifier(
 def _demand_same_value_table(import_folder: Path, value_name: str) -> None:
     """Raise SourceError if kept settings have a table of a value that this import does not make."""
     try:
-        config = night_config(str(import_folder / SETTINGS_FILE)) if (import_folder / SETTINGS_FILE).exists() else NightConfig()
+        config = (
+            night_config(str(import_folder / SETTINGS_FILE))
+            if (import_folder / SETTINGS_FILE).exists()
+            else NightConfig()
+        )
     except LarderError:  # kept settings that `larder check` will name
         return
     if config.tables == NightConfig().tables:
@@ -312,7 +354,10 @@ def _demand_same_value_table(import_folder: Path, value_name: str) -> None:
     for table_name, table_config in config.tables.items():
         if table_config.kind == "value" and table_config.value != value_name:
             raise SourceError(
-                f"[tables.{table_name}] in {import_folder / SETTINGS_FILE} is of the value {table_config.value!r}, " "and this import makes " f"{value_name!r} alone: import with --table {table_config.value}, name another folder, or change the " "file"
+                f"[tables.{table_name}] in {import_folder / SETTINGS_FILE} is of the value {table_config.value!r}, "
+                "and this import makes "
+                f"{value_name!r} alone: import with --table {table_config.value}, name another folder, or change the "
+                "file"
             )
 
 
@@ -331,7 +376,10 @@ def _demand_labels(labels: Sequence[str]) -> None:
 
 def _demand_order_of_classes(labels: Sequence[str], class_names: tuple[str, ...]) -> None:
     """Raise SourceError for a label that is one of the model's classes, at another place."""
-    if any(label in class_names and class_names.index(label) != label_index for label_index, label in enumerate(labels)):
+    if any(
+        label in class_names and class_names.index(label) != label_index
+        for label_index, label in enumerate(labels)
+    ):
         raise SourceError(
             f"labels are {', '.join(labels)}, and the model's classes are {', '.join(class_names)}, in this order: "
             "numbers would stand under wrong names; give the labels in the order of the classes"
@@ -346,7 +394,10 @@ def _demand_order_of_columns(
         earlier_names = earlier_columns[input_name]
         if earlier_names != column_names and sorted(earlier_names) == sorted(column_names):
             raise SourceError(
-                f"columns of {input_name!r} are {_names_in_words(column_names)} in this table, and were " f"{_names_in_words(earlier_names)} at the import " "before, and a model takes them by their place: name them in the order of the training as columns, or " "give expected"
+                f"columns of {input_name!r} are {_names_in_words(column_names)} in this table, and were "
+                f"{_names_in_words(earlier_names)} at the import "
+                "before, and a model takes them by their place: name them in the order of the training as "
+                "columns, or give expected"
             )
 
 
@@ -354,13 +405,19 @@ def _shown_value(feature_value: object) -> object:
     """Return a feature's value for the report."""
     if isinstance(feature_value, list):
         return [_shown_value(element) for element in feature_value]
-    return LONG_TEXT_PLACEHOLDER if isinstance(feature_value, str) and len(feature_value) > SHOWN_TEXT_CHARS_MAX else feature_value
+    return (
+        LONG_TEXT_PLACEHOLDER
+        if isinstance(feature_value, str) and len(feature_value) > SHOWN_TEXT_CHARS_MAX
+        else feature_value
+    )
 
 
 def _names_in_words(names: Sequence[str]) -> str:
     """Return the first names of a list, and the number of all where there are more."""
     names_text = ", ".join(names[:LISTED_NAMES_MAX])
-    return names_text if len(names) <= LISTED_NAMES_MAX else f"{names_text}, ... ({len(names)} in all)"
+    return (
+        names_text if len(names) <= LISTED_NAMES_MAX else f"{names_text}, ... ({len(names)} in all)"
+    )
 
 
 def _demand_earlier_label_order(
@@ -373,18 +430,37 @@ def _demand_earlier_label_order(
     """
     try:
         earlier_model = Bundle.read(import_folder / BUNDLE_FOLDER).values[model.name]
-        is_reordered = earlier_model.labels != model.labels and set(earlier_model.labels) == set(model.labels)
-        if not is_reordered or earlier_model.spec != model.spec or earlier_model.digest == model.digest:
+        is_reordered = earlier_model.labels != model.labels and set(earlier_model.labels) == set(
+            model.labels
+        )
+        if (
+            not is_reordered
+            or earlier_model.spec != model.spec
+            or earlier_model.digest == model.digest
+        ):
             return
-        outputs, earlier_outputs = tower.run(input_by_name), Tower.open(earlier_model.path, earlier_model.spec).run(input_by_name)
+        outputs, earlier_outputs = (
+            tower.run(input_by_name),
+            Tower.open(earlier_model.path, earlier_model.spec).run(input_by_name),
+        )
     except (LarderError, KeyError):  # what cannot be compared proves nothing
         return
-    reordered_outputs = earlier_outputs[:, [earlier_model.labels.index(label) for label in model.labels]]
+    reordered_outputs = earlier_outputs[
+        :, [earlier_model.labels.index(label) for label in model.labels]
+    ]
     mean_error_by_place = float(np.abs(outputs - earlier_outputs).mean())
     mean_error_by_label = float(np.abs(outputs - reordered_outputs).mean())
     if mean_error_by_place < mean_error_by_label:
         raise SourceError(
-            f"labels are {', '.join(model.labels)}, and were {', '.join(earlier_model.labels)} at the import before, " "but the " f"model's numbers have kept their places: over {len(outputs):,} rows they differ from those of before by " f"{mean_error_by_place:.2g} by place, and by {mean_error_by_label:.2g} by label; give the labels in the " "order of before. " f"If that order was wrong, import {BUNDLE_FOLDER}/{earlier_model.path.name} with the right one first"
+            f"labels are {', '.join(model.labels)}, and were {', '.join(earlier_model.labels)} at the import "
+            "before, "
+            "but the "
+            f"model's numbers have kept their places: over {len(outputs):,} rows they differ from those of "
+            f"before by {mean_error_by_place:.2g} by place, and by {mean_error_by_label:.2g} by label; give "
+            "the labels in the "
+            "order of before. "
+            f"If that order was wrong, import {BUNDLE_FOLDER}/{earlier_model.path.name} with the right one "
+            "first"
         )
 
 
@@ -397,15 +473,23 @@ def _kept_settings_in_words(import_folder: Path, value_name: str) -> tuple[str, 
     remarks, features_file = [], config.sources.user_features
     if config.path(config.bundle).resolve() != (import_folder / BUNDLE_FOLDER).resolve():
         remarks.append(
-            f"nights use the bundle {config.bundle}, which {SETTINGS_FILE} names, not this import's: name " f"{BUNDLE_FOLDER} there"
+            f"nights use the bundle {config.bundle}, which {SETTINGS_FILE} names, not this import's: name "
+            f"{BUNDLE_FOLDER} there"
         )
     if all(table_config.value != value_name for table_config in config.tables.values()):
         remarks.append(
-            f"nights make no table of {value_name}: {SETTINGS_FILE} has no [tables.{value_name}] with kind and value " "(kind = " f'"value", value = "{value_name}")'
+            f"nights make no table of {value_name}: {SETTINGS_FILE} has no [tables.{value_name}] with kind and value "
+            "(kind = "
+            f'"value", value = "{value_name}")'
         )
-    if features_file is None or config.path(features_file).resolve() != (import_folder / FEATURES_FILE).resolve():
+    if (
+        features_file is None
+        or config.path(features_file).resolve() != (import_folder / FEATURES_FILE).resolve()
+    ):
         remark = (
-            f"nights read {features_file or 'no features'} ([sources] user_features in {SETTINGS_FILE}), not the rows " "of " f"this import, which are in {FEATURES_FILE}"
+            f"nights read {features_file or 'no features'} ([sources] user_features in {SETTINGS_FILE}), not the rows "
+            "of "
+            f"this import, which are in {FEATURES_FILE}"
         )
         try:
             demand_feature_types(config, Bundle.read(import_folder / BUNDLE_FOLDER))
@@ -418,10 +502,14 @@ def _kept_settings_in_words(import_folder: Path, value_name: str) -> tuple[str, 
 def _no_usable_row_error(feature_table: Any, row_count: int) -> SourceError:
     """Return the error of a table in which no row is complete, with the columns that have no value at all."""
     empty_column_names = [
-        repr(name) for name in feature_table.column_names if not _complete_row_mask(feature_table[name].combine_chunks()).any()
+        repr(name)
+        for name in feature_table.column_names
+        if not _complete_row_mask(feature_table[name].combine_chunks()).any()
     ]
     reason = (
-        f"{', '.join(empty_column_names)} has no value in any" if empty_column_names else "each lacks a value in a column"
+        f"{', '.join(empty_column_names)} has no value in any"
+        if empty_column_names
+        else "each lacks a value in a column"
     )
     return SourceError(
         f"no row of features can be used, of {row_count:,}: {reason}: fill in what the model was trained with for a "
@@ -463,11 +551,14 @@ def _columns_by_input(
     """Return the columns of the table that each input takes; raise SourceError for one that it lacks."""
     input_names = [graph_input.name for graph_input in _graph_inputs(graph)]
     all_columns: tuple[str, ...] = tuple(feature_table.column_names if columns is None else columns)
-    columns_by_input = {name: (name,) if len(input_names) > 1 else all_columns for name in input_names}
+    columns_by_input = {
+        name: (name,) if len(input_names) > 1 else all_columns for name in input_names
+    }
     for column in (column for names in columns_by_input.values() for column in names):
         if column not in feature_table.column_names:
             raise SourceError(
-                f"features has no column {column!r}, which the model takes; it has " f"{', '.join(feature_table.column_names)}"
+                f"features has no column {column!r}, which the model takes; it has "
+                f"{', '.join(feature_table.column_names)}"
             )
     return columns_by_input
 
@@ -493,7 +584,9 @@ def _bind_inputs(
         input_columns = columns_by_input[graph_input.name]
         input_spec = _input_spec(graph_input, input_columns)
         input_specs.append(input_spec)
-        column_by_input[graph_input.name] = _input_column(feature_table.select(input_columns), input_spec)
+        column_by_input[graph_input.name] = _input_column(
+            feature_table.select(input_columns), input_spec
+        )
     return TowerSpec(tuple(input_specs), output_name, len(labels)), column_by_input
 
 
@@ -505,7 +598,13 @@ def _output_name(graph: Any, requested_output: str | None, label_count: int) -> 
         if graph_output.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     }
     output_names = (
-        [requested_output] if requested_output else [name for name in width_by_float_output if len(width_by_float_output) == 1 or "prob" in name]
+        [requested_output]
+        if requested_output
+        else [
+            name
+            for name in width_by_float_output
+            if len(width_by_float_output) == 1 or "prob" in name
+        ]
     )
     if (
         any(graph_output.type.HasField("sequence_type") for graph_output in graph.output)
@@ -517,12 +616,14 @@ def _output_name(graph: Any, requested_output: str | None, label_count: int) -> 
         )
     if len(output_names) != 1 or output_names[0] not in width_by_float_output:
         raise SourceError(
-            f"the model's outputs of numbers are {', '.join(width_by_float_output) or 'none'}: name the one with a " "number for each " "label as output"
+            f"the model's outputs of numbers are {', '.join(width_by_float_output) or 'none'}: name the one with a "
+            "number for each label as output"
         )
     width = width_by_float_output[output_names[0]]
     if width is not None and width != label_count:
         raise SourceError(
-            f"output {output_names[0]!r} has {width} numbers, and there are {label_count} labels: give one label for " "each, " "in the " "order of the model's classes"
+            f"output {output_names[0]!r} has {width} numbers, and there are {label_count} labels: give one label for "
+            "each, in the order of the model's classes"
         )
     return output_names[0]
 
@@ -537,7 +638,8 @@ def _input_spec(graph_input: Any, column_names: Sequence[str]) -> InputSpec:
     dtype = _DTYPE_BY_ONNX_TYPE[graph_input.type.tensor_type.elem_type]
     if (axis_count := len(graph_input.type.tensor_type.shape.dim)) > 2:
         raise SourceError(
-            f"input {graph_input.name!r} of the model has {axis_count} axes, and features are rows and columns: " "export the " "model with an input [rows, columns]"
+            f"input {graph_input.name!r} of the model has {axis_count} axes, and features are rows and columns: "
+            "export the model with an input [rows, columns]"
         )
     is_matrix = len(graph_input.type.tensor_type.shape.dim) > 1
     width = _width(graph_input)
@@ -569,7 +671,9 @@ def _input_column(feature_table: Any, input_spec: InputSpec) -> Any:
             column_parts.append(column.cast(arrow_type, safe=arrow_type != pa.float32()))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise SourceError(
-                f"features: column {column_name!r} is {column.type}, and input {input_spec.name!r} of the model takes " f"{input_spec.dtype}: " f"{error}; name the columns that the model was trained with as columns"
+                f"features: column {column_name!r} is {column.type}, and input {input_spec.name!r} of the "
+                f"model takes {input_spec.dtype}: {error}; name the columns that the model was trained with "
+                "as columns"
             ) from None
     if input_spec.width is None or (input_spec.dtype == "string" and input_spec.width == 1):
         return column_parts[0]
@@ -582,14 +686,20 @@ def _input_column(feature_table: Any, input_spec: InputSpec) -> Any:
 
 def _complete_row_mask(feature_column: Any) -> NDArray[np.bool_]:
     """Mask of the rows in which no value is missing or NaN."""
-    values = feature_column.flatten() if pa.types.is_fixed_size_list(feature_column.type) else feature_column
+    values = (
+        feature_column.flatten()
+        if pa.types.is_fixed_size_list(feature_column.type)
+        else feature_column
+    )
     has_value: NDArray[np.bool_] = np.asarray(pc.is_valid(values))
     if pa.types.is_floating(values.type):
         has_value = has_value & np.asarray(pc.fill_null(pc.is_finite(values), False))
     return np.asarray(has_value.reshape(len(feature_column), -1).all(axis=1), np.bool_)
 
 
-def _model_input(feature_column: Any, input_spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
+def _model_input(
+    feature_column: Any, input_spec: InputSpec, rows: NDArray[np.int64]
+) -> NDArray[Any]:
     """The input as the model takes it."""
     selected_column = feature_column.take(pa.array(rows))
     if pa.types.is_fixed_size_list(selected_column.type):
@@ -597,7 +707,11 @@ def _model_input(feature_column: Any, input_spec: InputSpec, rows: NDArray[np.in
     input_values = np.asarray(
         selected_column.to_pylist(), object if input_spec.dtype == "string" else input_spec.dtype
     )
-    return input_values if input_spec.width is None else input_values.reshape(len(rows), input_spec.width)
+    return (
+        input_values
+        if input_spec.width is None
+        else input_values.reshape(len(rows), input_spec.width)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -615,7 +729,11 @@ class TriedRows:
 
 
 def _try_rows(
-    tower: Tower, column_by_input: Mapping[str, Any], expected_values: Any, ids: Any, usable_rows: NDArray[np.int64]
+    tower: Tower,
+    column_by_input: Mapping[str, Any],
+    expected_values: Any,
+    ids: Any,
+    usable_rows: NDArray[np.int64],
 ) -> TriedRows:
     """Run the model on all usable rows, of which there is one at least.
 
@@ -630,7 +748,9 @@ def _try_rows(
         outputs[batch_start : batch_start + len(batch_rows)] = run_named(
             tower,
             {
-                input_spec.name: _model_input(column_by_input[input_spec.name], input_spec, batch_rows)
+                input_spec.name: _model_input(
+                    column_by_input[input_spec.name], input_spec, batch_rows
+                )
                 for input_spec in tower.spec.inputs
             },
             partial(name_row, "row of", ids, batch_rows),
@@ -638,28 +758,38 @@ def _try_rows(
     nonfinite_row_count = int((~np.isfinite(outputs).all(axis=1)).sum())
     if nonfinite_row_count == len(usable_rows):
         raise SourceError(
-            f"no output of the model is finite, on none of {len(usable_rows):,} rows: was it trained to its end, and " "are " "the columns in the order of the training?"
+            f"no output of the model is finite, on none of {len(usable_rows):,} rows: was it trained to its end, and "
+            "are the columns in the order of the training?"
         )
     common_output = outputs[0] if (outputs == outputs[0]).all() else None
     if expected_outputs is None:
         return TriedRows(None, nonfinite_row_count, common_output)
     differences = np.abs(outputs - expected_outputs)
     largest_by_label = np.abs(expected_outputs).max(axis=0)
-    tolerances = TOLERANCE + TOLERANCE * np.abs(expected_outputs) + COLUMN_SHARE_TOLERANCE * largest_by_label
+    tolerances = (
+        TOLERANCE + TOLERANCE * np.abs(expected_outputs) + COLUMN_SHARE_TOLERANCE * largest_by_label
+    )
     is_beyond_tolerance = ~(differences <= tolerances)  # also where the output is not a number
     if (is_differing_row := is_beyond_tolerance.any(axis=1)).any():
         row = int(is_differing_row.argmax())
         label_index = int(is_beyond_tolerance[row].argmax())
         off_differences = differences[is_differing_row]
         finite_differences = off_differences[np.isfinite(off_differences)]
-        largest_text = f"{finite_differences.max():.2g}" if len(finite_differences) else "not finite"
+        largest_text = (
+            f"{finite_differences.max():.2g}" if len(finite_differences) else "not finite"
+        )
         remedy = _ROWS_DIFFER_REMEDY
         if (off_differences <= ROUNDING_SHARE_MAX * largest_by_label).all():
             remedy = _ROUNDED_REMEDY
         elif _has_odd_letters(column_by_input, int(usable_rows[row])):
             remedy = _TEXTS_DIFFER_REMEDY
         raise SourceError(
-            f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value plus " f"{COLUMN_SHARE_TOLERANCE:.4%} of the column's largest for {int(is_differing_row.sum()):,} of " f"{len(usable_rows):,} rows, at " f"most by {largest_text}, first for {ids[int(usable_rows[row])].as_py()!r}, of which the model says " f"{float(outputs[row, label_index]):.7g} and expected {float(expected_outputs[row, label_index]):.7g}: " f"{remedy}"
+            f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value "
+            f"plus {COLUMN_SHARE_TOLERANCE:.4%} of the column's largest for {int(is_differing_row.sum()):,} "
+            f"of {len(usable_rows):,} rows, at most by {largest_text}, first for "
+            f"{ids[int(usable_rows[row])].as_py()!r}, of which the model says "
+            f"{float(outputs[row, label_index]):.7g} and expected "
+            f"{float(expected_outputs[row, label_index]):.7g}: {remedy}"
         )
     return TriedRows(float(differences.max()), nonfinite_row_count, common_output)
 
@@ -675,13 +805,17 @@ def _expected_outputs(
         matrix = matrix[:, None]
     if matrix.shape != (len(ids), label_count):
         raise SourceError(
-            f"expected is {list(matrix.shape)}, {[len(ids), label_count]} is wanted: what predict_proba says of each " "row"
+            f"expected is {list(matrix.shape)}, {[len(ids), label_count]} is wanted: what predict_proba says of each "
+            "row"
         )
     expected_outputs: NDArray[np.float64] = matrix[usable_rows]
     if not (is_finite := np.isfinite(expected_outputs).all(axis=1)).all():
         value_text = "NaN" if np.isnan(expected_outputs).any() else "infinity"
         raise SourceError(
-            f"expected holds {value_text} in {int((~is_finite).sum()):,} rows, first for " f"{ids[int(usable_rows[is_finite.argmin()])].as_py()!r}: give what the library says of these rows, or " "leave the " "rows out"
+            f"expected holds {value_text} in {int((~is_finite).sum()):,} rows, first for "
+            f"{ids[int(usable_rows[is_finite.argmin()])].as_py()!r}: give what the library says of these "
+            "rows, or "
+            "leave the rows out"
         )
     return expected_outputs
 
@@ -689,7 +823,9 @@ def _expected_outputs(
 def _has_odd_letters(column_by_input: Mapping[str, Any], row: int) -> bool:
     """True if a text of the row has a character beyond ASCII."""
     return any(
-        not str(value).isascii() for column in column_by_input.values() for value in _texts_in_cell(column[row])
+        not str(value).isascii()
+        for column in column_by_input.values()
+        for value in _texts_in_cell(column[row])
     )
 
 

@@ -81,7 +81,9 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                 f"the example has no input of {tower_name}: name each argument of forward"
             )
         pad, first_item = example.pad, example.first_item
-        if "history" in example_by_input and (pad < 0 or first_item <= pad < first_item + item_count):
+        if "history" in example_by_input and (
+            pad < 0 or first_item <= pad < first_item + item_count
+        ):
             raise SourceError(
                 f"pad is {pad}, which is "
                 + (
@@ -93,7 +95,11 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                 "tower that pads with another number: forward(torch.where(history == PAD, that, history))"
             )
         for name, example_tensor in example_by_input.items():
-            is_wide = example_tensor.ndim == 2 and example_tensor.shape[1] > 1 and not example_tensor.is_floating_point()
+            is_wide = (
+                example_tensor.ndim == 2
+                and example_tensor.shape[1] > 1
+                and not example_tensor.is_floating_point()
+            )
             if tower_name == "the user tower" and is_wide and "history" not in example_by_input:
                 raise SourceError(
                     f"the example's {name!r} holds rows of whole numbers: if these are items, call it history (forward "
@@ -117,7 +123,9 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         if input_name not in _BINDING_BY_INPUT or not first_index:
             return input_tensor
         if input_name == "history":
-            return torch.where(input_tensor == self.items, self.example.pad, input_tensor + first_index)
+            return torch.where(
+                input_tensor == self.items, self.example.pad, input_tensor + first_index
+            )
         return input_tensor + first_index
 
     def feed(self, row_count: int, item_count: int, padded_length: int) -> ArraysByInput:
@@ -136,7 +144,9 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                     row_numbers % (self.items if name == "item" else len(example_tensor))
                 ).astype(dtype)
             else:
-                array_by_name[name] = np.ascontiguousarray(example_tensor.numpy()[row_numbers % len(example_tensor)])
+                array_by_name[name] = np.ascontiguousarray(
+                    example_tensor.numpy()[row_numbers % len(example_tensor)]
+                )
         return array_by_name
 
     def run(
@@ -168,7 +178,9 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                 if row is None:
                     raise
                 values_text = ", ".join(
-                    f"{name} {array_by_input[name][row]}" for name in self.inputs if name not in _BINDING_BY_INPUT
+                    f"{name} {array_by_input[name][row]}"
+                    for name in self.inputs
+                    if name not in _BINDING_BY_INPUT
                 )
                 entity_kind = self.tower_name.split()[1]
                 subject = f"{entity_kind} {entity_ids[first_row + row].as_py()!r} with {values_text or 'its index'}"
@@ -178,10 +190,19 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
 
     def _failing_row(self, array_by_input: ArraysByInput, row_count: int) -> int | None:
         """The first row on which the tower fails alone; None if it fails on every row, or on none alone."""
-        edge_rows_fail = [self._fails_on(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)]
+        edge_rows_fail = [
+            self._fails_on(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)
+        ]
         if all(edge_rows_fail):
             return None
-        return next((row for row in range(row_count) if self._fails_on(_select_one_row(array_by_input, row))), None)
+        return next(
+            (
+                row
+                for row in range(row_count)
+                if self._fails_on(_select_one_row(array_by_input, row))
+            ),
+            None,
+        )
 
     def _fails_on(self, array_by_input: ArraysByInput) -> bool:
         try:
@@ -193,11 +214,15 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
     def spec(self, dims: int) -> TowerSpec:
         """Specification of the inputs and the output."""
         return TowerSpec(
-            tuple(self._input_spec(*named_input) for named_input in self.inputs.items()), "vector", dims
+            tuple(self._input_spec(*named_input) for named_input in self.inputs.items()),
+            "vector",
+            dims,
         )
 
     def _input_spec(self, input_name: str, example_tensor: Tensor) -> InputSpec:
-        dtype: Any = str(_numpy_dtype_of(example_tensor, f"{self.tower_name}: input {input_name!r}"))
+        dtype: Any = str(
+            _numpy_dtype_of(example_tensor, f"{self.tower_name}: input {input_name!r}")
+        )
         if input_name == "history":
             return InputSpec(
                 input_name, "history", dtype, max_length=self.example.max_length, pad=self.pad
@@ -205,17 +230,28 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         if input_name == "item":
             return InputSpec(input_name, "item_index", dtype)
         return InputSpec(
-            input_name, "feature", dtype, column=input_name, width=example_tensor.shape[1] if example_tensor.ndim > 1 else None
+            input_name,
+            "feature",
+            dtype,
+            column=input_name,
+            width=example_tensor.shape[1] if example_tensor.ndim > 1 else None,
         )
 
 
 def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     """(model, its specification, largest difference from torch); SourceError or BundleError names a trap."""
     history_items_max = tower.example.max_length
-    short_length = history_items_max if tower.example.is_fixed else min(_SHORT_HISTORY_ITEMS, history_items_max)
+    short_length = (
+        history_items_max
+        if tower.example.is_fixed
+        else min(_SHORT_HISTORY_ITEMS, history_items_max)
+    )
     padded_lengths = tuple(dict.fromkeys((short_length, history_items_max)))
     traced_length = history_items_max if tower.example.is_fixed else max(2, short_length - 1)
-    traced_shape = 3, traced_length  # not one row: torch takes an axis of one for one that is always so
+    traced_shape = (
+        3,
+        traced_length,
+    )  # not one row: torch takes an axis of one for one that is always so
     array_by_input = tower.feed(traced_shape[0], traced_length, traced_length)
     dims = run_module(tower, array_by_input, tower.tower_name).shape[1]
     spec = tower.spec(dims)
@@ -223,7 +259,10 @@ def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
         demand_free_padding(tower, tower.feed, (short_length, history_items_max), tower.tower_name)
     free_dimension: Any = torch.export.Dim.AUTO
     free_axis_count = {"history": 1 if tower.example.is_fixed else 2}
-    dynamic_shapes = tuple(dict.fromkeys(range(free_axis_count.get(name, 1)), free_dimension) for name in array_by_input)
+    dynamic_shapes = tuple(
+        dict.fromkeys(range(free_axis_count.get(name, 1)), free_dimension)
+        for name in array_by_input
+    )
     try:
         with _quiet_export():
             program = torch.onnx.export(
@@ -240,7 +279,9 @@ def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     return (
         model,
         spec,
-        demand_parity(model, tower, spec, tower.feed, traced_shape, padded_lengths, tower.tower_name),
+        demand_parity(
+            model, tower, spec, tower.feed, traced_shape, padded_lengths, tower.tower_name
+        ),
     )
 
 
@@ -275,7 +316,8 @@ def _describe_export_failure(error: Exception) -> str:
         cause = cause.__cause__ or cause.__context__
     messages_text = "\n".join(map(str, causes))
     if operator_match := re.search(
-        r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)", messages_text
+        r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)",
+        messages_text,
     ):
         return (
             f"uses {operator_match[1]}, for which ONNX has no operator: write forward with others"
@@ -286,7 +328,10 @@ def _describe_export_failure(error: Exception) -> str:
 @contextmanager
 def _quiet_export() -> Iterator[None]:
     """torch's log and warnings held back, and attention by plain operators: the fused one has no ONNX form."""
-    log, was_fastpath_enabled = logging.getLogger("torch.onnx"), torch.backends.mha.get_fastpath_enabled()
+    log, was_fastpath_enabled = (
+        logging.getLogger("torch.onnx"),
+        torch.backends.mha.get_fastpath_enabled(),
+    )
     log_level = log.level
     log.setLevel(logging.ERROR)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -311,7 +356,9 @@ def demand_exportable(module: Any, tower_name: str) -> None:
             f"{tower_name} is a {type(module).__name__}: give an nn.Module whose forward returns vectors [n, dims]"
         )
     tensor_by_name = dict(module.named_parameters()) | dict(module.named_buffers())
-    weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensor_by_name.values())
+    weights_bytes = sum(
+        tensor.numel() * tensor.element_size() for tensor in tensor_by_name.values()
+    )
     if weights_bytes > WEIGHTS_BYTES_MAX:
         raise BundleError(
             f"{tower_name} has {weights_bytes:,} bytes of weights, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions",
@@ -356,9 +403,12 @@ def run_module(
             f"{tower_name} fails on {subject or shapes}: {first_message_line(error)}; {remedy}"
         ) from None
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != row_count:
-        shape_text = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        shape_text = (
+            list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        )
         raise SourceError(
-            f"{tower_name} returns {shape_text} for {row_count} rows, not [{row_count}, dims]: wrap it in a module " "whose " "forward returns one vector a row"
+            f"{tower_name} returns {shape_text} for {row_count} rows, not [{row_count}, dims]: wrap it in a module "
+            "whose forward returns one vector a row"
         )
     vectors: NDArray[np.float32] = output.numpy()
     is_nonfinite = ~np.isfinite(vectors).all(axis=1)
@@ -379,11 +429,15 @@ def demand_free_padding(
     short_length, long_length = padded_lengths
     item_count = max(1, short_length // 2)
     short_vectors, long_vectors = (
-        run_module(module, make_arrays(17, item_count, padded_length), tower_name) for padded_length in padded_lengths
+        run_module(module, make_arrays(17, item_count, padded_length), tower_name)
+        for padded_length in padded_lengths
     )
     if (relative_error := _relative_error(long_vectors, short_vectors)) > PARITY_TOLERANCE:
         raise SourceError(
-            f"{tower_name}: the vector of a history of {item_count} changes by {relative_error:.1g} if it is padded " f"behind to {long_length} " f"instead of {short_length}: mask the padding in forward, or say is_fixed=True in Example, which always " "pads to " "max_length"
+            f"{tower_name}: the vector of a history of {item_count} changes by {relative_error:.1g} if it is "
+            f"padded behind to {long_length} instead of {short_length}: mask the padding in forward, or say "
+            "is_fixed=True in Example, which always "
+            "pads to max_length"
         )
 
 
@@ -410,7 +464,8 @@ def demand_parity(
             )
     except Exception as error:  # ONNX Runtime's errors share no base class of their own
         raise BundleError(
-            f"{tower_name}: ONNX Runtime does not open its model: {first_message_line(error)}; write forward with " "other " "operators"
+            f"{tower_name}: ONNX Runtime does not open its model: {first_message_line(error)}; write forward with "
+            "other operators"
         ) from None
 
     def measure_difference(row_count: int, item_count: int, padded_length: int) -> float:
@@ -434,7 +489,12 @@ def demand_parity(
                 if not difference <= PARITY_TOLERANCE:
                     raise BundleError(
                         _parity_message(
-                            measure_difference, spec, traced_shape, (row_count, item_count, padded_length), difference, tower_name
+                            measure_difference,
+                            spec,
+                            traced_shape,
+                            (row_count, item_count, padded_length),
+                            difference,
+                            tower_name,
                         )
                     )
                 worst_difference = max(worst_difference, difference)
@@ -453,15 +513,26 @@ def _parity_message(
     traced_rows, traced_length = traced_shape
     if measure_difference(traced_rows, traced_length, traced_length) <= PARITY_TOLERANCE:
         remedy = "take sizes from tensors in forward (x.shape), not from Python numbers"
-        if not measure_difference(PARITY_ROWS[-1], traced_length, traced_length) <= PARITY_TOLERANCE:
+        if (
+            not measure_difference(PARITY_ROWS[-1], traced_length, traced_length)
+            <= PARITY_TOLERANCE
+        ):
             return f"{tower_name}: input {spec.inputs[0].name!r} has axis 0 (rows) frozen at {traced_rows}: {remedy}"
-        if spec.history is not None and not measure_difference(traced_rows, failing_shape[2], failing_shape[2]) <= PARITY_TOLERANCE:
+        if (
+            spec.history is not None
+            and not measure_difference(traced_rows, failing_shape[2], failing_shape[2])
+            <= PARITY_TOLERANCE
+        ):
             return (
-                f"{tower_name}: input {spec.history.name!r} has axis 1 (length) frozen at {traced_length}: {remedy}, " "or say " "is_fixed=True in Example"
+                f"{tower_name}: input {spec.history.name!r} has axis 1 (length) frozen at {traced_length}: {remedy}, "
+                "or say is_fixed=True in Example"
             )
-    shape_text = f"{failing_shape[0]} rows" + (f" with {failing_shape[1]} of {failing_shape[2]} items" if spec.history else "")
+    shape_text = f"{failing_shape[0]} rows" + (
+        f" with {failing_shape[1]} of {failing_shape[2]} items" if spec.history else ""
+    )
     return (
-        f"{tower_name} differs from its ONNX model by {difference:.2g} on {shape_text} ({PARITY_TOLERANCE:g} is " "allowed): " "forward must not decide by Python numbers made of its inputs"
+        f"{tower_name} differs from its ONNX model by {difference:.2g} on {shape_text} ({PARITY_TOLERANCE:g} is "
+        "allowed): forward must not decide by Python numbers made of its inputs"
     )
 
 

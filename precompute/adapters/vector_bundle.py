@@ -24,7 +24,7 @@ from precompute.adapters.vectors import fold_vectors_model
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import bundle_made_of
 from precompute.config.settings import NightConfig
-from precompute.events.files import (counted_behind_number, newest_vector_by_item)
+from precompute.events.files import counted_behind_number, newest_vector_by_item
 from precompute.sources.columns import Ids, as_numpy_mask
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities, all_erasures
 from precompute.sources.features import read_feature_values

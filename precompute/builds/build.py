@@ -31,11 +31,19 @@ from cache.store.artefacts import (
     write_atomically,
 )
 from cache.store.releases import all_releases
-from precompute.builds.reports import (AttributeFiles, BEGIN_REPORT, BuildId, ModelEntry, ReportName, ReportT, file_entry)
+from precompute.builds.reports import (
+    BEGIN_REPORT,
+    AttributeFiles,
+    BuildId,
+    ModelEntry,
+    ReportName,
+    ReportT,
+    file_entry,
+)
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
-from precompute.partitions.shard_files import (partition_file_kinds)
+from precompute.partitions.shard_files import partition_file_kinds
 from precompute.releases.release_log import Releases
 from precompute.sources.erasures import ErasedEntities, all_erasures
 
@@ -111,7 +119,9 @@ class Build:
                     f"{self.generation} is unknown in {self.store.url}: `status` lists what there is",
                     generation=self.generation,
                 )
-            raise StoreError(f"{self.generation}: step {report_name!r} has not finished; run it first")
+            raise StoreError(
+                f"{self.generation}: step {report_name!r} has not finished; run it first"
+            )
         return report
 
 
@@ -141,8 +151,12 @@ def model_entry(
     build: Build, bundle: Bundle, model_name: str, has_int8: bool, agreement: Mapping[str, Any]
 ) -> ModelEntry:
     """Return the entry of a bundle's model, for a report and the manifest."""
-    source_model = next(bundle_model for bundle_model in bundle.models if bundle_model.name == model_name)
-    fp32_entry, *weights_entries = [file_entry(build.describe(file_name)) for _, file_name, _ in source_model.files]
+    source_model = next(
+        bundle_model for bundle_model in bundle.models if bundle_model.name == model_name
+    )
+    fp32_entry, *weights_entries = [
+        file_entry(build.describe(file_name)) for _, file_name, _ in source_model.files
+    ]
     return {
         "name": model_name,
         "fp32": fp32_entry,
@@ -157,14 +171,18 @@ def model_entry(
 def fetch_catalogue(build: Build) -> None:
     """Fetch the catalogue's files, all but the vectors."""
     file_names = [catalogue.ITEM_IDS_FILE, catalogue.ITEM_OFFSETS_FILE, catalogue.MODEL_INDEX_FILE]
-    file_names += [catalogue.directory_file_path("item", shard) for shard in range(build.config.shards)]
+    file_names += [
+        catalogue.directory_file_path("item", shard) for shard in range(build.config.shards)
+    ]
     for file_name in file_names:
         build.fetch(file_name)
 
 
 def fetch_partition(build: Build, shard: int) -> None:
     """Fetch a shard's partition of the sources."""
-    for file_kind in partition_file_kinds(build.need_report(BEGIN_REPORT).get("user_vectors", False)):
+    for file_kind in partition_file_kinds(
+        build.need_report(BEGIN_REPORT).get("user_vectors", False)
+    ):
         build.fetch(f"work/partition/{shard:04d}.{file_kind}")
 
 
@@ -208,7 +226,8 @@ def find_newer_live(releases: Releases, data_until: datetime, *, is_chosen: bool
     ahead_s = data_until.timestamp() - releases.clock()
     if is_chosen and ahead_s > CLOCK_AHEAD_S_MAX:
         raise ConfigError(
-            f"data_until {data_until.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night " "could be " "published after this one; give a time that has passed",
+            f"data_until {data_until.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night "
+            "could be published after this one; give a time that has passed",
             field="data_until",
         )
     live_generation = releases.ledger().live_generation
@@ -216,7 +235,8 @@ def find_newer_live(releases: Releases, data_until: datetime, *, is_chosen: bool
         return None
     if is_chosen:
         raise ConfigError(
-            f"data_until {data_until.isoformat()} is older than {live_generation}, which is live, so it could not be " "published: give a " "newer one, or go back with `larder roll-back`",
+            f"data_until {data_until.isoformat()} is older than {live_generation}, which is live, so it could not be "
+            "published: give a newer one, or go back with `larder roll-back`",
             field="data_until",
             live=live_generation,
         )
@@ -262,7 +282,13 @@ def with_host_copies(
     """
 
     @functools.wraps(step)
-    def run_step(config: NightConfig, build: BuildId, /, *arguments: StepParameters.args, **options: StepParameters.kwargs) -> StepResult:
+    def run_step(
+        config: NightConfig,
+        build: BuildId,
+        /,
+        *arguments: StepParameters.args,
+        **options: StepParameters.kwargs,
+    ) -> StepResult:
         store, generation = config.store(), build["generation"]
         sweep_copies(store, generations_in_use=[generation])
         record_copies(store, generation)
@@ -278,7 +304,9 @@ def with_host_copies(
 def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) -> None:
     """Raise Refused from `error` if the generation was retired while a step worked on it: its files are gone then."""
     try:
-        generation_releases = [release for release in all_releases(store) if release.generation == generation]
+        generation_releases = [
+            release for release in all_releases(store) if release.generation == generation
+        ]
     except (LarderError, OSError):
         return  # the store does not answer: the error itself is what can be told
     is_retired = bool(generation_releases) and generation_releases[-1].action == "retire"

@@ -29,8 +29,27 @@ from cache.format.manifest import (
 )
 from cache.model.input_preparation import HISTORY_LIMIT
 from cache.store.artefacts import generation_path
-from precompute.builds.build import (Build, attribute_paths, data_until_of, fetch_catalogue, open_bundle)
-from precompute.builds.reports import (ASSEMBLE_REPORT, BEGIN_REPORT, EMBED_ITEMS_REPORT, FacetEntry, FileEntry, INDEX_REPORT, ModelEntry, PagesEntry, QUANTIZE_REPORT, ShardReport, file_entry, shard_report_name)
+from precompute.builds.build import (
+    Build,
+    attribute_paths,
+    data_until_of,
+    fetch_catalogue,
+    open_bundle,
+)
+from precompute.builds.reports import (
+    ASSEMBLE_REPORT,
+    BEGIN_REPORT,
+    EMBED_ITEMS_REPORT,
+    INDEX_REPORT,
+    QUANTIZE_REPORT,
+    FacetEntry,
+    FileEntry,
+    ModelEntry,
+    PagesEntry,
+    ShardReport,
+    file_entry,
+    shard_report_name,
+)
 from precompute.builds.tables import (
     configured_tables,
     entity_of,
@@ -44,7 +63,7 @@ from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
 from precompute.partitions.night_input import EventFields
 from precompute.partitions.shard_files import first_hash
-from precompute.sources.unusable import (UNKNOWN_ITEMS_NAMED_FIELD, merge_reports)
+from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, merge_reports
 
 WITHOUT_INTERACTIONS_FACT = "without_interactions"
 """Fact of a generation whose night was given no table of interactions; no other has it."""
@@ -67,9 +86,15 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
     if (manifest_bytes := build.store.read(manifest_path)) is not None:
         return Manifest.from_bytes(manifest_bytes)
     config, bundle = build.config, open_bundle(build)
-    begin_report, embed_report = build.need_report(BEGIN_REPORT), build.need_report(EMBED_ITEMS_REPORT)
+    begin_report, embed_report = (
+        build.need_report(BEGIN_REPORT),
+        build.need_report(EMBED_ITEMS_REPORT),
+    )
     build.need_report(ASSEMBLE_REPORT)
-    index_report, quantize_report = build.need_report(INDEX_REPORT), build.need_report(QUANTIZE_REPORT)
+    index_report, quantize_report = (
+        build.need_report(INDEX_REPORT),
+        build.need_report(QUANTIZE_REPORT),
+    )
     shard_reports = [build.need_report(shard_report_name(shard)) for shard in range(config.shards)]
     fetch_catalogue(build)
     files_by_attribute = begin_report.get("attributes", {})
@@ -89,7 +114,9 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
                 "user", begin_report["user_seed"], [report["users"]["directory"] for report in shard_reports]
             ),
             "item": _entity_set("item", begin_report["item_seed"], [
-                file_entry(build.describe(catalogue.directory_file_path("item", shard))) for shard in range(config.shards)
+                file_entry(build.describe(catalogue.directory_file_path((
+                        "item"
+), shard))) for shard in range(config.shards)
             ]),
         }
         | {f"{FACET_PREFIX}{name}": _facet_entity_set(name, facet) for name, facet in facet_by_name.items()},
@@ -171,7 +198,9 @@ def _events_read(config: NightConfig, event_fields: EventFields) -> IncludedEven
     # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
     events_namespace = event_fields["events_namespace"]
     other_namespace = "" if events_namespace == config.namespace else events_namespace
-    return IncludedEvents(events_entry["until"], config.history_limit, attribute_by_facet, other_namespace)
+    return IncludedEvents(
+        events_entry["until"], config.history_limit, attribute_by_facet, other_namespace
+    )
 
 
 def manifest_format_of(config: NightConfig, bundle: Bundle) -> int:
@@ -198,10 +227,19 @@ def scoring_seconds(shard_reports: Sequence[ShardReport]) -> float:
 
 def _entity_set(set_name: Any, hash_seed: int, part_entries: Sequence[FileEntry]) -> EntitySet:
     directory_parts = tuple(
-        DirectoryPart(first_hash(shard, len(part_entries)), part_entry["size_bytes"] // 8, Artefact(**part_entry))
+        DirectoryPart(
+            first_hash(shard, len(part_entries)),
+            part_entry["size_bytes"] // 8,
+            Artefact(**part_entry),
+        )
         for shard, part_entry in enumerate(part_entries)
     )
-    return EntitySet(set_name, hash_seed, sum(part_entry.count for part_entry in directory_parts), directory_parts)
+    return EntitySet(
+        set_name,
+        hash_seed,
+        sum(part_entry.count for part_entry in directory_parts),
+        directory_parts,
+    )
 
 
 def _manifest_tables(
@@ -223,8 +261,18 @@ def _facet_table(config: NightConfig, facet_name: str, pages_entry: PagesEntry) 
     layout = facet_layout(config.facets[facet_name].k)
     records_a_page, record_count = records_per_page(layout, config.page_bytes), pages_entry["count"]
     pages_file, sums_file = Artefact(**pages_entry["file"]), Artefact(**pages_entry["sums"])
-    table_parts = (TablePart(0, -(-record_count // records_a_page), record_count, pages_file, sums_file),)
-    return Table(facet_name, f"{FACET_PREFIX}{facet_name}", Producer("none"), layout, records_a_page, table_parts, ())
+    table_parts = (
+        TablePart(0, -(-record_count // records_a_page), record_count, pages_file, sums_file),
+    )
+    return Table(
+        facet_name,
+        f"{FACET_PREFIX}{facet_name}",
+        Producer("none"),
+        layout,
+        records_a_page,
+        table_parts,
+        (),
+    )
 
 
 def _named_filters(
@@ -252,14 +300,22 @@ def _manifest_table(
     records_a_page = records_per_page(layout, config.page_bytes)
     table_parts, first_page = [], 0
     for shard_report in shard_reports:
-        pages_entry = (shard_report["users"] if entity == "user" else shard_report["items"])["tables"][table_name]
+        pages_entry = (shard_report["users"] if entity == "user" else shard_report["items"])[
+            "tables"
+        ][table_name]
         page_count = -(-pages_entry["count"] // records_a_page)
         table_parts.append(
             TablePart(
-                first_page, page_count, pages_entry["count"], Artefact(**pages_entry["file"]), Artefact(**pages_entry["sums"])
+                first_page,
+                page_count,
+                pages_entry["count"],
+                Artefact(**pages_entry["file"]),
+                Artefact(**pages_entry["sums"]),
             )
         )
         first_page += page_count
     labels = bundle.values[str(table_config.value)].labels if table_config.kind == "value" else ()
     producer = producer_of(bundle, table_config)
-    return Table(table_name, entity, producer, layout, records_a_page, tuple(table_parts), tuple(labels))
+    return Table(
+        table_name, entity, producer, layout, records_a_page, tuple(table_parts), tuple(labels)
+    )

@@ -80,7 +80,12 @@ def demand_redis_room(
         if used_bytes + needed_bytes > REDIS_USED_SHARE_MAX * maxmemory_bytes:
             node_text = "" if node_name == "primary" else f" on {node_name}"
             raise Refused(
-                f"loading {generation} needs {needed_bytes:,} bytes{node_text} beside {used_bytes:,} in use, more than " f"{REDIS_USED_SHARE_MAX:.0%} of Redis' maxmemory {maxmemory_bytes:,}, after what nobody needs " "was swept: raise it, or " "unpin generations and end a canary (`larder status` lists them)",
+                (
+                    f"loading {generation} needs {needed_bytes:,} bytes{node_text} beside {used_bytes:,} in use, "
+                    f"more than {REDIS_USED_SHARE_MAX:.0%} of Redis' maxmemory {maxmemory_bytes:,}, after what "
+                    "nobody needs "
+                    "was swept: raise it, or unpin generations and end a canary (`larder status` lists them)"
+                ),
                 rule=REDIS_HEADROOM_RULE,
                 value=used_bytes + needed_bytes,
                 threshold=int(REDIS_USED_SHARE_MAX * maxmemory_bytes),
@@ -104,16 +109,23 @@ def unevictable_bytes(
         return used_bytes
     dataset_bytes = info_number(info, "used_memory_dataset", used_bytes)
     overlay_bytes = expiring_key_count * (record_bytes + OVERLAY_EXTRA_BYTES)
-    return min(used_bytes, used_bytes - dataset_bytes + max(round(pages_bytes), dataset_bytes - overlay_bytes))
+    return min(
+        used_bytes,
+        used_bytes - dataset_bytes + max(round(pages_bytes), dataset_bytes - overlay_bytes),
+    )
 
 
-def redis_page_bytes(store: ArtefactStore, control: Control, *, left_out_generation: str | None = None) -> int:
+def redis_page_bytes(
+    store: ArtefactStore, control: Control, *, left_out_generation: str | None = None
+) -> int:
     """Return the payload of this namespace's generations, but `left_out_generation`, whose pages Redis may hold."""
     held_page_bytes = 0
     for generation, row in control.rows().items():
         if generation != left_out_generation and row.state is not GenerationState.RETIRED:
             raw_manifest = store.read(generation_path(generation, "manifest.json"))
-            held_page_bytes += 0 if raw_manifest is None else total_bytes(Manifest.from_bytes(raw_manifest))
+            held_page_bytes += (
+                0 if raw_manifest is None else total_bytes(Manifest.from_bytes(raw_manifest))
+            )
     return held_page_bytes
 
 
@@ -156,10 +168,17 @@ def time_limit_remark(config: NightConfig, size_bytes: float) -> str | None:
         "load_timeout_s": config.dag.load_timeout_s,
         "verify_timeout_s": config.dag.verify_timeout_s,
     }
-    short_limit_s_by_setting = {setting_name: limit_s for setting_name, limit_s in limit_s_by_setting.items() if load_s_max > limit_s}
+    short_limit_s_by_setting = {
+        setting_name: limit_s
+        for setting_name, limit_s in limit_s_by_setting.items()
+        if load_s_max > limit_s
+    }
     if not short_limit_s_by_setting:
         return None
-    limits_text = " and ".join(f"{setting_name} ({limit_s:,.0f} s)" for setting_name, limit_s in short_limit_s_by_setting.items())
+    limits_text = " and ".join(
+        f"{setting_name} ({limit_s:,.0f} s)"
+        for setting_name, limit_s in short_limit_s_by_setting.items()
+    )
     floor_mib_s_min = size_bytes / (min(short_limit_s_by_setting.values()) * MIB)
     return (
         f"beside busy readers {size_bytes / 1e9:,.1f} GB of pages take up to {load_s_max:,.0f} s, at floor_mib_s "

@@ -151,10 +151,14 @@ def load_part(
             raise CorruptArtefact(
                 f"{part_entry.file.path} has {len(mapped_pages)} bytes for {part_entry.count} records"
             )
-        key_names = [part.key(keys, manifest.generation, page).encode() for page in range(part_entry.pages)]
+        key_names = [
+            part.key(keys, manifest.generation, page).encode() for page in range(part_entry.pages)
+        ]
         with (
             memoryview(mapped_pages) as pages_view,
-            PageStream(client, governor, chunk_bytes=chunk_bytes, note_landed_pages=note_landed_pages) as page_stream,
+            PageStream(
+                client, governor, chunk_bytes=chunk_bytes, note_landed_pages=note_landed_pages
+            ) as page_stream,
         ):
             page_stream.send(key_names, pages_view, loaded_count, part.table.page_bytes)
     mark_loaded(client, loaded_key, part)
@@ -170,7 +174,9 @@ def mark_loaded(client: "redis.Redis", loaded_key: str, part: Part) -> None:
             pipeline.execute()
 
 
-def count_loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:
+def count_loaded_pages(
+    client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part
+) -> int:
     """Return the number of an unfinished part's first pages that are known to be in Redis."""
     progress_note = client.hget(keys.loaded(manifest.generation), part.progress)
     if not isinstance(progress_note, bytes):
@@ -199,7 +205,9 @@ def unlink_pages(
             piece_bytes = None if governor is None else governor.piece_bytes
             if governor is not None:
                 page_size_bytes = part.size_of(page_number)
-                governor.pace(page_size_bytes if piece_bytes is None else min(page_size_bytes, piece_bytes))
+                governor.pace(
+                    page_size_bytes if piece_bytes is None else min(page_size_bytes, piece_bytes)
+                )
             if piece_bytes is not None or len(key_batch) == UNLINK_BATCH_KEYS:
                 removed_key_count += int(client.unlink(*key_batch))
                 key_batch.clear()
@@ -231,11 +239,19 @@ class PageStream(BulkConnections):
         self._note_landed_pages = note_landed_pages
         self._unanswered_chunks: deque[_SentChunk] = deque()
 
-    def send(self, key_names: list[bytes], all_pages: memoryview, first_page_number: int, page_size_bytes: int) -> None:
+    def send(
+        self,
+        key_names: list[bytes],
+        all_pages: memoryview,
+        first_page_number: int,
+        page_size_bytes: int,
+    ) -> None:
         """Send pages from `first_page_number` on; n is `all_pages[n * page_size_bytes:]`, the last may be shorter."""
 
         def resend_page(page_number: int) -> None:
-            with all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes] as resent_page:
+            with all_pages[
+                page_number * page_size_bytes : (page_number + 1) * page_size_bytes
+            ] as resent_page:
                 self._client.set(key_names[page_number], resent_page)
 
         page_number = first_page_number
@@ -244,20 +260,34 @@ class PageStream(BulkConnections):
             if self._governor is None or piece_bytes is None:
                 page_number += self._send_whole(key_names, all_pages, page_number, page_size_bytes)
             else:
-                with all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes] as page_view:
-                    self._send_paced(self._governor, key_names[page_number], page_number, page_view, piece_bytes)
+                with all_pages[
+                    page_number * page_size_bytes : (page_number + 1) * page_size_bytes
+                ] as page_view:
+                    self._send_paced(
+                        self._governor, key_names[page_number], page_number, page_view, piece_bytes
+                    )
                 page_number += 1
             if len(self._unanswered_chunks) >= UNANSWERED_CHUNKS_MAX:
                 self._await_chunk(resend_page)
         while self._unanswered_chunks:
             self._await_chunk(resend_page)
 
-    def _send_whole(self, key_names: list[bytes], all_pages: memoryview, first_page_number: int, page_size_bytes: int) -> int:
+    def _send_whole(
+        self,
+        key_names: list[bytes],
+        all_pages: memoryview,
+        first_page_number: int,
+        page_size_bytes: int,
+    ) -> int:
         """Send a chunk of `SET`s directly from the mapped pages: packing would copy each of them twice."""
-        chunk_keys = key_names[first_page_number : first_page_number + max(1, self._chunk_bytes // page_size_bytes)]
+        chunk_keys = key_names[
+            first_page_number : first_page_number + max(1, self._chunk_bytes // page_size_bytes)
+        ]
         with ExitStack() as view_stack:  # an error must not leave the mapped file in use
             page_views = [
-                view_stack.enter_context(all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes])
+                view_stack.enter_context(
+                    all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes]
+                )
                 for page_number in range(first_page_number, first_page_number + len(chunk_keys))
             ]
             sent_bytes = sum(len(page_view) for page_view in page_views)
@@ -268,15 +298,26 @@ class PageStream(BulkConnections):
                 command_parts: list[bytes | memoryview] = []
                 for position in positions:
                     page_view = page_views[position]
-                    command_parts += (_set_command_head(chunk_keys[position], len(page_view)), page_view, b"\r\n")
+                    command_parts += (
+                        _set_command_head(chunk_keys[position], len(page_view)),
+                        page_view,
+                        b"\r\n",
+                    )
                 connection = self.connection_to(server)
                 connection.send_packed_command(command_parts, check_health=False)
-                sent_pages.append((connection, [first_page_number + position for position in positions]))
+                sent_pages.append(
+                    (connection, [first_page_number + position for position in positions])
+                )
         self._track_chunk(_SentChunk(sent_pages, len(chunk_keys), sent_bytes))
         return len(chunk_keys)
 
     def _send_paced(
-        self, governor: Governor, page_key: bytes, page_number: int, page_view: memoryview, piece_bytes: int
+        self,
+        governor: Governor,
+        page_key: bytes,
+        page_number: int,
+        page_view: memoryview,
+        piece_bytes: int,
     ) -> None:
         """Send a page as one `SET` in paced pieces.
 
@@ -289,7 +330,9 @@ class PageStream(BulkConnections):
         for piece_start in range(0, page_size_bytes, piece_bytes):
             with page_view[piece_start : piece_start + piece_bytes] as piece_view:
                 governor.pace(len(piece_view))
-                command_head = _set_command_head(page_key, page_size_bytes) if piece_start == 0 else b""
+                command_head = (
+                    _set_command_head(page_key, page_size_bytes) if piece_start == 0 else b""
+                )
                 command_end = b"\r\n" if piece_start + piece_bytes >= page_size_bytes else b""
                 # One buffer, one packet: at this size a copy costs less than three system calls.
                 packet = b"".join((command_head, piece_view, command_end))

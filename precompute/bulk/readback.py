@@ -76,7 +76,9 @@ def find_bad_pages(
 ) -> Generator[tuple[int, str]]:
     """(number within the part, complaint) of each page that is not as its checksum says."""
     checksums = part.read_sums(root)
-    page_digests = _read_pages(client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
+    page_digests = _read_pages(
+        client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor
+    )
     with closing(page_digests):
         for page_number, digest, size_bytes in page_digests:
             if digest is None:
@@ -96,13 +98,21 @@ def _read_pages(
     governor: Governor | None,
 ) -> Generator[PageDigest]:
     """Every page of a part: in pieces while there are readers, some pages at once else."""
-    key_names = [part.key(keys, manifest.generation, page_number).encode() for page_number in range(part.pages.pages)]
+    key_names = [
+        part.key(keys, manifest.generation, page_number).encode()
+        for page_number in range(part.pages.pages)
+    ]
     pages_per_chunk, page_number = max(1, chunk_bytes // part.table.page_bytes), 0
     while page_number < len(key_names):
         if governor is not None and governor.piece_bytes is not None:
             with PieceReader(client, governor) as reader:
-                while page_number < len(key_names) and (piece_bytes := governor.piece_bytes) is not None:
-                    yield from reader.request_page(page_number, key_names[page_number], part.size_of(page_number), piece_bytes)
+                while (
+                    page_number < len(key_names)
+                    and (piece_bytes := governor.piece_bytes) is not None
+                ):
+                    yield from reader.request_page(
+                        page_number, key_names[page_number], part.size_of(page_number), piece_bytes
+                    )
                     page_number += 1
                 yield from reader.read_remaining()
         else:
@@ -110,7 +120,9 @@ def _read_pages(
             if governor is not None:
                 governor.pace(len(chunk_keys) * part.table.page_bytes)
                 governor.own_reads(len(chunk_keys))
-            for read_page_number, page_bytes in enumerate(_fetch_values(client, chunk_keys), page_number):
+            for read_page_number, page_bytes in enumerate(
+                _fetch_values(client, chunk_keys), page_number
+            ):
                 digest = None if page_bytes is None else xxhash.xxh3_64_intdigest(page_bytes)
                 yield PageDigest(read_page_number, digest, len(page_bytes or b""))
             page_number += len(chunk_keys)
@@ -129,9 +141,12 @@ def read_page_lengths(
 ) -> Iterator[tuple[int, int]]:
     """(number within the part, bytes in Redis) of every page; 0 for one that is not there."""
     for first_page_number in range(0, part.pages.pages, LENGTHS_PER_ROUND_TRIP):
-        page_numbers = range(first_page_number, min(first_page_number + LENGTHS_PER_ROUND_TRIP, part.pages.pages))
+        page_numbers = range(
+            first_page_number, min(first_page_number + LENGTHS_PER_ROUND_TRIP, part.pages.pages)
+        )
         key_names = [
-            part.key(keys, manifest.generation, page_number).encode() for page_number in page_numbers
+            part.key(keys, manifest.generation, page_number).encode()
+            for page_number in page_numbers
         ]
         yield from zip(page_numbers, value_sizes(client, key_names), strict=True)
 
@@ -148,13 +163,17 @@ def value_sizes(client: "redis.Redis", key_names: Sequence[bytes]) -> list[int]:
 
 def _strlens(client: "redis.Redis", server: "redis.Redis", key_names: list[bytes]) -> list[int]:
     """Return the bytes of each value, by one packet: redis-py's pipeline would take seconds for a large generation."""
-    packed_commands = b"".join(b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(key_name), key_name) for key_name in key_names)
+    packed_commands = b"".join(
+        b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(key_name), key_name) for key_name in key_names
+    )
     with BulkConnections() as connections:
         connection = connections.connection_to(server)
         connection.send_packed_command([packed_commands], check_health=False)
         replies = [_length_reply(connection) for _ in key_names]
     return [
-        int(cast(Any, client.strlen(key_name))) if length_or_redirect is None else length_or_redirect
+        int(cast(Any, client.strlen(key_name)))
+        if length_or_redirect is None
+        else length_or_redirect
         for key_name, length_or_redirect in zip(key_names, replies, strict=True)
     ]
 
@@ -197,8 +216,12 @@ class PieceReader(BulkConnections):
             piece_end = size_bytes if is_last else piece_start + piece_bytes - 1
             self._governor.pace(min(piece_bytes, size_bytes - piece_start))
             self._governor.own_reads(1)
-            connection.send_packed_command([_getrange_command(page_key, piece_start, piece_end)], check_health=False)
-            self._unanswered_requests.append(_PieceRequest(connection, page_number, page_key, piece_start, piece_end, is_last))
+            connection.send_packed_command(
+                [_getrange_command(page_key, piece_start, piece_end)], check_health=False
+            )
+            self._unanswered_requests.append(
+                _PieceRequest(connection, page_number, page_key, piece_start, piece_end, is_last)
+            )
             if len(self._unanswered_requests) > UNANSWERED_PIECES_MAX:
                 yield from self._receive_piece()
 

@@ -15,7 +15,7 @@ from cache.format.manifest import Artefact, Manifest
 from cache.store.artefacts import ArtefactStore, check_file, generation_path, read_manifest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import BytesProgress, Part, load_part, parts_of, total_bytes
-from precompute.bulk.readback import (find_bad_pages, read_page_lengths, value_sizes, verify_part)
+from precompute.bulk.readback import find_bad_pages, read_page_lengths, value_sizes, verify_part
 
 CHUNK_BYTES = 1 << 20
 REPAIR_BYTES = 32 * 1024
@@ -74,13 +74,18 @@ def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
     return any(_incomplete_parts(control, read_manifest(store, generation)))
 
 
-def _incomplete_parts(control: Control, manifest: Manifest, *, are_marked_whole: bool = False) -> Iterator[Part]:
+def _incomplete_parts(
+    control: Control, manifest: Manifest, *, are_marked_whole: bool = False
+) -> Iterator[Part]:
     """Yield parts without their mark or, unless marked parts `are_marked_whole`, without a page of its length."""
     mark_by_part_name: Any = control.client.hgetall(control.keyspace.loaded(manifest.generation))
     for part in parts_of(manifest):
         page_lengths = read_page_lengths(control.client, control.keyspace, manifest, part)
         if mark_by_part_name.get(part.name.encode()) != part.loaded_digest or not (
-            are_marked_whole or all(size_bytes == part.size_of(page_number) for page_number, size_bytes in page_lengths)
+            are_marked_whole
+            or all(
+                size_bytes == part.size_of(page_number) for page_number, size_bytes in page_lengths
+            )
         ):
             yield part
 
@@ -90,9 +95,9 @@ def _has_sampled_pages(control: Control, manifest: Manifest) -> bool:
     parts = parts_of(manifest)
     part_ends = np.cumsum([part.pages.pages for part in parts])
     page_count = int(part_ends[-1]) if parts else 0
-    sample_positions = np.unique(np.linspace(0, max(0, page_count - 1), PROBED_PAGES_MAX).astype(np.int64))[
-        :page_count
-    ]
+    sample_positions = np.unique(
+        np.linspace(0, max(0, page_count - 1), PROBED_PAGES_MAX).astype(np.int64)
+    )[:page_count]
     sampled_pages = []
     for position, part_index in zip(
         sample_positions, np.searchsorted(part_ends, sample_positions, "right"), strict=True
@@ -103,7 +108,9 @@ def _has_sampled_pages(control: Control, manifest: Manifest) -> bool:
         part.key(control.keyspace, manifest.generation, page).encode()
         for part, page in sampled_pages
     ]
-    return value_sizes(control.client, sampled_keys) == [part.size_of(page) for part, page in sampled_pages]
+    return value_sizes(control.client, sampled_keys) == [
+        part.size_of(page) for part, page in sampled_pages
+    ]
 
 
 def repair_pages(
@@ -175,7 +182,9 @@ def _repair_part(
     return [part.key(keys, generation, page) for page in damaged_pages]
 
 
-def _rewrite_page(client: "redis.Redis", page_key: str, sound_page: bytes, governor: Governor | None) -> None:
+def _rewrite_page(
+    client: "redis.Redis", page_key: str, sound_page: bytes, governor: Governor | None
+) -> None:
     if client.strlen(page_key) != len(sound_page):
         if governor is not None:
             governor.pace(len(sound_page))
@@ -212,7 +221,9 @@ def _stream_part(
 
 
 @contextmanager
-def _conflict_if_files_missing(store: ArtefactStore, manifest: Manifest, part: Part) -> Iterator[None]:
+def _conflict_if_files_missing(
+    store: ArtefactStore, manifest: Manifest, part: Part
+) -> Iterator[None]:
     """Raises Conflict for a file that is gone: a retire removes files, also while another program reads them."""
     try:
         yield

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cache.model.agreement import recalls, worst_row_errors
 from cache.model.ranking import Metric, unpack_sort_keys
 from cache.model.tower import Histories, Inputs, Tower, row_count_of
-from precompute.bundles.index import (iterate_tiles, merge_best_keys)
+from precompute.bundles.index import iterate_tiles, merge_best_keys
 
 TOP_ITEMS = 20
 NEWEST_OVERLAP_FACT = f"overlap_at_{TOP_ITEMS}_newest"
@@ -42,23 +42,36 @@ def measure_agreement(
     exact_outputs, int8_outputs = fp32_tower.run(inputs), int8_tower.run(inputs)
     facts: dict[str, Any] = {"rows": row_count_of(inputs)}
     if item_vectors is None:
-        facts["overlap_at_1"] = float((exact_outputs.argmax(axis=1) == int8_outputs.argmax(axis=1)).mean())
-        facts["score_error_p99"] = float(np.percentile(worst_row_errors(int8_outputs, exact_outputs), 99))
+        facts["overlap_at_1"] = float(
+            (exact_outputs.argmax(axis=1) == int8_outputs.argmax(axis=1)).mean()
+        )
+        facts["score_error_p99"] = float(
+            np.percentile(worst_row_errors(int8_outputs, exact_outputs), 99)
+        )
     else:
         top_count = min(TOP_ITEMS, len(item_vectors))
-        row_overlaps, score_errors = _compare_tops(exact_outputs, int8_outputs, item_vectors, top_count, metric, excluded_ordinals)
+        row_overlaps, score_errors = _compare_tops(
+            exact_outputs, int8_outputs, item_vectors, top_count, metric, excluded_ordinals
+        )
         facts[f"overlap_at_{TOP_ITEMS}"] = float(row_overlaps.mean())
         facts[f"overlap_at_{TOP_ITEMS}_p1"] = float(np.percentile(row_overlaps, 1))
         facts["score_error_p99"] = float(np.percentile(score_errors, 99))
         if (newest_item_inputs := with_newest_item(inputs)) is not None:
             row_overlaps, _ = _compare_tops(
-                fp32_tower.run(newest_item_inputs), int8_tower.run(newest_item_inputs), item_vectors, top_count, metric, excluded_ordinals
+                fp32_tower.run(newest_item_inputs),
+                int8_tower.run(newest_item_inputs),
+                item_vectors,
+                top_count,
+                metric,
+                excluded_ordinals,
             )
             facts[NEWEST_OVERLAP_FACT] = float(row_overlaps.mean())
     facts["batch_invariant"] = _is_batch_invariant(int8_tower, inputs, int8_outputs)
     for name, row_count in (("single", 1), ("batch_32", 32)):
         timed_inputs = select_input_rows(inputs, np.arange(min(row_count, row_count_of(inputs))))
-        fp32_seconds, int8_seconds = [_median_seconds(partial(tower.run, timed_inputs)) for tower in (fp32_tower, int8_tower)]
+        fp32_seconds, int8_seconds = [
+            _median_seconds(partial(tower.run, timed_inputs)) for tower in (fp32_tower, int8_tower)
+        ]
         facts[f"speedup_{name}"] = round(fp32_seconds / int8_seconds, 3)
     return facts
 
@@ -72,7 +85,14 @@ def list_overlaps(
 ) -> NDArray[np.float64]:
     """float64 [n]: the share of each row's exact top 20 that the approximate vectors find, history left out."""
     top_count = min(TOP_ITEMS, len(item_vectors))
-    return _compare_tops(exact_vectors, approximate_vectors, np.asarray(item_vectors), top_count, metric, excluded_ordinals)[0]
+    return _compare_tops(
+        exact_vectors,
+        approximate_vectors,
+        np.asarray(item_vectors),
+        top_count,
+        metric,
+        excluded_ordinals,
+    )[0]
 
 
 def with_newest_item(inputs: Inputs) -> Inputs | None:
@@ -80,7 +100,9 @@ def with_newest_item(inputs: Inputs) -> Inputs | None:
     if not any(isinstance(input_value, Histories) for input_value in inputs.values()):
         return None
     return {
-        input_name: _newest_items(input_value) if isinstance(input_value, Histories) else input_value
+        input_name: _newest_items(input_value)
+        if isinstance(input_value, Histories)
+        else input_value
         for input_name, input_value in inputs.items()
     }
 
@@ -91,10 +113,14 @@ def _newest_items(histories: Histories) -> Histories:
     return Histories(indptr, histories.indices[histories.indptr[1:][newest_counts > 0] - 1])
 
 
-def select_input_rows(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
+def select_input_rows(
+    inputs: Inputs, rows: NDArray[np.int64]
+) -> dict[str, Histories | NDArray[Any]]:
     """Inputs of some of the rows, by the names they had."""
     return {
-        input_name: input_value.select_rows(rows) if isinstance(input_value, Histories) else input_value[rows]
+        input_name: input_value.select_rows(rows)
+        if isinstance(input_value, Histories)
+        else input_value[rows]
         for input_name, input_value in inputs.items()
     }
 
@@ -111,10 +137,16 @@ def _compare_tops(
     for batch_start in range(0, len(exact_vectors), ROWS_AT_ONCE):
         batch_rows = np.arange(batch_start, min(batch_start + ROWS_AT_ONCE, len(exact_vectors)))
         exclusions = (
-            Histories.of([()] * len(batch_rows)) if excluded_ordinals is None else excluded_ordinals.select_rows(batch_rows)
+            Histories.of([()] * len(batch_rows))
+            if excluded_ordinals is None
+            else excluded_ordinals.select_rows(batch_rows)
         )
         list_pair, score_errors[batch_rows] = _top_items_of_both(
-            (exact_vectors[batch_rows], approximate_vectors[batch_rows]), item_vectors, top_count, metric, exclusions
+            (exact_vectors[batch_rows], approximate_vectors[batch_rows]),
+            item_vectors,
+            top_count,
+            metric,
+            exclusions,
         )
         row_overlaps[batch_rows] = recalls(*list_pair)
     return row_overlaps, score_errors
@@ -134,18 +166,30 @@ def _top_items_of_both(
     for first_ordinal, item_tile in iterate_tiles(item_vectors, metric):
         exact_scores, approximate_scores = (vectors @ item_tile.T for vectors in vector_pair)
         largest_scores = np.maximum(largest_scores, np.abs(exact_scores).max(axis=1))
-        largest_errors = np.maximum(largest_errors, np.abs(exact_scores - approximate_scores).max(axis=1))
-        is_in_tile = (exclusions.indices >= first_ordinal) & (exclusions.indices < first_ordinal + len(item_tile))
+        largest_errors = np.maximum(
+            largest_errors, np.abs(exact_scores - approximate_scores).max(axis=1)
+        )
+        is_in_tile = (exclusions.indices >= first_ordinal) & (
+            exclusions.indices < first_ordinal + len(item_tile)
+        )
         for side_index, scores in enumerate((exact_scores, approximate_scores)):
-            scores[row_of_exclusion[is_in_tile], exclusions.indices[is_in_tile] - first_ordinal] = -np.inf
-            best_keys_by_side[side_index] = merge_best_keys(best_keys_by_side[side_index], scores, first_ordinal, top_count)
-    return [unpack_sort_keys(packed_keys, top_count)[0] for packed_keys in best_keys_by_side], largest_errors / largest_scores
+            scores[
+                row_of_exclusion[is_in_tile], exclusions.indices[is_in_tile] - first_ordinal
+            ] = -np.inf
+            best_keys_by_side[side_index] = merge_best_keys(
+                best_keys_by_side[side_index], scores, first_ordinal, top_count
+            )
+    return [
+        unpack_sort_keys(packed_keys, top_count)[0] for packed_keys in best_keys_by_side
+    ], largest_errors / largest_scores
 
 
 def _is_batch_invariant(tower: Tower, inputs: Inputs, full_output: NDArray[np.float32]) -> bool:
     for row_count in _INVARIANCE_ROW_COUNTS:
         first_rows = np.arange(min(row_count, len(full_output)))
-        if not np.array_equal(tower.run(select_input_rows(inputs, first_rows)), full_output[first_rows]):
+        if not np.array_equal(
+            tower.run(select_input_rows(inputs, first_rows)), full_output[first_rows]
+        ):
             return False
     return True
 

@@ -25,8 +25,8 @@ from cache.model.tower import Tower
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import sha256_of, write_atomically
 from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, OnnxModel, demand_weights
-from precompute.sources.columns import (to_arrow_strings, to_raw_ids)
-from precompute.sources.vocabulary import (Vocabulary, to_string_chunks)
+from precompute.sources.columns import to_arrow_strings, to_raw_ids
+from precompute.sources.vocabulary import Vocabulary, to_string_chunks
 
 BUNDLE_FILE = "bundle.json"
 ITEMS_FILE = "items.parquet"
@@ -138,7 +138,9 @@ class Bundle:
             description = orjson.loads(description_bytes)
         except (OSError, orjson.JSONDecodeError) as error:
             raise BundleError(f"{path} holds no readable {BUNDLE_FILE}: {error}") from error
-        if (reason := unreadable_reason(BUNDLE, description.get("format"), BUNDLE_FILE)) is not None:
+        if (
+            reason := unreadable_reason(BUNDLE, description.get("format"), BUNDLE_FILE)
+        ) is not None:
             raise BundleError(reason)
         try:
             dims, metric = int(description["dims"]), description["metric"]
@@ -156,7 +158,9 @@ class Bundle:
             _demand_distinct_names(models)
             listed_items = description["items"]
             items = ItemsFile(
-                _listed_file(path, listed_items), str(listed_items["sha256"]), int(listed_items["count"])
+                _listed_file(path, listed_items),
+                str(listed_items["sha256"]),
+                int(listed_items["count"]),
             )
             name, version = str(description["name"]), str(description["version"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -183,7 +187,9 @@ class Bundle:
         with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
             list(pool.map(_verify_model, self.models))
 
-    def try_models(self, model_path_of: Callable[[BundleModel], Path] = lambda model: model.path) -> None:
+    def try_models(
+        self, model_path_of: Callable[[BundleModel], Path] = lambda model: model.path
+    ) -> None:
         """Open each model's file, or a copy, once; raise BundleError if it differs from the bundle's description."""
 
         def check_model(model: BundleModel) -> None:
@@ -224,15 +230,22 @@ class Bundle:
         digest_hasher = hashlib.sha256()
         for id_chunk in self.vocabulary.texts.chunks:
             raw_ids = to_raw_ids(id_chunk)
-            digest_hasher.update(b"".join([len(raw_id).to_bytes(2, "little") + raw_id for raw_id in raw_ids]))
+            digest_hasher.update(
+                b"".join([len(raw_id).to_bytes(2, "little") + raw_id for raw_id in raw_ids])
+            )
         return digest_hasher.hexdigest()
 
 
 def _parse_model(
-    bundle_folder: Path, model_name: str, entity: Literal["user", "item"], model_entry: Mapping[str, Any]
+    bundle_folder: Path,
+    model_name: str,
+    entity: Literal["user", "item"],
+    model_entry: Mapping[str, Any],
 ) -> BundleModel:
     if entity not in ("user", "item"):
-        raise BundleError(f"{model_name} is for the entity {entity!r}; it is user or item", model=model_name)
+        raise BundleError(
+            f"{model_name} is for the entity {entity!r}; it is user or item", model=model_name
+        )
     spec = TowerSpec.from_json(model_entry)
     labels = tuple(str(label) for label in model_entry.get("labels", ()))
     if labels and len(labels) != spec.output_dims:
@@ -251,7 +264,9 @@ def _parse_model(
     )  # fmt: skip
 
 
-def _weights_path(bundle_folder: Path, model_name: str, model_path: Path, weights_entry: Mapping[str, Any]) -> Path:
+def _weights_path(
+    bundle_folder: Path, model_name: str, model_path: Path, weights_entry: Mapping[str, Any]
+) -> Path:
     """Return a model's weights file, which ONNX Runtime needs in the folder of the model; raise BundleError."""
     weights_path = _listed_file(bundle_folder, weights_entry)
     if weights_path.parent != model_path.parent:
@@ -269,10 +284,13 @@ def _listed_file(bundle_folder: Path, file_entry: Mapping[str, Any]) -> Path:
     real_folder = bundle_folder.resolve()
     real_path = (real_folder / str(file_entry["path"])).resolve()
     if not real_path.is_relative_to(real_folder):
-        raise BundleError(f"{BUNDLE_FILE} names {file_entry['path']}, which lies outside the bundle")
+        raise BundleError(
+            f"{BUNDLE_FILE} names {file_entry['path']}, which lies outside the bundle"
+        )
     if not real_path.is_file():
         raise BundleError(
-            f"{BUNDLE_FILE} names {file_entry['path']}, which is missing", path=str(file_entry["path"])
+            f"{BUNDLE_FILE} names {file_entry['path']}, which is missing",
+            path=str(file_entry["path"]),
         )
     return real_path
 
@@ -299,7 +317,9 @@ def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
     except pa.ArrowInvalid as error:
         raise BundleError(f"{file_name}: {error}; ids are UTF-8") from error
     id_length_bounds = pc.min_max(pc.binary_length(id_column)).as_py()
-    has_valid_lengths = not len(id_column) or ((id_length_bounds["min"] or 0) >= 1 and id_length_bounds["max"] <= ID_BYTES_MAX)
+    has_valid_lengths = not len(id_column) or (
+        (id_length_bounds["min"] or 0) >= 1 and id_length_bounds["max"] <= ID_BYTES_MAX
+    )
     if id_column.null_count or not has_valid_lengths:
         raise BundleError(
             f"{file_name}: {id_column.null_count} ids are missing, the others have {id_length_bounds['min']} to "
@@ -307,7 +327,8 @@ def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
         )
     if (id_count := len(id_column)) != items_file.count:
         raise BundleError(
-            f"{file_name} holds {id_count} items, {BUNDLE_FILE} says {items_file.count}", count=id_count
+            f"{file_name} holds {id_count} items, {BUNDLE_FILE} says {items_file.count}",
+            count=id_count,
         )
     vocabulary = Vocabulary.of(to_string_chunks(id_column))
     if vocabulary is None:
@@ -399,13 +420,23 @@ def write_bundle(
 def _write_model_files(bundle_folder: Path, name: str, model: ModelFile) -> dict[str, Any]:
     model_path = bundle_folder / f"{name}.onnx"
     weights_path = model.onnx.write(model_path)
-    description_entry = {"path": model_path.name, "sha256": sha256_of(model_path), **model.spec.to_json()}
+    description_entry = {
+        "path": model_path.name,
+        "sha256": sha256_of(model_path),
+        **model.spec.to_json(),
+    }
     if weights_path is not None:
-        description_entry["weights"] = {"path": weights_path.name, "sha256": sha256_of(weights_path)}
+        description_entry["weights"] = {
+            "path": weights_path.name,
+            "sha256": sha256_of(weights_path),
+        }
     if model.program is not None:
         program_path = bundle_folder / f"{name}.pt2"
         write_atomically(program_path, model.program)
-        description_entry["program"] = {"path": program_path.name, "sha256": sha256_of(program_path)}
+        description_entry["program"] = {
+            "path": program_path.name,
+            "sha256": sha256_of(program_path),
+        }
     return description_entry
 
 

@@ -133,7 +133,8 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
             yield bundle
         else:
             raise ConfigError(
-                f"there is no bundle at {bundle_folder}, nor in {store.url}/bundles: set `bundle`, or run `larder " "train` first"
+                f"there is no bundle at {bundle_folder}, nor in {store.url}/bundles: set `bundle`, or run `larder "
+                "train` first"
             )
     finally:
         shutil.rmtree(private_folder, ignore_errors=True)
@@ -168,7 +169,9 @@ def chosen_bundle_digest(config: NightConfig) -> str | None:
     superseding_handover = _superseding_handover(bundle_folder, all_handovers(config.store()))
     if superseding_handover is not None:
         return superseding_handover.digest
-    return sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
+    return (
+        sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
+    )
 
 
 def chosen_bundle_handed_over_at(config: NightConfig) -> float | None:
@@ -177,7 +180,11 @@ def chosen_bundle_handed_over_at(config: NightConfig) -> float | None:
     superseding_handover = _superseding_handover(bundle_folder, all_handovers(config.store()))
     if superseding_handover is not None:
         return superseding_handover.unix_ms / 1000
-    return (bundle_folder / BUNDLE_FILE).stat().st_mtime if (bundle_folder / BUNDLE_FILE).is_file() else None
+    return (
+        (bundle_folder / BUNDLE_FILE).stat().st_mtime
+        if (bundle_folder / BUNDLE_FILE).is_file()
+        else None
+    )
 
 
 @contextmanager
@@ -204,7 +211,9 @@ def bundle_made_of(
             yield _fetch_bundle(store, table_bundles[0], private_folder)
         else:
             bundle = make_bundle(private_folder)
-            _store_bundle(store, bundle, BundleFromTables(int(clock() * 1000), bundle.digest, sources_digest))
+            _store_bundle(
+                store, bundle, BundleFromTables(int(clock() * 1000), bundle.digest, sources_digest)
+            )
             yield bundle
     finally:
         shutil.rmtree(private_folder, ignore_errors=True)
@@ -259,7 +268,9 @@ def remove_bundles_with_items(store: ArtefactStore, raw_items: Collection[bytes]
 def _may_hold_items(store: ArtefactStore, digest: str, item_texts: Any) -> bool:
     """True unless a bundle's list of items can be read, and has none of these (Arrow strings)."""
     try:
-        with pa.BufferReader(store.read(_stored_file_path(digest, ITEMS_FILE)) or b"") as items_file:
+        with pa.BufferReader(
+            store.read(_stored_file_path(digest, ITEMS_FILE)) or b""
+        ) as items_file:
             item_ids = pq.read_table(items_file, columns=["id"]).column("id").cast(item_texts.type)
         return bool(pc.any(pc.is_in(item_texts, value_set=item_ids)).as_py())
     except (pa.ArrowException, KeyError):
@@ -272,9 +283,13 @@ def is_superseded(digest: str | None, handovers: Sequence[BundleHandover]) -> bo
     return digest in digests[:-1] and digest != digests[-1]
 
 
-def _superseding_handover(bundle_folder: Path, handovers: list[BundleHandover]) -> BundleHandover | None:
+def _superseding_handover(
+    bundle_folder: Path, handovers: list[BundleHandover]
+) -> BundleHandover | None:
     """Return the stored bundle that supersedes a folder's; None if the folder's is new, or the newest."""
-    folder_digest = sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
+    folder_digest = (
+        sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
+    )
     if not handovers or (bundle_folder.exists() and not is_superseded(folder_digest, handovers)):
         return None
     if folder_digest is not None:
@@ -285,7 +300,9 @@ def _superseding_handover(bundle_folder: Path, handovers: list[BundleHandover]) 
     return handovers[-1]
 
 
-def _store_bundle(store: ArtefactStore, bundle: Bundle, record: BundleHandover | BundleFromTables) -> None:
+def _store_bundle(
+    store: ArtefactStore, bundle: Bundle, record: BundleHandover | BundleFromTables
+) -> None:
     """Write the files, then the record, which proves that they are complete."""
     file_names = sorted(
         bundle_file.relative_to(bundle.path).as_posix()
@@ -309,7 +326,10 @@ def _fetch_bundle(
     if record_bytes is None:
         raise StoreError(f"{bundle_record.path} is no longer in {store.url}")
     for file_name in orjson.loads(record_bytes)["files"]:
-        link_or_copy_file(store.fetch(_stored_file_path(bundle_record.digest, file_name)), private_folder / file_name)
+        link_or_copy_file(
+            store.fetch(_stored_file_path(bundle_record.digest, file_name)),
+            private_folder / file_name,
+        )
     _remove_host_copies(store, bundle_record.digest)
     bundle = Bundle.read(private_folder)
     bundle.verify()
@@ -405,6 +425,8 @@ def _swap_leftovers(target_folder: Path, suffix: str) -> list[Path]:
     """Return folders of killed swaps, the newest first."""
     dated_folders = [
         (last_change_time(folder), folder)
-        for folder in target_folder.parent.glob(f".{glob.escape(target_folder.name)}.????????.{suffix}")
+        for folder in target_folder.parent.glob(
+            f".{glob.escape(target_folder.name)}.????????.{suffix}"
+        )
     ]
     return [folder for _, folder in sorted(dated_folders, reverse=True)]

@@ -24,7 +24,9 @@ def mean_recall(
     metric: Metric,
 ) -> float:
     """Mean over users of `recalls`."""
-    return float(recall_by_user(user_vectors, item_vectors, excluded_items, held_out_items, metric).mean())
+    return float(
+        recall_by_user(user_vectors, item_vectors, excluded_items, held_out_items, metric).mean()
+    )
 
 
 def recall_by_user(
@@ -35,14 +37,24 @@ def recall_by_user(
     metric: Metric,
 ) -> NDArray[np.float64]:
     """Recall@20 of each user's held-out items among those that were not seen: hits / min(20, number held out)."""
-    top_count, held_out_counts = min(RECALL_TOP_ITEMS, len(item_vectors)), np.diff(held_out_items.indptr)
+    top_count, held_out_counts = (
+        min(RECALL_TOP_ITEMS, len(item_vectors)),
+        np.diff(held_out_items.indptr),
+    )
     top_lists = Scorer.of(item_vectors, metric).top(
         np.ascontiguousarray(user_vectors, np.float32), top_count, excluded_items
     )[0]
     # One number for each pair of a user and an item; none has an item past the end, as NO_ITEM is.
-    held_out_pairs = np.repeat(np.arange(len(held_out_items)), held_out_counts) * len(item_vectors) + held_out_items.indices
-    listed_pairs = np.arange(len(top_lists))[:, None] * len(item_vectors) + top_lists.astype(np.int64)
-    hit_counts = (np.isin(listed_pairs, held_out_pairs) & (top_lists < len(item_vectors))).sum(axis=1)
+    held_out_pairs = (
+        np.repeat(np.arange(len(held_out_items)), held_out_counts) * len(item_vectors)
+        + held_out_items.indices
+    )
+    listed_pairs = np.arange(len(top_lists))[:, None] * len(item_vectors) + top_lists.astype(
+        np.int64
+    )
+    hit_counts = (np.isin(listed_pairs, held_out_pairs) & (top_lists < len(item_vectors))).sum(
+        axis=1
+    )
     return np.asarray(hit_counts / np.minimum(top_count, held_out_counts), np.float64)
 
 
@@ -63,11 +75,22 @@ def shares_above_random(
     if metric == "cosine":
         compared_vectors = unit_rows(compared_vectors)
     share_sums, item_counts = np.zeros(user_count), np.zeros(user_count)
-    for row, held_out_ordinals in enumerate(np.split(held_out_items.indices, held_out_items.indptr[1:-1])):
+    for row, held_out_ordinals in enumerate(
+        np.split(held_out_items.indices, held_out_items.indptr[1:-1])
+    ):
         if len(held_out_ordinals) and np.isfinite(user_vectors[row]).all():
-            held_out_vectors = unit_rows(item_vectors[held_out_ordinals]) if metric == "cosine" else item_vectors[held_out_ordinals]
-            compared_scores, held_out_scores = compared_vectors @ user_vectors[row], held_out_vectors @ user_vectors[row]
-            scores_above = (compared_scores < held_out_scores[:, None]) + 0.5 * (compared_scores == held_out_scores[:, None])
+            held_out_vectors = (
+                unit_rows(item_vectors[held_out_ordinals])
+                if metric == "cosine"
+                else item_vectors[held_out_ordinals]
+            )
+            compared_scores, held_out_scores = (
+                compared_vectors @ user_vectors[row],
+                held_out_vectors @ user_vectors[row],
+            )
+            scores_above = (compared_scores < held_out_scores[:, None]) + 0.5 * (
+                compared_scores == held_out_scores[:, None]
+            )
             share_sums[row % user_count] += scores_above.mean(axis=1).sum()
             item_counts[row % user_count] += len(held_out_ordinals)
     with np.errstate(invalid="ignore"):

@@ -39,7 +39,7 @@ from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt
 from precompute.releases.release_log import demand_reason, open_releases
-from precompute.steps.night import (Night, find_step, run_night)
+from precompute.steps.night import Night, find_step, run_night
 
 
 def step(
@@ -125,11 +125,15 @@ def warm(
         pointer = Control(client, config.keyspace()).read_pointer()
     if pointer is None or pointer.generation != generation:
         live_text = "nothing is live" if pointer is None else f"{pointer.generation} is"
-        raise Conflict(f"{generation} is not live, {live_text}: publish it before waiting for replicas")
+        raise Conflict(
+            f"{generation} is not live, {live_text}: publish it before waiting for replicas"
+        )
     warm_report = warm_step.run(config, _build_id(arguments))
     if waiting_replicas := warm_report["waiting"]:
         raise Conflict(
-            f"after {config.warm_timeout_s:g} s {len(waiting_replicas)} of {warm_report['replicas']} replicas " "do not answer " "from " f"{generation}: {', '.join(waiting_replicas)}; look at their logs and /readyz, or raise warm_timeout_s",
+            f"after {config.warm_timeout_s:g} s {len(waiting_replicas)} of {warm_report['replicas']} replicas "
+            "do not answer from "
+            f"{generation}: {', '.join(waiting_replicas)}; look at their logs and /readyz, or raise warm_timeout_s",
             waiting=waiting_replicas,
         )
     return warm_report
@@ -167,7 +171,9 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         )
     table.add_section()
     table.add_row(
-        "night", finished_steps[0][1].result["generation"], f"{sum(seconds for _, _, seconds in finished_steps):.2f}"
+        "night",
+        finished_steps[0][1].result["generation"],
+        f"{sum(seconds for _, _, seconds in finished_steps):.2f}",
     )
     generation = finished_steps[0][1].result["generation"]
     if finished_steps[-1][0] == "verify":
@@ -190,7 +196,11 @@ def hand_over_bundle(
     progress("hand over", 0, 1)
     hand_over(config.store(), handed_over_bundle)
     progress("hand over", 1, 1)
-    return {"bundle": handed_over_bundle.name, "version": handed_over_bundle.version, "digest": handed_over_bundle.digest}
+    return {
+        "bundle": handed_over_bundle.name,
+        "version": handed_over_bundle.version,
+        "digest": handed_over_bundle.digest,
+    }
 
 
 def roll_back(
@@ -331,7 +341,9 @@ def audit(
 ) -> OutputContent | CommandOutput:
     """All records, or those since a time or about one entity."""
     earliest_at = 0.0 if arguments.since is None else _parse_time(arguments.since)
-    subject_digest = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
+    subject_digest = (
+        "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
+    )
     records = [
         record
         for record in audit_records(config.store())
@@ -348,7 +360,9 @@ def _parse_time(time_text: str) -> float:
     try:
         parsed_time = datetime.fromisoformat(time_text)
     except ValueError:
-        raise ConfigError(f"--since is a time in ISO 8601, not {time_text!r}", field="since") from None
+        raise ConfigError(
+            f"--since is a time in ISO 8601, not {time_text!r}", field="since"
+        ) from None
     return (parsed_time if parsed_time.tzinfo else parsed_time.replace(tzinfo=UTC)).timestamp()
 
 

@@ -21,12 +21,12 @@ from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
 from precompute.builds.night_failure import find_killed_step
 from precompute.bundles.imports import find_import
-from precompute.cli.temporary_redis import (describe_ended_redis)
+from precompute.cli.temporary_redis import describe_ended_redis
 from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
 from precompute.events.status import event_lines, events_status, events_until
-from precompute.releases.release_log import (generation_state, open_releases)
+from precompute.releases.release_log import generation_state, open_releases
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 from precompute.sources.erasures import all_erasures
 
@@ -187,7 +187,9 @@ def _published_at_text(namespace_state: NamespaceState) -> str | None:
     if live_generation is None:
         return None
     published_at = publication_time(namespace_state.history, live_generation)
-    return _iso_if_known(pointer.published_at if published_at is None and pointer is not None else published_at)
+    return _iso_if_known(
+        pointer.published_at if published_at is None and pointer is not None else published_at
+    )
 
 
 def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, Any] | None:
@@ -198,7 +200,9 @@ def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, A
     try:
         bundle_digest = read_manifest(store, live_generation).bundle_digest
         raw_description = store.read(generation_path(live_generation, "bundle/bundle.json"))
-        bundle_name = None if raw_description is None else str(orjson.loads(raw_description).get("name"))
+        bundle_name = (
+            None if raw_description is None else str(orjson.loads(raw_description).get("name"))
+        )
     except (LarderError, orjson.JSONDecodeError):
         return None
     bundle_import = find_import(config.path(config.bundle).parent, bundle_digest)
@@ -220,7 +224,8 @@ def _list_problems(
     if namespace_state.live is None:
         redis_clause = "" if namespace_state.redis != REDIS_REACHABLE else ", nor does Redis"
         problems.append(
-            f"nothing is live: the artefact store {store_url} tells of no publish{redis_clause}; run `larder " "night`, or name " "the right store (artifacts, LARDER_ARTIFACTS)"
+            f"nothing is live: the artefact store {store_url} tells of no publish{redis_clause}; run `larder "
+            "night`, or name the right store (artifacts, LARDER_ARTIFACTS)"
         )
     if pointer is not None and pointer.epoch > ledger.live_epoch:
         epoch_clause = (
@@ -229,7 +234,10 @@ def _list_problems(
             else "tells of no publish"
         )
         problems.append(
-            f"Redis says that {pointer.generation} is live, epoch {pointer.epoch}, and the artefact store {store_url} " f"{epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder " "restore --adopt`"
+            f"Redis says that {pointer.generation} is live, epoch {pointer.epoch}, and the artefact store "
+            f"{store_url} {epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it "
+            "is: `larder "
+            "restore --adopt`"
         )
     elif namespace_state.redis == REDIS_REACHABLE and ledger.live_generation is not None:
         if pointer is None and namespace_state.is_own_redis:
@@ -251,7 +259,9 @@ def _list_problems(
     if (failure := namespace_state.failure) is not None and not failure.is_refused:
         generation_clause = f" ({failure.generation})" if failure.generation else ""
         problems.append(
-            f"the last night failed at {iso(failure.at)} in the step {failure.step}{generation_clause}: " f"{failure.error}; what is " "live stays. Correct that, then run `larder night` again, or clear the red task"
+            f"the last night failed at {iso(failure.at)} in the step {failure.step}{generation_clause}: "
+            f"{failure.error}; what is "
+            "live stays. Correct that, then run `larder night` again, or clear the red task"
         )
     if namespace_state.killed_in is not None:
         problems.append(
@@ -267,9 +277,12 @@ def _list_problems(
             rules = ", ".join(gate["rule"] for gate in failed_gates) or generation_status["reason"]
             refused_generation = generation_status["generation"]
             is_last_failure = failure is not None and failure.generation == refused_generation
-            failed_at_clause = f" at {iso(failure.at)}" if failure is not None and is_last_failure else ""
+            failed_at_clause = (
+                f" at {iso(failure.at)}" if failure is not None and is_last_failure else ""
+            )
             problems.append(
-                f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify " f"{refused_generation}` tells the values, and what lets it pass"
+                f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify "
+                f"{refused_generation}` tells the values, and what lets it pass"
             )
     for replica in namespace_state.replicas:
         for generation, load_error in replica.failure_by_generation.items():
@@ -289,7 +302,8 @@ def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
     if namespace_state.redis == REDIS_NOT_CONFIGURED:
         return [
             namespace_state.redis_error
-            or f"no replica serves {live_generation}: no Redis is configured and none runs here; run " "`larder serve`, or set " "REDIS_URL to the Redis of the service"
+            or f"no replica serves {live_generation}: no Redis is configured and none runs here; run "
+            "`larder serve`, or set REDIS_URL to the Redis of the service"
         ]
     if silent_count:
         return [
@@ -303,11 +317,19 @@ def _generation_fields(
 ) -> dict[str, Any]:
     row, ledger = namespace_state.rows.get(generation), namespace_state.ledger
     canary_generation = namespace_state.canary.generation if namespace_state.canary else None
-    generation_by_role = {"live": namespace_state.live, "previous": ledger.previous, "canary": canary_generation}
+    generation_by_role = {
+        "live": namespace_state.live,
+        "previous": ledger.previous,
+        "canary": canary_generation,
+    }
     generation_status: dict[str, Any] = {
         "generation": generation,
         "state": str(generation_state(generation, ledger, row) or GenerationState.BEGUN),
-        "roles": [role for role, role_generation in generation_by_role.items() if role_generation == generation],
+        "roles": [
+            role
+            for role, role_generation in generation_by_role.items()
+            if role_generation == generation
+        ],
         "reason": "" if row is None else row.reason,
         "pinned": ledger.is_pinned(generation, namespace_state.read_at),
         "pinned_until": _iso_if_known(ledger.pin_expiry_by_generation.get(generation)),
@@ -363,7 +385,10 @@ def _manifest_fields(manifest: Manifest | None, overrides: Mapping[str, str]) ->
             "overrides": dict(overrides),
         },
         "remarks": list(manifest.facts.get("remarks", [])),
-        **{field_name: feature_field(manifest) for field_name, feature_field in FEATURE_FIELDS.items()},
+        **{
+            field_name: feature_field(manifest)
+            for field_name, feature_field in FEATURE_FIELDS.items()
+        },
     }
 
 
@@ -496,7 +521,9 @@ def _detail_lines(status: Mapping[str, Any]) -> list[str]:
             else f"epoch {epoch}"
         )
         if limit_bytes := redis.get("limit_bytes"):
-            detail_lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit_bytes)}")
+            detail_lines.append(
+                f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit_bytes)}"
+            )
     if (canary := status["canary"]) is not None:
         detail_lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
     for feature_lines in FEATURE_LINES:

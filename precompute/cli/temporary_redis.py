@@ -59,7 +59,10 @@ def describe_ended_redis(state_folder: Path) -> str | None:
     if ended_server is None or running_server(state_folder) is not None:
         return None
     return (
-        f"the Redis that Larder ran here (127.0.0.1:{urlsplit(ended_server.url).port}) is gone, " f"{state_folder / 'redis.log'} may " "say why: a `larder serve` that runs starts and fills it again within seconds, or its log says why not; " "else start one"
+        f"the Redis that Larder ran here (127.0.0.1:{urlsplit(ended_server.url).port}) is gone, "
+        f"{state_folder / 'redis.log'} may "
+        "say why: a `larder serve` that runs starts and fills it again within seconds, or its log says why "
+        "not; else start one"
     )
 
 
@@ -88,7 +91,9 @@ def load_again(config: NightConfig, arguments: argparse.Namespace, progress: Pro
     from precompute.steps import load  # of the commands few prepare a server
 
     option_name = "to" if "to" in arguments else "generation"
-    if (generation := getattr(arguments, option_name)) and _generation_state(config, generation) in _LOADABLE_STATES:
+    if (generation := getattr(arguments, option_name)) and _generation_state(
+        config, generation
+    ) in _LOADABLE_STATES:
         load.run(config, {"generation": generation}, progress=progress)
 
 
@@ -98,7 +103,10 @@ def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: P
 
     load_again(config, arguments, progress)
     # A refused or rolled-back one is lifted by `verify` alone, never on the way to a publish.
-    if _generation_state(config, arguments.generation) in (GenerationState.LOADED, GenerationState.VERIFIED):
+    if _generation_state(config, arguments.generation) in (
+        GenerationState.LOADED,
+        GenerationState.VERIFIED,
+    ):
         verify.run(
             config, {"generation": arguments.generation}, attempt=new_attempt(), progress=progress
         )

@@ -82,7 +82,9 @@ class DeviceItems:
             part_ordinals = ordinals_by_length[first_index : first_index + _ITEMS_AT_ONCE]
             encoded_parts.append(
                 encode_vectors(
-                    copy_to_device(comparable_items.compared_vectors[part_ordinals], device), scale, dtype
+                    copy_to_device(comparable_items.compared_vectors[part_ordinals], device),
+                    scale,
+                    dtype,
                 )
             )
             exact[first_index : first_index + _ITEMS_AT_ONCE] = arrange_in_sum_order(
@@ -92,7 +94,9 @@ class DeviceItems:
             )
         codes, length, residual = (torch.cat(chunks) for chunks in zip(*encoded_parts, strict=True))
         item_lengths = (
-            scored_item_lengths(comparable_items.vectors) if comparable_items.metric == "cosine" else None
+            scored_item_lengths(comparable_items.vectors)
+            if comparable_items.metric == "cosine"
+            else None
         )
         device_order = copy_to_device(ordinals_by_length, device)
         return cls(

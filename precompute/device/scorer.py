@@ -102,13 +102,16 @@ class DeviceScorer:
         torch.backends.cuda.matmul.allow_tf32 = False
         comparable_items = ComparableItems.of(np.ascontiguousarray(vectors), metric)
         vector_lengths = (
-            row_lengths_of(comparable_items.vectors) if metric == "cosine" else comparable_items.compared_lengths
+            row_lengths_of(comparable_items.vectors)
+            if metric == "cosine"
+            else comparable_items.compared_lengths
         )
         has_safe_lengths = (
             len(vector_lengths) > 0 and _SAFE_LENGTHS[0] < vector_lengths.max() < _SAFE_LENGTHS[1]
         )
         if not has_safe_lengths or (
-            metric == "cosine" and not scores_fit_mask(comparable_items, comparable_items.vectors).all()
+            metric == "cosine"
+            and not scores_fit_mask(comparable_items, comparable_items.vectors).all()
         ):
             _log.warning("the lengths of these vectors are beyond what %s is certain about", device)
             return None
@@ -292,7 +295,9 @@ class DeviceScorer:
             host_tensor.numpy() for host_tensor in host_tensors
         )
         if not np.isfinite(user_lengths).all():
-            check_arguments(self._comparable_items, search_request.users, search_request.k, None, None)
+            check_arguments(
+                self._comparable_items, search_request.users, search_request.k, None, None
+            )
         # Lists that are not certain are written again by whoever makes them so.
         search_request.results[0][row_selection], search_request.results[1][row_selection] = (
             ordinals.view(np.uint32),

@@ -15,13 +15,20 @@ from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
 from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, sketch_member_of, window_number_of
-from precompute.builds.tables import (ENTITY_BY_TABLE_KIND)
-from precompute.bundles.bundle_store import (remove_bundles_with_items)
-from precompute.config.settings import (NightConfig, retained_count)
-from precompute.erasure.holders import (EntityHolder, holders_by_erasure_number, sweep_left_out_notes)
+from precompute.builds.tables import ENTITY_BY_TABLE_KIND
+from precompute.bundles.bundle_store import remove_bundles_with_items
+from precompute.config.settings import NightConfig, retained_count
+from precompute.erasure.holders import EntityHolder, holders_by_erasure_number, sweep_left_out_notes
 from precompute.events.stream import forget_events
 from precompute.releases.release_log import Releases, ReleaseView, demand_reason
-from precompute.sources.erasures import (Erasure, all_erasures, find_erasure, mark_done, mark_forgotten, request_erasure)
+from precompute.sources.erasures import (
+    Erasure,
+    all_erasures,
+    find_erasure,
+    mark_done,
+    mark_forgotten,
+    request_erasure,
+)
 from precompute.traffic.exposures import forget_keys
 
 UNLINK_BATCH_KEYS = 256
@@ -55,7 +62,12 @@ def begin_erasing(
     _block(store, [(entity_id, entity_kind)])
     existing_erasures = all_erasures(store)
     erasure = request_erasure(
-        store, entity_id, entity_kind, requested_at=requested_at, was_blocked=was_blocked, existing_erasures=existing_erasures
+        store,
+        entity_id,
+        entity_kind,
+        requested_at=requested_at,
+        was_blocked=was_blocked,
+        existing_erasures=existing_erasures,
     )
     # Until it was written down, whoever unblocks was not stopped by it.
     block_erased(store, [erasure])
@@ -71,19 +83,30 @@ def _block(store: ArtefactStore, ids_and_kinds: Sequence[tuple[bytes, EntityKind
     if ids_and_kinds:
         change_blocklist(
             store,
-            block_users=[entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "user"],
-            block_items=[entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "item"],
+            block_users=[
+                entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "user"
+            ],
+            block_items=[
+                entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "item"
+            ],
         )
 
 
 def readmit_entity(
-    store: ArtefactStore, entity_id: bytes, entity_kind: EntityKind, *, forgotten_at: float, reason: str
+    store: ArtefactStore,
+    entity_id: bytes,
+    entity_kind: EntityKind,
+    *,
+    forgotten_at: float,
+    reason: str,
 ) -> Erasure:
     """Re-admit an erased entity to later nights and to answers; raise Conflict if it is not erased."""
     reason = demand_reason("forgetting an erasure", reason)
     erasure = find_erasure(all_erasures(store), entity_id, entity_kind)
     if erasure is None:
-        raise Conflict(f"{entity_kind} {entity_id.decode()!r} is not erased, so there is nothing to forget")
+        raise Conflict(
+            f"{entity_kind} {entity_id.decode()!r} is not erased, so there is nothing to forget"
+        )
     mark_forgotten(store, erasure, forgotten_at=forgotten_at, reason=reason)
     if entity_kind == "user":
         change_blocklist(store, unblock_users=[entity_id])
@@ -104,7 +127,10 @@ def drop_overlays(
         for generation in sorted(control.rows())
         for overlay_key in _overlay_keys(config, store, generation, erasures)
     ]
-    batches = [overlay_keys[batch_start : batch_start + UNLINK_BATCH_KEYS] for batch_start in range(0, len(overlay_keys), UNLINK_BATCH_KEYS)]
+    batches = [
+        overlay_keys[batch_start : batch_start + UNLINK_BATCH_KEYS]
+        for batch_start in range(0, len(overlay_keys), UNLINK_BATCH_KEYS)
+    ]
     return sum(int(control.client.unlink(*batch)) for batch in batches)
 
 
@@ -117,16 +143,25 @@ def drop_from_sketches(
         with contextlib.suppress(LarderError):  # its files are gone
             table_names |= set(read_manifest(store, generation).tables)
     sketch_members = [
-        sketch_member_of((table, erasure.raw)) for erasure in erasures for table in sorted(table_names)
+        sketch_member_of((table, erasure.raw))
+        for erasure in erasures
+        for table in sorted(table_names)
     ]
-    batches = [sketch_members[batch_start : batch_start + UNLINK_BATCH_KEYS] for batch_start in range(0, len(sketch_members), UNLINK_BATCH_KEYS)]
+    batches = [
+        sketch_members[batch_start : batch_start + UNLINK_BATCH_KEYS]
+        for batch_start in range(0, len(sketch_members), UNLINK_BATCH_KEYS)
+    ]
     keys, read_at = config.keyspace(), control.time()
     sketch_keys = [
         key_of(key_number)
         for window, key_of in ((HOT_WINDOW, keys.hot_names), (COLD_WINDOW, keys.cold_names))
         for key_number in _sketch_key_numbers(window, read_at)
     ]
-    return sum(int(control.client.zrem(sketch_key, *batch)) for batch in batches for sketch_key in sketch_keys)
+    return sum(
+        int(control.client.zrem(sketch_key, *batch))
+        for batch in batches
+        for sketch_key in sketch_keys
+    )
 
 
 def _sketch_key_numbers(window: Window, read_at: float) -> range:
@@ -142,11 +177,15 @@ def _overlay_keys(
     kinds_by_table: dict[str, tuple[str, ...]]
     try:
         manifest = read_manifest(store, generation)
-        kinds_by_table = {table_name: (table_spec.entity,) for table_name, table_spec in manifest.tables.items()}
+        kinds_by_table = {
+            table_name: (table_spec.entity,) for table_name, table_spec in manifest.tables.items()
+        }
     except LarderError:
         all_kinds = ("user", "item")
         kinds_by_table = {
-            table_name: (ENTITY_BY_TABLE_KIND[table_settings.kind],) if table_settings.kind in ENTITY_BY_TABLE_KIND else all_kinds
+            table_name: (ENTITY_BY_TABLE_KIND[table_settings.kind],)
+            if table_settings.kind in ENTITY_BY_TABLE_KIND
+            else all_kinds
             for table_name, table_settings in config.tables.items()
         }
     keys = config.keyspace()
@@ -202,7 +241,9 @@ def settle_erasures_in_night(
 def statuses_without_redis(store: ArtefactStore) -> list[ErasureStatus]:
     """Return the status of every erasure as far as the store alone shows it, oldest first."""
     erasures, now_s = all_erasures(store), time.time()
-    holders_by_number = holders_by_erasure_number(store, [erasure for erasure in erasures if erasure.is_pending], {})
+    holders_by_number = holders_by_erasure_number(
+        store, [erasure for erasure in erasures if erasure.is_pending], {}
+    )
     return _erasure_statuses(
         erasures,
         holders_by_number,
@@ -218,13 +259,18 @@ def _erasure_statuses(
     return [
         ErasureStatus(
             erasure,
-            tuple((holder, describe_fate(holder)) for holder in holders_by_number.get(erasure.number, ())),
+            tuple(
+                (holder, describe_fate(holder))
+                for holder in holders_by_number.get(erasure.number, ())
+            ),
         )
         for erasure in erasures
     ]
 
 
-def _describe_fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: float) -> str:
+def _describe_fate(
+    config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: float
+) -> str:
     """Describe when a holder of an entity may be swept."""
     generation, ledger = holder.generation, view.ledger
     if holder.is_copy:
@@ -239,9 +285,7 @@ def _describe_fate(config: NightConfig, view: ReleaseView, holder: EntityHolder,
         return f"pinned until {until_text}"
     state = view.state(generation)
     if state is GenerationState.LIVE:
-        return (
-            f"live, swept once {retained_count(config.keep)} newer generations have followed the next one"
-        )
+        return f"live, swept once {retained_count(config.keep)} newer generations have followed the next one"
     if state is GenerationState.SUPERSEDED:
         return f"superseded, swept once it is not among the newest {retained_count(config.keep)} and nobody holds it"
     if state is None or state in UNFINISHED_STATES:

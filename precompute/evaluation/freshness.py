@@ -26,13 +26,13 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.evaluation.options import ReplayOptions
-from precompute.partitions.grouping import (last_occurrence_mask, order_by_user_and_time)
+from precompute.partitions.grouping import last_occurrence_mask, order_by_user_and_time
 from precompute.reference.matrix_factorisation import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.readers import read_interactions
-from precompute.sources.times import (MICROSECONDS_PER_SECOND)
-from precompute.sources.vocabulary import (HashedIds, NumberedIds, to_string_chunks)
+from precompute.sources.times import MICROSECONDS_PER_SECOND
+from precompute.sources.vocabulary import HashedIds, NumberedIds, to_string_chunks
 
 HOUR_S: Final = 3_600
 

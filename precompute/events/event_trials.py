@@ -20,16 +20,26 @@ from cache.records import Layout, unfit_rows
 from precompute.builds.tables import layout_of, producer_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
-from precompute.events.files import (EventValues, counted_behind_number, newest_vector_by_item)
+from precompute.events.files import EventValues, counted_behind_number, newest_vector_by_item
 from precompute.partitions.catalogue import feature_inputs
 from precompute.partitions.night_input import NightValues
 from precompute.scoring.towers import bind_inputs
-from precompute.sources.columns import (Ids, UnusableMaskByReason, as_numpy_mask)
+from precompute.sources.columns import Ids, UnusableMaskByReason, as_numpy_mask
 from precompute.sources.erasures import ErasedEntities
-from precompute.sources.features import (EntityValues, digest_of_event_values, read_feature_values, with_event_values)
+from precompute.sources.features import (
+    EntityValues,
+    digest_of_event_values,
+    read_feature_values,
+    with_event_values,
+)
 from precompute.sources.files import SourceFile, feature_file, source_file
-from precompute.sources.readers import (NO_COLUMNS_OF_LISTS, read_features)
-from precompute.sources.unusable import (EVENTS_SOURCE_PREFIX, NOT_FINITE_REASON, RowCase, UnusableRows)
+from precompute.sources.readers import NO_COLUMNS_OF_LISTS, read_features
+from precompute.sources.unusable import (
+    EVENTS_SOURCE_PREFIX,
+    NOT_FINITE_REASON,
+    RowCase,
+    UnusableRows,
+)
 
 ENTITIES_AT_ONCE: Final = 4_096
 """Users, or items, tried together."""
@@ -58,17 +68,27 @@ def read_event_values(
     cut (Unix seconds).
     """
     input_columns_by_kind: dict[EntityKind, set[str]] = {
-        entity_kind: {str(input_spec.column) for input_spec in feature_inputs(bundle, entity_kind)} for entity_kind in ("user", "item")
+        entity_kind: {str(input_spec.column) for input_spec in feature_inputs(bundle, entity_kind)} for entity_kind in ((
+                "user"
+), (
+                "item"
+))
     }  # fmt: skip
     oldest_counted_number = counted_behind_number(config.events.keep_values_days, cut_s)
     event_values = EventValues.read(
         event_files, {"user": erased.users, "item": erased.items},
-        {**input_columns_by_kind, "item": input_columns_by_kind["item"] | {*config.sources.item_attributes}}, oldest_counted_number,
+        {**input_columns_by_kind, (
+                "item"
+): input_columns_by_kind[(
+                "item"
+)] | {*config.sources.item_attributes}}, oldest_counted_number,
     )  # fmt: skip
     if config.sources.item_vectors:
         vector_by_item = newest_vector_by_item(event_files, oldest_counted_number)
         _note_left_out_vectors(
-            bundle, {item_id: vector_by_item[item_id] for item_id in vector_by_item.keys() - erased.items}, unusable
+            bundle,
+            {item_id: vector_by_item[item_id] for item_id in vector_by_item.keys() - erased.items},
+            unusable,
         )
     usable_user_values = _usable_values(config, bundle, "user", event_values.users, unusable)
     item_values_with_ids = _with_item_id_features(config, bundle, event_values)
@@ -79,18 +99,30 @@ def read_event_values(
     )  # fmt: skip
 
 
-def _with_item_id_features(config: NightConfig, bundle: Bundle, event_values: EventValues) -> EntityValues:
+def _with_item_id_features(
+    config: NightConfig, bundle: Bundle, event_values: EventValues
+) -> EntityValues:
     """Return the values of items; where a model takes the id as a feature, it is that of the event's item."""
     input_specs, id_column = feature_inputs(bundle, "item"), config.sources.item_column
     if id_column not in {input_spec.column for input_spec in input_specs}:
         return event_values.items
     values_by_id: dict[bytes, Mapping[str, Any]] = {
-        item_id: {attribute_name: attribute_value for attribute_name, attribute_value in value_by_attribute.items() if attribute_name != id_column}
+        item_id: {
+            attribute_name: attribute_value
+            for attribute_name, attribute_value in value_by_attribute.items()
+            if attribute_name != id_column
+        }
         for item_id, value_by_attribute in event_values.items.items()
     }
     for item_id in event_values.event_item_ids:
-        values_by_id[item_id] = with_item_id(values_by_id.get(item_id, {}), item_id.decode(), input_specs, id_column)
-    return {item_id: value_by_attribute for item_id, value_by_attribute in values_by_id.items() if value_by_attribute}
+        values_by_id[item_id] = with_item_id(
+            values_by_id.get(item_id, {}), item_id.decode(), input_specs, id_column
+        )
+    return {
+        item_id: value_by_attribute
+        for item_id, value_by_attribute in values_by_id.items()
+        if value_by_attribute
+    }
 
 
 def _unlisted_ids(config: NightConfig, event_item_ids: Collection[bytes]) -> frozenset[bytes]:
@@ -114,12 +146,18 @@ def _note_left_out_vectors(
     if not item_ids:
         return
     missing_mask = (
-        bundle.vocabulary.find_positions(pa.array([raw.decode() for raw in item_ids], pa.string())) < 0
+        bundle.vocabulary.find_positions(pa.array([raw.decode() for raw in item_ids], pa.string()))
+        < 0
     )
     wrong_width_mask = np.array([len(vector_by_item[raw]) != bundle.dims for raw in item_ids])
     unusable.count_checked(VECTORS_SOURCE_NAME, len(item_ids))
-    bad_mask_by_reason: UnusableMaskByReason = {WRONG_WIDTH_REASON: missing_mask & wrong_width_mask, BEYOND_TABLE_REASON: missing_mask}
-    unusable.note_rows(VECTORS_SOURCE_NAME, bad_mask_by_reason, lambda row: {"item": item_ids[row].decode()})
+    bad_mask_by_reason: UnusableMaskByReason = {
+        WRONG_WIDTH_REASON: missing_mask & wrong_width_mask,
+        BEYOND_TABLE_REASON: missing_mask,
+    }
+    unusable.note_rows(
+        VECTORS_SOURCE_NAME, bad_mask_by_reason, lambda row: {"item": item_ids[row].decode()}
+    )
 
 
 def _usable_values(
@@ -136,11 +174,16 @@ def _usable_values(
         values_by_id: dict[bytes, Mapping[str, Any]] = dict(values_by_entity)
         concerned_ids = trial.concerned_ids(values_by_entity)
         for batch_start in range(0, len(concerned_ids), ENTITIES_AT_ONCE):
-            batch_values_by_id = {entity_id: values_by_entity[entity_id] for entity_id in concerned_ids[batch_start : batch_start + ENTITIES_AT_ONCE]}
+            batch_values_by_id = {
+                entity_id: values_by_entity[entity_id]
+                for entity_id in concerned_ids[batch_start : batch_start + ENTITIES_AT_ONCE]
+            }
             unusable.count_checked(trial.source, len(batch_values_by_id))
             for entity_id in trial.left_out(batch_values_by_id, unusable):
                 values_by_id[entity_id] = {
-                    attribute_name: attribute_value for attribute_name, attribute_value in values_by_entity[entity_id].items() if attribute_name not in trial.columns
+                    attribute_name: attribute_value
+                    for attribute_name, attribute_value in values_by_entity[entity_id].items()
+                    if attribute_name not in trial.columns
                 }
         values_by_entity = {
             entity_id: value_by_attribute
@@ -184,13 +227,17 @@ class _ModelTrial:
             good_indexes = np.flatnonzero(~raised_mask & np.isfinite(outputs).all(axis=1))
             if len(good_indexes):
                 example_row = {
-                    name: column.take(pa.array(table_rows[good_indexes[:1]])) for name, column in table_columns.items()
+                    name: column.take(pa.array(table_rows[good_indexes[:1]]))
+                    for name, column in table_columns.items()
                 }
                 is_bounded = (
-                    model is bundle.item_tower and _largest_abs(outputs[good_indexes]) <= NEW_VECTOR_ABS_MAX
+                    model is bundle.item_tower
+                    and _largest_abs(outputs[good_indexes]) <= NEW_VECTOR_ABS_MAX
                 )
                 return replace(
-                    trial_without_row, row=example_row, output_abs_max=NEW_VECTOR_ABS_MAX if is_bounded else np.inf
+                    trial_without_row,
+                    row=example_row,
+                    output_abs_max=NEW_VECTOR_ABS_MAX if is_bounded else np.inf,
                 )
         return trial_without_row
 
@@ -219,7 +266,9 @@ class _ModelTrial:
             for feature in spec.features
         }
         complete_rows = np.flatnonzero(
-            np.logical_and.reduce([feature_values.usable for feature_values in values_by_feature.values()])
+            np.logical_and.reduce(
+                [feature_values.usable for feature_values in values_by_feature.values()]
+            )
         )
         zero_index = np.zeros(len(complete_rows), np.int64)
         inputs = bind_inputs(
@@ -246,14 +295,17 @@ class _ModelTrial:
             return
         finite_mask = np.asarray(np.isfinite(outputs).all(axis=1))
         finite_outputs = np.where(finite_mask[:, None], outputs, 0)
-        bad_mask_by_reason: UnusableMaskByReason = {MODEL_RAISES_REASON: raised_mask, NOT_FINITE_REASON: ~finite_mask}
+        bad_mask_by_reason: UnusableMaskByReason = {
+            MODEL_RAISES_REASON: raised_mask,
+            NOT_FINITE_REASON: ~finite_mask,
+        }
         bad_mask_by_reason[OUTPUT_TOO_LARGE_REASON] = np.asarray(
             np.abs(finite_outputs).max(axis=1) > self.output_abs_max
         )
         for layout in self.layouts:
-            bad_mask_by_reason[UNFIT_OUTPUT_REASON] = bad_mask_by_reason.get(UNFIT_OUTPUT_REASON, raised_mask) | unfit_rows(
-                layout, outputs
-            )
+            bad_mask_by_reason[UNFIT_OUTPUT_REASON] = bad_mask_by_reason.get(
+                UNFIT_OUTPUT_REASON, raised_mask
+            ) | unfit_rows(layout, outputs)
 
         def unusable_case(row: int) -> RowCase:
             return {self.model.entity: entity_ids[complete_rows[row]].decode()}
@@ -272,10 +324,13 @@ def _table_pieces(
     table_file = feature_file(config, model.entity, columns[0])
     id_column = sources.user_column if model.entity == "user" else sources.item_column
     list_columns = bundle.columns_of_lists if model.entity == "user" else NO_COLUMNS_OF_LISTS
-    for row_ids, column_by_name in read_features(table_file, id_column, columns, columns_of_lists=list_columns):
+    for row_ids, column_by_name in read_features(
+        table_file, id_column, columns, columns_of_lists=list_columns
+    ):
         for row_start in range(0, len(row_ids), _TABLE_ROWS_PER_PIECE):
             yield {
-                name: column.slice(row_start, _TABLE_ROWS_PER_PIECE) for name, column in column_by_name.items()
+                name: column.slice(row_start, _TABLE_ROWS_PER_PIECE)
+                for name, column in column_by_name.items()
             }
 
 

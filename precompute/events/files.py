@@ -113,7 +113,8 @@ def _list_all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
     )
     merged_files = [file for file in taken_files if file.until_position is not None]
     files_with_validity = [
-        (file, not any(file.is_within(merged_file) for merged_file in merged_files)) for file in taken_files
+        (file, not any(file.is_within(merged_file) for merged_file in merged_files))
+        for file in taken_files
     ]
     for earlier_file, later_file in pairwise(
         [file for file, is_counted in files_with_validity if is_counted]
@@ -137,9 +138,13 @@ def last_taken_position(store: ArtefactStore) -> Position:
     return _end_position_of(store, taken_files[-1]) if taken_files else STREAM_BEGINNING
 
 
-def encode_events(positions_and_events: Iterable[tuple[Position, Event]], end_position: Position) -> bytes:
+def encode_events(
+    positions_and_events: Iterable[tuple[Position, Event]], end_position: Position
+) -> bytes:
     """Encode events as a file that ends at a position."""
-    values_by_column: dict[str, list[Any]] = {column_name: [] for column_name in EVENT_FILE_SCHEMA.names}
+    values_by_column: dict[str, list[Any]] = {
+        column_name: [] for column_name in EVENT_FILE_SCHEMA.names
+    }
     for position, event in positions_and_events:
         is_interaction = event.kind == "interaction"
         row_values = (
@@ -156,14 +161,18 @@ def encode_events(positions_and_events: Iterable[tuple[Position, Event]], end_po
 def encode_table(table: Any, end_position: Position) -> bytes:
     """Encode a table as a file that ends at a position."""
     buffer = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({END_POSITION_KEY: str(end_position).encode()}), buffer)
+    pq.write_table(
+        table.replace_schema_metadata({END_POSITION_KEY: str(end_position).encode()}), buffer
+    )
     return buffer.getvalue()
 
 
 def read_end_position(raw_parquet: bytes, path: str) -> Position:
     """Return the position of a file's last event; raise CorruptArtefact for another kind of file."""
     with _translate_damage(path):
-        return Position.parse((pq.read_schema(io.BytesIO(raw_parquet)).metadata or {})[END_POSITION_KEY])
+        return Position.parse(
+            (pq.read_schema(io.BytesIO(raw_parquet)).metadata or {})[END_POSITION_KEY]
+        )
 
 
 def read_event_table(raw_parquet: bytes, path: str) -> Any:
@@ -221,11 +230,14 @@ def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
     end_position = end_positions[-1] if end_text is None else Position.parse(end_text)
     if end_position not in end_positions:
         raise ConfigError(
-            f"no file of {store.url}/{EVENTS_FOLDER} ends at {end_position}, they go up to {end_positions[-1]}: " "run `take-events` " "first, and " "give the position that it tells",
+            f"no file of {store.url}/{EVENTS_FOLDER} ends at {end_position}, they go up to {end_positions[-1]}: "
+            "run `take-events` first, and give the position that it tells",
             field="events_until",
         )
     file_paths = [file.path for file in taken_files[: end_positions.index(end_position)]]
-    return EventFiles(tuple(_source_file_of(config, store, path) for path in file_paths), end_position)
+    return EventFiles(
+        tuple(_source_file_of(config, store, path) for path in file_paths), end_position
+    )
 
 
 def _source_file_of(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
@@ -244,7 +256,11 @@ def read_event_interactions(
     of the sources. Raises SourceError naming a file that cannot be read.
     """
     for event_file in files[first_file_index:]:
-        with translate_read_errors(event_file), open_for_arrow(event_file) as opened_file, pq.ParquetFile(opened_file) as parquet_file:
+        with (
+            translate_read_errors(event_file),
+            open_for_arrow(event_file) as opened_file,
+            pq.ParquetFile(opened_file) as parquet_file,
+        ):
             for batch in parquet_file.iter_batches(BATCH_ROWS_MAX, columns=_INTERACTION_COLUMNS):
                 unusable.count_checked(EVENT_INTERACTIONS_SOURCE, len(batch))
                 yield _to_interactions(batch)
@@ -287,9 +303,15 @@ class EventValues(NamedTuple):
         """
         attribute_events, event_item_ids = AttributeEvents(), set()
         for position, event in _read_value_events(event_files):
-            if event.item is not None and position.number > oldest_counted_number and brings_item(event):
+            if (
+                event.item is not None
+                and position.number > oldest_counted_number
+                and brings_item(event)
+            ):
                 event_item_ids.add(event.item)
-            if position.number > oldest_counted_number:  # older ones count for nothing, so they take no memory
+            if (
+                position.number > oldest_counted_number
+            ):  # older ones count for nothing, so they take no memory
                 attribute_events.add(position, _only_attributes(event, attributes_by_kind))
         for kind, erased_ids in erased_ids_by_kind.items():
             for erased_id in erased_ids:
@@ -307,7 +329,9 @@ def counted_behind_number(keep_values_days: float, cut_s: float) -> int:
     return Position(max(0, int((cut_s - keep_values_days * 86_400) * 1000)), 0).number
 
 
-def newest_vector_by_item(event_files: Sequence[SourceFile], oldest_counted_number: int = 0) -> dict[bytes, tuple[float, ...]]:
+def newest_vector_by_item(
+    event_files: Sequence[SourceFile], oldest_counted_number: int = 0
+) -> dict[bytes, tuple[float, ...]]:
     """Return vectors that events after a position brought for items, the newest of each, in the order of the ids.
 
     Raises SourceError naming a file that cannot be read, CorruptArtefact for a malformed event.
@@ -315,7 +339,9 @@ def newest_vector_by_item(event_files: Sequence[SourceFile], oldest_counted_numb
     vector_by_item = {
         event.item: event.vector
         for position, event in _read_value_events(event_files)
-        if event.item is not None and event.vector is not None and position.number > oldest_counted_number
+        if event.item is not None
+        and event.vector is not None
+        and position.number > oldest_counted_number
     }
     return dict(sorted(vector_by_item.items()))
 
@@ -323,14 +349,22 @@ def newest_vector_by_item(event_files: Sequence[SourceFile], oldest_counted_numb
 def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
     """Yield the events that are no interactions, in the order of their positions."""
     for event_file in files:
-        with translate_read_errors(event_file), open_for_arrow(event_file) as opened_file, pq.ParquetFile(opened_file) as parquet_file:
+        with (
+            translate_read_errors(event_file),
+            open_for_arrow(event_file) as opened_file,
+            pq.ParquetFile(opened_file) as parquet_file,
+        ):
             for batch in parquet_file.iter_batches(BATCH_ROWS_MAX, columns=["position", "event"]):
                 event_batch = batch.filter(batch.column("event").is_valid())
                 position_numbers, event_texts = (
-                    event_batch.column(column_name).to_pylist() for column_name in ("position", "event")
+                    event_batch.column(column_name).to_pylist()
+                    for column_name in ("position", "event")
                 )
                 for position_number, event_text in zip(position_numbers, event_texts, strict=True):
-                    yield Position.from_number(position_number), Event.from_bytes(event_text.encode())
+                    yield (
+                        Position.from_number(position_number),
+                        Event.from_bytes(event_text.encode()),
+                    )
 
 
 def _only_attributes(
@@ -341,6 +375,8 @@ def _only_attributes(
     if kind == "interaction" or not (attribute_values := event.set_values):
         return event
     value_by_attribute = {
-        attribute_name: attribute_value for attribute_name, attribute_value in attribute_values.items() if attribute_name in attributes_by_kind[kind]
+        attribute_name: attribute_value
+        for attribute_name, attribute_value in attribute_values.items()
+        if attribute_name in attributes_by_kind[kind]
     }
     return replace(event, attributes=value_by_attribute, features=None)

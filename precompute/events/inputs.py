@@ -8,7 +8,7 @@ from cache.events.new_items import ITEM_COLUMN_FACT, ITEM_VECTORS_FACT
 from precompute.builds.build import Build, open_bundle
 from precompute.builds.reports import BEGIN_REPORT, BeginReport, ShardReport
 from precompute.config.settings import NightConfig
-from precompute.events.event_trials import (read_event_values)
+from precompute.events.event_trials import read_event_values
 from precompute.events.files import event_files, read_event_interactions
 from precompute.partitions.catalogue import feature_inputs
 from precompute.partitions.night_input import EventFields, EventsEntry, FurtherInput
@@ -22,7 +22,10 @@ def event_input(config: NightConfig, events_until: str | None) -> FurtherInput:
     events = event_files(config, events_until)
     event_fields: EventFields = {}
     if events.until_position is not None:
-        events_entry: EventsEntry = {"until": str(events.until_position), "files": len(events.files)}
+        events_entry: EventsEntry = {
+            "until": str(events.until_position),
+            "files": len(events.files),
+        }
         event_fields = {"events": events_entry, "events_namespace": config.of_events().namespace}
     return FurtherInput(
         files=events.files,
@@ -52,5 +55,7 @@ def describe_unlisted_items(begin_report: BeginReport, config: NightConfig) -> s
     if not (unlisted_count := begin_report.get("unlisted_items", 0)):
         return ""
     return (
-        f"\nitems by events that are in no table: {unlisted_count:,}; each is gone " f"{config.events.keep_values_days:g} days " "([events] keep_values_days) after its newest event with features or a vector"
+        f"\nitems by events that are in no table: {unlisted_count:,}; each is gone "
+        f"{config.events.keep_values_days:g} days "
+        "([events] keep_values_days) after its newest event with features or a vector"
     )

@@ -22,7 +22,19 @@ from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.traffic.experiments import latest_experiments
 from precompute.config.settings import NightConfig
-from precompute.events.files import (END_POSITION_KEY, EVENT_FILE_SCHEMA, TakenFile, encode_events, encode_table, last_taken_position, list_taken_files, read_end_position, read_event_table, superseded_files, taken_file_path)
+from precompute.events.files import (
+    END_POSITION_KEY,
+    EVENT_FILE_SCHEMA,
+    TakenFile,
+    encode_events,
+    encode_table,
+    last_taken_position,
+    list_taken_files,
+    read_end_position,
+    read_event_table,
+    superseded_files,
+    taken_file_path,
+)
 from precompute.events.stores import connect_events
 from precompute.partitions.night_input import EventFields
 from precompute.releases.release_log import Releases
@@ -63,7 +75,9 @@ class EventStores:
         config = config.of_events()
         home_store = config.store()
         arm_namespaces = latest_experiments(home_store).namespaces(config.namespace)
-        arm_stores = tuple(replace(config, namespace=arm_namespace).store() for arm_namespace in arm_namespaces)
+        arm_stores = tuple(
+            replace(config, namespace=arm_namespace).store() for arm_namespace in arm_namespaces
+        )
         return cls(home_store, config.namespace, arm_stores)
 
     def iter_generation_positions(self) -> Iterator[Position]:
@@ -75,12 +89,15 @@ class EventStores:
                     manifest = read_manifest(store, generation)
                     events_entry = manifest.events
                     is_of_this_stream = (
-                        events_entry and (events_entry.namespace or manifest.namespace) == self.namespace
+                        events_entry
+                        and (events_entry.namespace or manifest.namespace) == self.namespace
                     )
                     end_text = events_entry.until if events_entry and is_of_this_stream else None
                 except UnknownGeneration:  # in the making
                     raw_report = store.read(generation_path(generation, "work/begin.json"))
-                    begin_fields: EventFields = {} if raw_report is None else orjson.loads(raw_report)
+                    begin_fields: EventFields = (
+                        {} if raw_report is None else orjson.loads(raw_report)
+                    )
                     begin_events = begin_fields.get("events")
                     end_text = None if begin_events is None else begin_events["until"]
                 except CorruptArtefact:
@@ -125,9 +142,12 @@ def take_events(
     taken_events = TakenEvents(last_taken_position(store))
     end_position = taken_events.until_position if newest_id is None else Position.parse(newest_id)
     while taken_events.until_position < end_position:
-        stream_read = _read_stream(client, keys.events, taken_events.until_position, end_position, erased_entities)
+        stream_read = _read_stream(
+            client, keys.events, taken_events.until_position, end_position, erased_entities
+        )
         if store.write_once(
-            taken_file_path(taken_events.until_position), encode_events(stream_read.rows, stream_read.until_position)
+            taken_file_path(taken_events.until_position),
+            encode_events(stream_read.rows, stream_read.until_position),
         ):
             taken_events = TakenEvents(
                 stream_read.until_position,
@@ -210,14 +230,17 @@ def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
     if (oldest_position := min(stores.iter_generation_positions(), default=None)) is None:
         return []
     file_groups: list[list[TakenFile]] = []
-    file_pairs = pairwise(list_taken_files(stores.home_store))  # a file ends where the next one begins
+    file_pairs = pairwise(
+        list_taken_files(stores.home_store)
+    )  # a file ends where the next one begins
     for is_old, pair_run in groupby(
         file_pairs, lambda pair: pair[0].until_position is None and pair[1].after <= oldest_position
     ):
         files = [file for file, _ in pair_run] if is_old else []
         grouped_count = len(files) // FILES_PER_MERGE * FILES_PER_MERGE
         file_groups += [
-            files[group_start : group_start + FILES_PER_MERGE] for group_start in range(0, grouped_count, FILES_PER_MERGE)
+            files[group_start : group_start + FILES_PER_MERGE]
+            for group_start in range(0, grouped_count, FILES_PER_MERGE)
         ]
     return file_groups
 
@@ -238,7 +261,11 @@ def _merge_group(
         buffer, EVENT_FILE_SCHEMA.with_metadata({END_POSITION_KEY: str(end_position).encode()})
     ) as writer:
         for file, raw_file in zip(files, raw_files, strict=True):
-            if len(remaining_rows := without_erased(read_event_table(raw_file, file.path), erased_entities)):
+            if len(
+                remaining_rows := without_erased(
+                    read_event_table(raw_file, file.path), erased_entities
+                )
+            ):
                 writer.write_table(remaining_rows.replace_schema_metadata(writer.schema.metadata))
     return TakenFile(files[0].after, end_position), buffer.getvalue()
 
@@ -272,7 +299,9 @@ def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased_entities: Era
     for stream_key, is_to_remove in stream_checks:
         behind_id = None
         while entries := read_entries(client, stream_key, behind_id=behind_id):
-            entry_ids = [entry_id for entry_id, fields in entries if is_to_remove(fields, erased_entities)]
+            entry_ids = [
+                entry_id for entry_id, fields in entries if is_to_remove(fields, erased_entities)
+            ]
             removed_count += int(client.xdel(stream_key, *entry_ids)) if entry_ids else 0
             behind_id = entries[-1][0].decode()
     return removed_count
@@ -290,7 +319,9 @@ def _is_event_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEntities
 def _is_inbox_entry_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
     """True if an entry of the inbox names an erased entity, in texts or in JSON, or cannot be read."""
     if (raw_event := entry_fields.get(EVENT_FIELD)) is None:
-        return entry_fields.get(b"user") in erased.users or entry_fields.get(b"item") in erased.items
+        return (
+            entry_fields.get(b"user") in erased.users or entry_fields.get(b"item") in erased.items
+        )
     try:
         payload = orjson.loads(raw_event)
         user_id, item_id = (
@@ -318,7 +349,9 @@ def forget_in_files(
     write_count, applied_erased = 0, None
     while erased_entities != applied_erased:
         removable_files = [] if newest_alone else superseded_files(store)
-        if removable_files:  # a merge that was killed may have brought back who was erased before it wrote
+        if (
+            removable_files
+        ):  # a merge that was killed may have brought back who was erased before it wrote
             erased_entities = ErasedEntities.of(all_erasures(store))
         files = list_taken_files(store)[-1 if newest_alone else 0 :]
         written_count = _rewrite_without_erased(store, erased_entities, files)
@@ -332,12 +365,17 @@ def forget_in_files(
     return write_count
 
 
-def _rewrite_without_erased(store: ArtefactStore, erased_entities: ErasedEntities, files: Sequence[TakenFile]) -> int:
+def _rewrite_without_erased(
+    store: ArtefactStore, erased_entities: ErasedEntities, files: Sequence[TakenFile]
+) -> int:
     write_count = 0
     for file in files if erased_entities.users or erased_entities.items else ():
         if (raw_file := store.read(file.path)) is None:
             continue
-        end_position, table = read_end_position(raw_file, file.path), read_event_table(raw_file, file.path)
+        end_position, table = (
+            read_end_position(raw_file, file.path),
+            read_event_table(raw_file, file.path),
+        )
         remaining_rows = without_erased(table, erased_entities)
         if len(remaining_rows) < len(table):
             store.write(file.path, encode_table(remaining_rows, end_position))
@@ -347,7 +385,10 @@ def _rewrite_without_erased(store: ArtefactStore, erased_entities: ErasedEntitie
 
 def without_erased(table: Any, erased_entities: ErasedEntities) -> Any:
     """Return the rows of a file that name no erased entity."""
-    remaining_mask = pc.and_(_mask_not_erased(table, "user", erased_entities.users), _mask_not_erased(table, "item", erased_entities.items))
+    remaining_mask = pc.and_(
+        _mask_not_erased(table, "user", erased_entities.users),
+        _mask_not_erased(table, "item", erased_entities.items),
+    )
     return table.filter(remaining_mask)
 
 

@@ -9,7 +9,7 @@ from cache.format.manifest import GENERATION_PATTERN
 from cache.format.stream_position import Position
 from precompute.builds.build import Build, settings_digest
 from precompute.builds.reports import BEGIN_REPORT
-from precompute.bulk.headroom import (convert_disk_errors)
+from precompute.bulk.headroom import convert_disk_errors
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.events.files import event_files

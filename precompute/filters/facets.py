@@ -13,11 +13,11 @@ from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
 from cache.format.manifest import FACET_PREFIX
 from cache.records import NO_ITEM, encode_topk
-from precompute.builds.build import (Build, data_until_of)
+from precompute.builds.build import Build, data_until_of
 from precompute.builds.reports import AttributeFiles, FacetEntry, FacetFields, file_entry
 from precompute.builds.tables import facet_layout
-from precompute.partitions.catalogue import (directory_file_path)
-from precompute.partitions.grouping import (order_if_distinct)
+from precompute.partitions.catalogue import directory_file_path
+from precompute.partitions.grouping import order_if_distinct
 from precompute.scoring.pages import GrowingFile, PageFile, describe_pages
 
 FACET_VALUES_MAX: Final = 1_000_000
@@ -101,7 +101,10 @@ def _write_facet(
     while (sort_order := order_if_distinct(hashes := hash_ids(value_ids, seed))) is None:
         seed += 1
     layout, cut_at = facet_layout(k), data_until_of(build.generation)
-    pages_path, directory_path = f"tables/{facet_name}/0000.pages", directory_file_path(f"{FACET_PREFIX}{facet_name}", 0)
+    pages_path, directory_path = (
+        f"tables/{facet_name}/0000.pages",
+        directory_file_path(f"{FACET_PREFIX}{facet_name}", 0),
+    )
     with (
         PageFile(build.path(pages_path), layout, build.config.page_bytes) as page_file,
         GrowingFile(build.path(directory_path)) as hashes_file,
@@ -116,7 +119,9 @@ def _write_facet(
                 scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)],
             )
             value_fingerprints = fingerprints([value_ids[row] for row in batch_indexes.tolist()])
-            page_file.append(encode_topk(layout, value_fingerprints, list_ordinals, list_scores, cut_at))
+            page_file.append(
+                encode_topk(layout, value_fingerprints, list_ordinals, list_scores, cut_at)
+            )
     table = describe_pages(build, page_file)
     build.finish(directory_path, table["file"]["path"], table["sums"]["path"])
     return {"seed": seed, "directory": file_entry(build.describe(directory_path)), "table": table}

@@ -31,14 +31,14 @@ from cache.format.manifest import AttributeKind, Manifest
 from cache.model.filter_mask import FilterMask
 from cache.store.artefacts import write_atomically
 from precompute.builds.build import Build, attribute_paths
-from precompute.builds.reports import (AttributeFiles, BEGIN_REPORT)
+from precompute.builds.reports import BEGIN_REPORT, AttributeFiles
 from precompute.config.settings import NightConfig
-from precompute.partitions.catalogue import (ITEM_FEATURES_SOURCE, columns_by_ordinal)
-from precompute.sources.columns import (as_numpy_mask, is_text_type)
-from precompute.sources.features import (EntityValues, NO_ENTITY_VALUES)
+from precompute.partitions.catalogue import ITEM_FEATURES_SOURCE, columns_by_ordinal
+from precompute.sources.columns import as_numpy_mask, is_text_type
+from precompute.sources.features import NO_ENTITY_VALUES, EntityValues
 from precompute.sources.files import SourceFile, feature_file
-from precompute.sources.times import (parse_times)
-from precompute.sources.unusable import (EVENTS_SOURCE_PREFIX, NOT_FINITE_REASON, UnusableRows)
+from precompute.sources.times import parse_times
+from precompute.sources.unusable import EVENTS_SOURCE_PREFIX, NOT_FINITE_REASON, UnusableRows
 
 ATTRIBUTES_FOLDER: Final = "items/attributes"
 _EXACT_INTEGER_MAX: Final = 2**53
@@ -65,12 +65,22 @@ def write_item_attributes(
     if not attribute_names:
         return {}
     attribute_file = feature_file(config, "item", attribute_names[0])
-    column_by_name = columns_by_ordinal(attribute_file, config.sources.item_column, attribute_names, items)
+    column_by_name = columns_by_ordinal(
+        attribute_file, config.sources.item_column, attribute_names, items
+    )
     unusable_rows = UnusableRows() if unusable is None else unusable
-    arrays_by_name = {attribute_name: _attribute_arrays(column_by_name[attribute_name], attribute_file, attribute_name, items, unusable_rows) for attribute_name in attribute_names}
+    arrays_by_name = {
+        attribute_name: _attribute_arrays(
+            column_by_name[attribute_name], attribute_file, attribute_name, items, unusable_rows
+        )
+        for attribute_name in attribute_names
+    }
     updated_arrays_by_name = _with_event_values(arrays_by_name, items, event_values, unusable_rows)
     files_by_attribute = {
-        attribute_name: _write_attribute(root, attribute_index, updated_arrays_by_name[attribute_name]) for attribute_index, attribute_name in enumerate(attribute_names)
+        attribute_name: _write_attribute(
+            root, attribute_index, updated_arrays_by_name[attribute_name]
+        )
+        for attribute_index, attribute_name in enumerate(attribute_names)
     }
     for facet, facet_config in config.facets.items():
         if (kind := files_by_attribute[facet_config.attribute][0]) not in ("text", "texts"):
@@ -102,7 +112,11 @@ def _with_event_values(
     item_count = items.count
     changed_columns = set_item_values(
         ItemAttributes(
-            item_count, {attribute_name: _as_column(*typed_arrays) for attribute_name, typed_arrays in arrays_by_name.items()}
+            item_count,
+            {
+                attribute_name: _as_column(*typed_arrays)
+                for attribute_name, typed_arrays in arrays_by_name.items()
+            },
         ),
         item_values,
     )
@@ -135,7 +149,11 @@ def _as_arrays(column: AttributeColumn) -> ArrayByName:
 
 
 def _attribute_arrays(
-    column: Any, source_file: SourceFile, attribute_name: str, items: ItemTable, unusable: UnusableRows
+    column: Any,
+    source_file: SourceFile,
+    attribute_name: str,
+    items: ItemTable,
+    unusable: UnusableRows,
 ) -> tuple[AttributeKind, ArrayByName]:
     """(kind, arrays by the name of their file) of an Arrow array with a value for each item."""
     if pa.types.is_dictionary(column.type):
@@ -145,12 +163,16 @@ def _attribute_arrays(
     bad_mask_by_reason: dict[str, NDArray[np.bool_]] = {}
     typed_arrays: tuple[AttributeKind, ArrayByName]
     if is_text_type(arrow_type):
-        too_long_mask = as_numpy_mask(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
+        too_long_mask = as_numpy_mask(
+            pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False)
+        )
         bad_mask_by_reason = {TEXT_TOO_LONG: too_long_mask}
         codes, name_arrays = _encode_texts(column, missing_mask | too_long_mask)
         typed_arrays = "text", {"values": codes, **name_arrays}
     elif (
-        pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type)
+        pa.types.is_list(arrow_type)
+        or pa.types.is_large_list(arrow_type)
+        or pa.types.is_fixed_size_list(arrow_type)
     ):
         if not is_text_type(arrow_type.value_type):
             raise _unfit_type_error(source_file, attribute_name, arrow_type)
@@ -160,7 +182,9 @@ def _attribute_arrays(
         typed_arrays = "flag", {"values": np.where(missing_mask, np.uint8(NO_FLAG), flags)}
     elif pa.types.is_integer(arrow_type):
         numbers = np.asarray(pc.fill_null(column, 0))
-        too_large_mask = ((numbers > _EXACT_INTEGER_MAX) | (numbers < -_EXACT_INTEGER_MAX)) & ~missing_mask
+        too_large_mask = (
+            (numbers > _EXACT_INTEGER_MAX) | (numbers < -_EXACT_INTEGER_MAX)
+        ) & ~missing_mask
         bad_mask_by_reason = {NUMBER_TOO_LARGE: too_large_mask}
         typed_arrays = (
             "number",
@@ -172,7 +196,9 @@ def _attribute_arrays(
         typed_arrays = "number", {"values": np.where(np.isfinite(numbers), numbers, np.nan)}
     elif pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type):
         times_us, no_time_mask_by_reason = parse_times(column, source_file, attribute_name)
-        bad_mask_by_reason = {reason: bad_mask & ~missing_mask for reason, bad_mask in no_time_mask_by_reason.items()}
+        bad_mask_by_reason = {
+            reason: bad_mask & ~missing_mask for reason, bad_mask in no_time_mask_by_reason.items()
+        }
         timeless_mask = np.logical_or.reduce([missing_mask, *bad_mask_by_reason.values()])
         typed_arrays = "time", {"values": np.where(timeless_mask, NO_TIME, times_us)}
     else:
@@ -184,7 +210,9 @@ def _attribute_arrays(
     return typed_arrays
 
 
-def _encode_texts(texts: Any, left_out_mask: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], ArrayByName]:
+def _encode_texts(
+    texts: Any, left_out_mask: NDArray[np.bool_]
+) -> tuple[NDArray[np.uint32], ArrayByName]:
     """Codes of texts uint32 [n], NO_CODE by `left_out_mask`, and the texts themselves in the order of their bytes."""
     usable_texts = texts.filter(pa.array(~left_out_mask)).cast(pa.large_string())
     dictionary_array = usable_texts.dictionary_encode()
@@ -196,7 +224,11 @@ def _encode_texts(texts: Any, left_out_mask: NDArray[np.bool_]) -> tuple[NDArray
     codes[~left_out_mask] = text_ranks[np.asarray(dictionary_array.indices)]
     _, offset_buffer, data_buffer = raw_texts.take(pa.array(sort_order)).buffers()
     offsets = np.frombuffer(offset_buffer, np.int64)[: len(sort_order) + 1]
-    joined_bytes = np.frombuffer(data_buffer, np.uint8)[: offsets[-1]] if data_buffer else np.empty(0, np.uint8)
+    joined_bytes = (
+        np.frombuffer(data_buffer, np.uint8)[: offsets[-1]]
+        if data_buffer
+        else np.empty(0, np.uint8)
+    )
     return codes, {"names": joined_bytes, "name_offsets": offsets.astype(np.uint64)}
 
 
@@ -217,19 +249,29 @@ def _encode_text_lists(column: Any) -> ArrayByName:
     return {"values": codes[~dropped_mask], "offsets": offsets, **name_arrays}
 
 
-def _write_attribute(root: Path, attribute_index: int, typed_arrays: tuple[AttributeKind, ArrayByName]) -> AttributeFiles:
+def _write_attribute(
+    root: Path, attribute_index: int, typed_arrays: tuple[AttributeKind, ArrayByName]
+) -> AttributeFiles:
     kind, arrays = typed_arrays
     path_by_part = {}
-    dtype_by_array = {"values": DTYPE_BY_KIND[kind], "offsets": "<u8", "names": "u1", "name_offsets": "<u8"}
+    dtype_by_array = {
+        "values": DTYPE_BY_KIND[kind],
+        "offsets": "<u8",
+        "names": "u1",
+        "name_offsets": "<u8",
+    }
     for array_name, array in arrays.items():
         path_by_part[array_name] = f"{ATTRIBUTES_FOLDER}/{attribute_index:04d}.{array_name}"
-        write_atomically(root / path_by_part[array_name], array.astype(dtype_by_array[array_name]).tobytes())
+        write_atomically(
+            root / path_by_part[array_name], array.astype(dtype_by_array[array_name]).tobytes()
+        )
     return kind, path_by_part
 
 
 def _unfit_type_error(source_file: SourceFile, name: str, arrow_type: Any) -> SourceError:
     return SourceError(
-        f"{source_file}: column {name!r} is {arrow_type}; attributes are texts, lists of texts, numbers, " "booleans and times",
+        f"{source_file}: column {name!r} is {arrow_type}; attributes are texts, lists of texts, numbers, "
+        "booleans and times",
         column=name,
     )
 
@@ -258,7 +300,9 @@ def passing_filters(
     columns, mask_by_filter = ItemAttributes.of_files(root, attributes, item_count), {}
     for filter_name, declared_filter in filter_by_name.items():
         try:
-            mask_by_filter[filter_name] = FilterMask.of(mask_of(declared_filter.root_expression, columns))
+            mask_by_filter[filter_name] = FilterMask.of(
+                mask_of(declared_filter.root_expression, columns)
+            )
         except InvalidFilter as error:
             raise _filter_error(filter_name, error) from error
     return mask_by_filter
@@ -266,7 +310,11 @@ def passing_filters(
 
 def _filter_error(filter_name: str, error: InvalidFilter) -> ConfigError:
     field_path = error.details.get("field")
-    field_text = f"[filters.{filter_name}]" if field_path is None else f"[filters.{filter_name}] at {field_path}"
+    field_text = (
+        f"[filters.{filter_name}]"
+        if field_path is None
+        else f"[filters.{filter_name}] at {field_path}"
+    )
     return ConfigError(f"{field_text}: {error.message}", field="filters")
 
 

@@ -23,7 +23,7 @@ from cache.control.control_keys import Control
 from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavailable
 from cache.format.manifest import Manifest
 from cache.l2.sync_clients import clone_client
-from precompute.builds.seal import (WITHOUT_INTERACTIONS_FACT)
+from precompute.builds.seal import WITHOUT_INTERACTIONS_FACT
 from precompute.features import feature_gates
 from precompute.gates.evidence.candidate import Candidate, Gate, Measurement, Verdict
 from precompute.gates.rules.checksums import pages_in_redis

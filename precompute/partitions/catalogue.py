@@ -19,15 +19,31 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
-from precompute.partitions.grouping import (order_if_distinct)
+from precompute.partitions.grouping import order_if_distinct
 from precompute.partitions.shard_files import first_hash
-from precompute.partitions.shard_input import (HashIds)
-from precompute.sources.columns import (Ids, as_numpy_mask, text_hashes, to_raw_ids)
-from precompute.sources.features import (EntityValues, NO_ENTITY_VALUES, read_feature_values, union_of_masks, with_64_bit_offsets, with_event_values, without_long_texts)
+from precompute.partitions.shard_input import HashIds
+from precompute.sources.columns import Ids, as_numpy_mask, text_hashes, to_raw_ids
+from precompute.sources.features import (
+    NO_ENTITY_VALUES,
+    EntityValues,
+    read_feature_values,
+    union_of_masks,
+    with_64_bit_offsets,
+    with_event_values,
+    without_long_texts,
+)
 from precompute.sources.files import SourceFile, feature_file, source_file
 from precompute.sources.readers import read_features
-from precompute.sources.unusable import (CASES_MAX, EVENTS_SOURCE_PREFIX, LISTED_BEFORE_REASON, NO_VALUE_REASON, RowCase, TEXT_TOO_LONG_REASON, UnusableRows)
-from precompute.sources.vocabulary import (CHUNK_ROWS_MAX, repeated_text_rows)
+from precompute.sources.unusable import (
+    CASES_MAX,
+    EVENTS_SOURCE_PREFIX,
+    LISTED_BEFORE_REASON,
+    NO_VALUE_REASON,
+    TEXT_TOO_LONG_REASON,
+    RowCase,
+    UnusableRows,
+)
+from precompute.sources.vocabulary import CHUNK_ROWS_MAX, repeated_text_rows
 
 ITEM_IDS_FILE, ITEM_OFFSETS_FILE, MODEL_INDEX_FILE, ITEM_VECTORS_FILE, ITEM_FEATURES_FILE = (
     "items/ids.bin",
@@ -61,7 +77,10 @@ def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
 
 def _feature_inputs(models: Sequence[BundleModel], entity: EntityKind) -> list[InputSpec]:
     return [
-        input_spec for model in models if model.entity == entity for input_spec in model.spec.features
+        input_spec
+        for model in models
+        if model.entity == entity
+        for input_spec in model.spec.features
     ]
 
 
@@ -99,16 +118,23 @@ def write_catalogue(
     """
     vocabulary = bundle.vocabulary
     unusable_rows = UnusableRows() if unusable is None else unusable
-    catalogue_ids = read_feature_items(config, bundle.models, event_values, event_item_ids, unusable_rows)
+    catalogue_ids = read_feature_items(
+        config, bundle.models, event_values, event_item_ids, unusable_rows
+    )
     if catalogue_ids is None:
         catalogue_ids = vocabulary.texts
     erased_ids = pa.array(sorted(raw_id.decode() for raw_id in erased_raw_ids), pa.string())
     catalogue_ids = catalogue_ids.filter(pc.invert(pc.is_in(catalogue_ids, value_set=erased_ids)))
     model_indices = vocabulary.find_positions(catalogue_ids)
-    is_answered = model_indices >= 0 if needs_item_index(bundle) else np.ones(len(catalogue_ids), np.bool_)
+    is_answered = (
+        model_indices >= 0 if needs_item_index(bundle) else np.ones(len(catalogue_ids), np.bool_)
+    )
     if left_out_ids is not None:
         is_answered &= as_numpy_mask(pc.invert(pc.is_in(catalogue_ids, value_set=left_out_ids)))
-    answered_ids, model_indices = catalogue_ids.filter(pa.array(is_answered)), model_indices[is_answered]
+    answered_ids, model_indices = (
+        catalogue_ids.filter(pa.array(is_answered)),
+        model_indices[is_answered],
+    )
     if not len(answered_ids):
         raise _unknown_catalogue_error(len(catalogue_ids))
     hash_seed, hash_texts = 0, text_hashes if hasher is hash_ids else _text_hasher_of(hasher)
@@ -116,14 +142,19 @@ def write_catalogue(
         hash_seed += 1
     hashes = hashes[hash_order]
     _write_id_files(generation_folder, answered_ids, hash_order)
-    write_atomically(generation_folder / MODEL_INDEX_FILE, model_indices[hash_order].astype("<i8").tobytes())
+    write_atomically(
+        generation_folder / MODEL_INDEX_FILE, model_indices[hash_order].astype("<i8").tobytes()
+    )
     first_hashes = np.array(
         [first_hash(shard, config.shards) for shard in range(config.shards)], np.uint64
     )
     shard_bounds = [*hashes.searchsorted(first_hashes).tolist(), len(hashes)]
     for shard in range(config.shards):
         shard_hashes = hashes[shard_bounds[shard] : shard_bounds[shard + 1]]
-        write_atomically(generation_folder / directory_file_path("item", shard), shard_hashes.astype("<u8").tobytes())
+        write_atomically(
+            generation_folder / directory_file_path("item", shard),
+            shard_hashes.astype("<u8").tobytes(),
+        )
     return {
         "item_seed": hash_seed,
         "items": len(hashes),
@@ -161,13 +192,20 @@ def read_feature_items(
         return None
     path = source_file(config.sources.item_features, config.path("."))
     item_tower_specs = [
-        input_spec for model in models if model.name == ITEM_TOWER_NAME for input_spec in model.spec.features
+        input_spec
+        for model in models
+        if model.name == ITEM_TOWER_NAME
+        for input_spec in model.spec.features
     ]
     feature_columns = sorted({str(input_spec.column) for input_spec in item_tower_specs})
     id_chunks, usable_masks = [], [np.empty(0, np.bool_)]
     table_batches = _demand_any_rows(
         read_features(
-            path, config.sources.item_column, feature_columns, source_name=ITEM_FEATURES_SOURCE, unusable_rows=unusable_rows
+            path,
+            config.sources.item_column,
+            feature_columns,
+            source_name=ITEM_FEATURES_SOURCE,
+            unusable_rows=unusable_rows,
         ),
         path,
     )
@@ -186,13 +224,27 @@ def read_feature_items(
     ):  # fmt: skip
         id_chunks.append(ids.texts())
         too_long_mask_by_column, column_by_name = {}, dict(column_by_name)
-        for column_name in sorted({str(input_spec.column) for input_spec in item_tower_specs if input_spec.dtype == "string"}):
+        for column_name in sorted(
+            {
+                str(input_spec.column)
+                for input_spec in item_tower_specs
+                if input_spec.dtype == "string"
+            }
+        ):
             column_by_name[column_name], too_long_mask_by_column[column_name] = without_long_texts(
                 column_by_name[column_name], config.feature_text_bytes
             )
         is_changed = as_numpy_mask(pc.is_in(id_chunks[-1], value_set=changed_ids))
         usable_masks.append(
-            _usable_value_mask(id_chunks[-1], column_by_name, too_long_mask_by_column, item_tower_specs, path.name, is_changed, unusable_rows)
+            _usable_value_mask(
+                id_chunks[-1],
+                column_by_name,
+                too_long_mask_by_column,
+                item_tower_specs,
+                path.name,
+                is_changed,
+                unusable_rows,
+            )
         )
     if (
         event_item_ids and not feature_columns
@@ -209,7 +261,9 @@ def read_feature_items(
             {"item": item_ids[row].as_py(), "file": path.name}
             for row in repeated_rows[:CASES_MAX].tolist()
         )
-        unusable_rows.note(ITEM_FEATURES_SOURCE, LISTED_BEFORE_REASON, len(repeated_rows), row_cases)
+        unusable_rows.note(
+            ITEM_FEATURES_SOURCE, LISTED_BEFORE_REASON, len(repeated_rows), row_cases
+        )
         is_kept[repeated_rows] = False
     if not is_kept.any():
         unusable_rows.demand_some(ITEM_FEATURES_SOURCE, path.name)
@@ -318,7 +372,9 @@ def directory_file_path(entity_kind: str, shard: int) -> str:
     return f"directory/{entity_kind}/{shard:04d}.u64"
 
 
-def open_items(generation_folder: Path, catalogue_fields: CatalogueFields, *, dims: int = 0) -> ItemTable:
+def open_items(
+    generation_folder: Path, catalogue_fields: CatalogueFields, *, dims: int = 0
+) -> ItemTable:
     """The item table of a build; with `dims`, its vectors as well."""
     shard_bounds = catalogue_fields["bounds"]
     shard_count = len(shard_bounds) - 1
@@ -329,11 +385,15 @@ def open_items(generation_folder: Path, catalogue_fields: CatalogueFields, *, di
         for shard in range(shard_count)
     ]
     directory = Directory(
-        catalogue_fields["item_seed"], [first_hash(shard, shard_count) for shard in range(shard_count)], directory_parts
+        catalogue_fields["item_seed"],
+        [first_hash(shard, shard_count) for shard in range(shard_count)],
+        directory_parts,
     )
     vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
     if dims:
-        vectors = map_file(generation_folder / ITEM_VECTORS_FILE, "<f4", (catalogue_fields["items"], dims))
+        vectors = map_file(
+            generation_folder / ITEM_VECTORS_FILE, "<f4", (catalogue_fields["items"], dims)
+        )
     return ItemTable(
         directory,
         map_file(generation_folder / ITEM_IDS_FILE, "u1"),
@@ -347,10 +407,13 @@ def most_popular_items(
     items: ItemTable, interaction_counts: NDArray[np.int64], item_limit: int
 ) -> tuple[Sequence[str], list[float]]:
     """The k most popular items and their share of all interactions; ties by ordinal."""
-    popular_ordinals = np.lexsort((np.arange(items.count), -interaction_counts))[: min(item_limit, items.count)]
+    popular_ordinals = np.lexsort((np.arange(items.count), -interaction_counts))[
+        : min(item_limit, items.count)
+    ]
     total_interactions = max(1, int(interaction_counts.sum()))
     return items.ids_of(popular_ordinals.astype(np.uint32)), [
-        float(interaction_counts[ordinal]) / total_interactions for ordinal in popular_ordinals.tolist()
+        float(interaction_counts[ordinal]) / total_interactions
+        for ordinal in popular_ordinals.tolist()
     ]
 
 
@@ -370,14 +433,21 @@ class ItemFeatures:
         with pa.memory_map(str(features_path)) as source:
             column_table = pa.ipc.open_stream(source).read_all()
         return cls(
-            {str(input_spec.column): column_table.column(input_spec.column) for input_spec in spec.features},
+            {
+                str(input_spec.column): column_table.column(input_spec.column)
+                for input_spec in spec.features
+            },
             spec,
             count,
         )
 
     def of(self, ordinals: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
         """(values of these ordinals by the tower's input names, which of them have all); the others' mean nothing."""
-        has_all_inputs, values_by_input, arrow_rows = np.ones(len(ordinals), np.bool_), {}, pa.array(ordinals)
+        has_all_inputs, values_by_input, arrow_rows = (
+            np.ones(len(ordinals), np.bool_),
+            {},
+            pa.array(ordinals),
+        )
         for input_spec in self._input_specs:
             column = self._column_by_name[str(input_spec.column)].take(arrow_rows).combine_chunks()
             feature_values = read_feature_values(column, input_spec)
@@ -426,10 +496,19 @@ def write_item_features(
     for column_name in sorted({str(feature.column) for feature in value_model_specs}):
         column_specs = [feature for feature in value_model_specs if feature.column == column_name]
         _note_unusable_values(
-            items, column_name, column_by_name[column_name], column_specs, unusable_rows, config.feature_text_bytes
+            items,
+            column_name,
+            column_by_name[column_name],
+            column_specs,
+            unusable_rows,
+            config.feature_text_bytes,
         )
-    for column_name in {str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"}:
-        column_by_name[column_name], _ = without_long_texts(column_by_name[column_name], config.feature_text_bytes)
+    for column_name in {
+        str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"
+    }:
+        column_by_name[column_name], _ = without_long_texts(
+            column_by_name[column_name], config.feature_text_bytes
+        )
     column_table = pa.table(column_by_name)
     table_buffer = pa.BufferOutputStream()
     with pa.ipc.new_stream(table_buffer, column_table.schema) as writer:
@@ -467,7 +546,9 @@ def columns_by_ordinal(
     row_by_ordinal[row_ordinals[matched_indexes]] = matched_indexes
     arrow_rows = pa.array(row_by_ordinal, mask=row_by_ordinal < 0)
     return {
-        column_name: pa.concat_arrays([with_64_bit_offsets(batch[column_name]) for _, batch in batches]).take(arrow_rows)
+        column_name: pa.concat_arrays(
+            [with_64_bit_offsets(batch[column_name]) for _, batch in batches]
+        ).take(arrow_rows)
         for column_name in feature_columns
     }
 
@@ -492,7 +573,9 @@ def _note_unusable_values(
         if is_long.any() and any(spec.dtype == "string" for spec in input_specs):
             bad_mask_by_reason[f"{column_name}: {TEXT_TOO_LONG_REASON}"] = is_long
         if bad_mask_by_reason:
-            unusable.note_rows(source_name, bad_mask_by_reason, partial(_item_case, items, first_ordinal))
+            unusable.note_rows(
+                source_name, bad_mask_by_reason, partial(_item_case, items, first_ordinal)
+            )
 
 
 def _item_case(items: ItemTable, first_ordinal: int, row_index: int) -> RowCase:
@@ -500,7 +583,10 @@ def _item_case(items: ItemTable, first_ordinal: int, row_index: int) -> RowCase:
 
 
 def _ordinals_in_pieces(items: ItemTable, id_texts: Any) -> NDArray[np.int64]:
-    text_pieces = [id_texts.slice(int(row_range[0]), len(row_range)) for row_range in _row_ranges(len(id_texts))]
+    text_pieces = [
+        id_texts.slice(int(row_range[0]), len(row_range))
+        for row_range in _row_ranges(len(id_texts))
+    ]
     return ordinals_of_texts(items, pa.chunked_array(text_pieces, pa.string()))
 
 

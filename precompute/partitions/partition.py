@@ -18,19 +18,55 @@ from numpy.typing import NDArray
 from cache.format.ids import hash_ids
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import link_or_copy_file, write_atomically
-from precompute.partitions.catalogue import (item_id_texts)
+from precompute.partitions.catalogue import item_id_texts
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.night_input import NightInput
-from precompute.partitions.shard_files import (HASH_COLUMN, POSITION_COLUMN, ShardFiles, TOUCHED_KIND, allow_open_files, file_kinds_in, partition_file_kinds, range_count_per_shard, range_of, read_batches, read_stream, shard_paths, user_naming_kinds)
-from precompute.partitions.shard_input import (COUNTED_ROWS_AT_ONCE, HashIds, count_distinct_ids, hash_id_names, hash_id_rows, scratch_folder, slice_shard)
-from precompute.partitions.stages import (StreamStages)
-from precompute.partitions.user_tables import (USER_FEATURES_SOURCE, USER_IDS_SCHEMA, USER_VECTORS_SOURCE, note_event_values, write_feature_files, write_vector_files)
+from precompute.partitions.shard_files import (
+    HASH_COLUMN,
+    POSITION_COLUMN,
+    TOUCHED_KIND,
+    ShardFiles,
+    allow_open_files,
+    file_kinds_in,
+    partition_file_kinds,
+    range_count_per_shard,
+    range_of,
+    read_batches,
+    read_stream,
+    shard_paths,
+    user_naming_kinds,
+)
+from precompute.partitions.shard_input import (
+    COUNTED_ROWS_AT_ONCE,
+    HashIds,
+    count_distinct_ids,
+    hash_id_names,
+    hash_id_rows,
+    scratch_folder,
+    slice_shard,
+)
+from precompute.partitions.stages import StreamStages
+from precompute.partitions.user_tables import (
+    USER_FEATURES_SOURCE,
+    USER_IDS_SCHEMA,
+    USER_VECTORS_SOURCE,
+    note_event_values,
+    write_feature_files,
+    write_vector_files,
+)
 from precompute.sources.columns import text_hashes
 from precompute.sources.id_forms import IdForms
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import ColumnsOfLists, Interactions, read_interactions
-from precompute.sources.unusable import (ALL_IDS_SOURCE, CASES_MAX, LISTED_BEFORE_REASON, UnusableReport, UnusableRows, merge_reports)
+from precompute.sources.unusable import (
+    ALL_IDS_SOURCE,
+    CASES_MAX,
+    LISTED_BEFORE_REASON,
+    UnusableReport,
+    UnusableRows,
+    merge_reports,
+)
 
 POPULARITY_FILE = "work/popularity.i64"
 """Number of interactions with each item, int64 [items]."""
@@ -50,7 +86,9 @@ SHARDS_COUNTED_AT_ONCE = 2
 OPEN_FILES_PER_SHARD = 2
 """Files of each shard open for writing at the same time: rows and ids (and touched users)."""
 
-_ROWS_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
+_ROWS_SCHEMA = pa.schema(
+    [(HASH_COLUMN, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())]
+)
 _POSITIONED_ROWS_SCHEMA = _ROWS_SCHEMA.append(pa.field(POSITION_COLUMN, pa.int64()))
 _TOUCHED_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64())])
 
@@ -119,7 +157,9 @@ class EarlierPartition:
             new_ordinals = np.where(
                 is_known_item, self.new_ordinals[np.where(is_known_item, ordinals, 0)], -1
             ).astype(np.int32)
-            affected_hashes = np.asarray(batch.column(HASH_COLUMN))[is_known_item & (new_ordinals < 0)]
+            affected_hashes = np.asarray(batch.column(HASH_COLUMN))[
+                is_known_item & (new_ordinals < 0)
+            ]
             new_columns = [batch.column(HASH_COLUMN), pa.array(new_ordinals), *batch.columns[2:]]
             yield pa.record_batch(new_columns, schema=batch.schema), np.unique(affected_hashes)
 
@@ -143,14 +183,21 @@ class EarlierPartition:
         )
 
     def take_over(
-        self, shard_count: int, folder: Path, rows_files: ShardFiles, ids_files: ShardFiles, touched_files: ShardFiles
+        self,
+        shard_count: int,
+        folder: Path,
+        rows_files: ShardFiles,
+        ids_files: ShardFiles,
+        touched_files: ShardFiles,
     ) -> None:
         """Copy its rows, ids and other files into the files of this night's partition."""
         for shard in range(shard_count):
             for batch, affected_hashes in self.rows(shard):
                 rows_files.extend(shard, [batch])
                 if len(affected_hashes):
-                    touched_files.extend(shard, [pa.record_batch([affected_hashes], names=[HASH_COLUMN])])
+                    touched_files.extend(
+                        shard, [pa.record_batch([affected_hashes], names=[HASH_COLUMN])]
+                    )
             ids_files.extend(shard, self.batches(shard, "ids"))
             for file_kind in file_kinds_in(self.folder, shard)[2:]:
                 target_path, earlier_path = (
@@ -220,7 +267,9 @@ class PartitionJob:
         while True:
             unusable_rows = UnusableRows(erased.users | erased.items)
             user_forms, item_forms = IdForms("user", seed), IdForms("item", UNKNOWN_ITEMS_SEED)
-            interaction_counts = _partition_interactions(self, seed, earlier, unusable_rows, item_forms)
+            interaction_counts = _partition_interactions(
+                self, seed, earlier, unusable_rows, item_forms
+            )
             if earlier is None:
                 hash_user_ids = partial(hash_id_rows, hash_seed=seed, hasher=self.hasher)
                 write_feature_files(
@@ -229,10 +278,17 @@ class PartitionJob:
                 )  # fmt: skip
                 if night.config.sources.user_vectors:
                     write_vector_files(
-                        night.config, self.folder, self.dims, hash_user_ids, unusable_rows, erased=erased
+                        night.config,
+                        self.folder,
+                        self.dims,
+                        hash_user_ids,
+                        unusable_rows,
+                        erased=erased,
                     )
             else:
-                note_event_values(night, feature_columns, self.feature_inputs, unusable_rows, self.lists)
+                note_event_values(
+                    night, feature_columns, self.feature_inputs, unusable_rows, self.lists
+                )
             # What is taken over was counted when it was read.
             counted_unusable = unusable_rows if earlier is None else UnusableRows()
             event_user_hashes = np.empty(0, np.uint64)
@@ -261,7 +317,9 @@ class PartitionJob:
                     sum(counts.named for counts in distinct_counts),
                     sum(counts.featured for counts in distinct_counts),
                     interaction_counts,
-                    merge_reports([{} if earlier is None else earlier.unusable, unusable_rows.to_json()]),
+                    merge_reports(
+                        [{} if earlier is None else earlier.unusable, unusable_rows.to_json()]
+                    ),
                     earlier is not None,
                 )
             earlier = None
@@ -317,14 +375,18 @@ def _partition_interactions(
             interaction_files=job.night.files,
         )
         first_file = 0 if earlier is None else earlier.event_files
-        all_batches = chain(source_batches, job.night.further.interactions(first_file, unusable_rows))
+        all_batches = chain(
+            source_batches, job.night.further.interactions(first_file, unusable_rows)
+        )
 
         def place_batch(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """Return a batch with the hashes of its users' names and an ordinal, -1 = unknown, for each item name."""
             user_hashes = hash_id_names(batch.users, seed, job.hasher)
             return batch, user_hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 
-        placed_batches = stages.run_ahead(map(place_batch, stages.run_ahead(map(erased.leave_out, all_batches))))
+        placed_batches = stages.run_ahead(
+            map(place_batch, stages.run_ahead(map(erased.leave_out, all_batches)))
+        )
         for batch, user_hashes, ordinal_by_name in placed_batches:
             ordinals = ordinal_by_name[batch.items.codes]
             known_ordinals = ordinals[ordinals >= 0]
@@ -336,7 +398,9 @@ def _partition_interactions(
                 if batch.positions is None:
                     item_forms.add(unknown_ids, unknown_id_hashes)
                 if batch.positions is None and len(unknown_examples) < UNKNOWN_EXAMPLES_MAX:
-                    named_examples = dict.fromkeys([*unknown_examples, *unknown_ids[:UNKNOWN_EXAMPLES_MAX].to_pylist()])
+                    named_examples = dict.fromkeys(
+                        [*unknown_examples, *unknown_ids[:UNKNOWN_EXAMPLES_MAX].to_pylist()]
+                    )
                     unknown_examples = tuple(named_examples)[:UNKNOWN_EXAMPLES_MAX]
             row_count += len(ordinals)
             unknown_item_rows += len(ordinals) - len(known_ordinals)
@@ -347,7 +411,9 @@ def _partition_interactions(
                 user_hashes, ordinals = hash_id_names(batch.users, seed, job.hasher), known_ordinals
             row_counts.add(user_hashes[batch.users.codes], batch.times)
             user_codes, user_ranges = batch.users.codes, range_of(user_hashes, config.shards)
-            ids_files.write(pa.table([batch.users.names, user_hashes], schema=USER_IDS_SCHEMA), user_ranges)
+            ids_files.write(
+                pa.table([batch.users.names, user_hashes], schema=USER_IDS_SCHEMA), user_ranges
+            )
             row_columns = [user_hashes[user_codes], ordinals, batch.times]
             if config.events.enabled:
                 zero_positions = np.zeros(len(user_codes), np.int64)
@@ -356,11 +422,19 @@ def _partition_interactions(
             if touched_files is not None:
                 touched_files.write(pa.table([user_hashes], schema=_TOUCHED_SCHEMA), user_ranges)
     return InteractionCounts(
-        row_count, unknown_item_rows, popularity, unknown_hashes_seen.all(), late_count, row_counts, unknown_examples
+        row_count,
+        unknown_item_rows,
+        popularity,
+        unknown_hashes_seen.all(),
+        late_count,
+        row_counts,
+        unknown_examples,
     )
 
 
-def _open_shard_files(folder: Path, file_kind: str, shard_count: int, arrow_schema: Any) -> ShardFiles:
+def _open_shard_files(
+    folder: Path, file_kind: str, shard_count: int, arrow_schema: Any
+) -> ShardFiles:
     paths = [folder / f"{shard:04d}.{file_kind}" for shard in range(shard_count)]
     return ShardFiles(paths, arrow_schema, ranges_per_file=range_count_per_shard(shard_count))
 
@@ -379,23 +453,42 @@ def _count_users(
     """
     with scratch_folder(folder) as scratch_path:
         naming_kinds = user_naming_kinds(file_kinds_in(folder, shard))
-        slices = slice_shard(folder, shard, shard_count, scratch_path, slice_rows_max=COUNTED_ROWS_AT_ONCE, file_kinds=naming_kinds)
+        slices = slice_shard(
+            folder,
+            shard,
+            shard_count,
+            scratch_path,
+            slice_rows_max=COUNTED_ROWS_AT_ONCE,
+            file_kinds=naming_kinds,
+        )
         user_count, hash_count = (
             sum(slice_counts) for slice_counts in zip(*count_distinct_ids(slices), strict=True)
         )
         uncounted_users = feature_only_users = 0
         for slice_number in slices.numbers:
-            ids_table, *user_tables = map(read_stream, shard_paths(slices.folder, slice_number, naming_kinds))
-            for source_name, user_table in zip((USER_FEATURES_SOURCE, USER_VECTORS_SOURCE), user_tables, strict=False):
+            ids_table, *user_tables = map(
+                read_stream, shard_paths(slices.folder, slice_number, naming_kinds)
+            )
+            for source_name, user_table in zip(
+                (USER_FEATURES_SOURCE, USER_VECTORS_SOURCE), user_tables, strict=False
+            ):
                 note_repeated_users(source_name, user_table, unusable_rows)
             for user_table in (ids_table, *user_tables):
-                user_forms.add(user_table.column("user"), np.asarray(user_table.column(HASH_COLUMN)))
-            feature_hashes, *other_hashes = (np.asarray(table.column(HASH_COLUMN)) for table in (*user_tables, ids_table))
+                user_forms.add(
+                    user_table.column("user"), np.asarray(user_table.column(HASH_COLUMN))
+                )
+            feature_hashes, *other_hashes = (
+                np.asarray(table.column(HASH_COLUMN)) for table in (*user_tables, ids_table)
+            )
             feature_only_hashes = np.setdiff1d(feature_hashes, np.concatenate(other_hashes))
             event_user_count = len(np.intersect1d(feature_only_hashes, event_user_hashes))
             uncounted_users += event_user_count
             feature_only_users += len(feature_only_hashes) - event_user_count
-    return UserCounts(user_count - uncounted_users, feature_only_users) if user_count == hash_count else None
+    return (
+        UserCounts(user_count - uncounted_users, feature_only_users)
+        if user_count == hash_count
+        else None
+    )
 
 
 def note_repeated_users(source_name: str, user_table: Any, unusable_rows: UnusableRows) -> None:
@@ -405,14 +498,23 @@ def note_repeated_users(source_name: str, user_table: Any, unusable_rows: Unusab
     sorted_hashes = user_hashes[hash_order]
     repeated_rows = np.sort(hash_order[1:][sorted_hashes[1:] == sorted_hashes[:-1]])
     if len(repeated_rows):
-        repeated_ids = user_table.column("user").take(pa.array(repeated_rows[:CASES_MAX])).to_pylist()
+        repeated_ids = (
+            user_table.column("user").take(pa.array(repeated_rows[:CASES_MAX])).to_pylist()
+        )
         unusable_rows.note(
-            source_name, LISTED_BEFORE_REASON, len(repeated_rows), ({"user": user_id} for user_id in repeated_ids)
+            source_name,
+            LISTED_BEFORE_REASON,
+            len(repeated_rows),
+            ({"user": user_id} for user_id in repeated_ids),
         )
 
 
 def write_count_files(generation_folder: Path, interaction_counts: InteractionCounts) -> list[str]:
     """Write counts of interactions by item, and the unknown items, for a night that takes this partition over."""
-    write_atomically(generation_folder / POPULARITY_FILE, interaction_counts.popularity.astype("<i8").tobytes())
-    write_atomically(generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown.astype("<u8").tobytes())
+    write_atomically(
+        generation_folder / POPULARITY_FILE, interaction_counts.popularity.astype("<i8").tobytes()
+    )
+    write_atomically(
+        generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown.astype("<u8").tobytes()
+    )
     return [POPULARITY_FILE, UNKNOWN_ITEMS_FILE]

@@ -6,8 +6,8 @@ from cache.control.control_keys import Control
 from cache.errors import Refused
 from cache.l2.sync_clients import compute_keyspace_shares, connect, primary_clients
 from cache.process.host import disk_free_bytes, memory_available_bytes
-from precompute.bulk.headroom import (ArmRoom, redis_page_bytes, sum_mapped_bytes, unevictable_bytes)
-from precompute.config.settings import (GateThresholds, NightConfig, peak_generation_count)
+from precompute.bulk.headroom import ArmRoom, redis_page_bytes, sum_mapped_bytes, unevictable_bytes
+from precompute.config.settings import GateThresholds, NightConfig, peak_generation_count
 from precompute.gates.evidence.candidate import Verdict
 from precompute.gates.rules.headroom import (
     disk_headroom,
@@ -18,7 +18,7 @@ from precompute.gates.rules.headroom import (
     redis_headroom,
     redis_room,
 )
-from precompute.traffic.experiments import (compute_arm_rooms)
+from precompute.traffic.experiments import compute_arm_rooms
 
 GB = 10**9
 
@@ -143,7 +143,10 @@ def _read_nodes(
 ) -> tuple[tuple[RedisNode, ...], tuple[ArmRoom, ...]]:
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control, share_by_node = Control(client, config.keyspace()), compute_keyspace_shares(client)
-        own_bytes, arms = redis_page_bytes(config.store(), control), compute_arm_rooms(config, client)
+        own_bytes, arms = (
+            redis_page_bytes(config.store(), control),
+            compute_arm_rooms(config, client),
+        )
         arm_growth_bytes = sum(arm.growth_bytes(peak_generation_count(config.keep)) for arm in arms)
         nodes = []
         for node_name, server in primary_clients(client).items():

@@ -19,9 +19,9 @@ from cache.errors import SourceError
 from cache.l2.sync_clients import connect
 from cache.process.command_line import json_text
 from precompute.bulk.headroom import ArmRoom
-from precompute.config.console import (OutputContent, out_console, print_output)
+from precompute.config.console import OutputContent, out_console, print_output
 from precompute.config.progress import Progress, size_text
-from precompute.config.settings import (NightConfig, peak_generation_count)
+from precompute.config.settings import NightConfig, peak_generation_count
 from precompute.gates.evidence.candidate import Verdict
 from precompute.planning.capacity import demand_room, find_limits
 from precompute.planning.filter_costs import SHORT_LIST_ITEMS, FilterCost

@@ -19,7 +19,7 @@ from cache.records import NO_ITEM
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.filters.item_attributes import passing_filters
 from precompute.partitions.catalogue import open_items
-from precompute.partitions.shard_files import (PARTITION_FOLDER)
+from precompute.partitions.shard_files import PARTITION_FOLDER
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sizes import NightShape, Pages
 from precompute.planning.trial import SEARCHED_USERS, Trial, measure_time

@@ -19,16 +19,31 @@ from cache.l2.sync_clients import connect
 from cache.process.host import usable_cores
 from cache.process.redis_server import join_or_start_server
 from cache.quality.probe import probe_bytes
-from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, READY_OVERHEAD_BYTES, Entry, LocalKey, LocalTier, entry_size_bytes
-from precompute.adapters.vector_bundle import (make_vector_bundle)
-from precompute.builds.reports import (EMBED_ITEMS_REPORT)
-from precompute.builds.tables import (configured_tables, demand_table_values, entity_of, facet_layout, layout_of, metric_of, scored_tables)
-from precompute.bulk.headroom import (seconds_at_floor_rate, time_limit_remark)
+from cache.tiers.l1 import (
+    ENTRY_OVERHEAD_BYTES,
+    READY_OVERHEAD_BYTES,
+    Entry,
+    LocalKey,
+    LocalTier,
+    entry_size_bytes,
+)
+from precompute.adapters.vector_bundle import make_vector_bundle
+from precompute.builds.reports import EMBED_ITEMS_REPORT
+from precompute.builds.tables import (
+    configured_tables,
+    demand_table_values,
+    entity_of,
+    facet_layout,
+    layout_of,
+    metric_of,
+    scored_tables,
+)
+from precompute.bulk.headroom import seconds_at_floor_rate, time_limit_remark
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress, quiet
-from precompute.config.settings import (NightConfig, parse_time, peak_generation_count)
-from precompute.partitions.catalogue import (ITEM_FEATURES_FILE)
-from precompute.partitions.shard_files import (USER_VECTORS_KIND)
+from precompute.config.settings import NightConfig, parse_time, peak_generation_count
+from precompute.partitions.catalogue import ITEM_FEATURES_FILE
+from precompute.partitions.shard_files import USER_VECTORS_KIND
 from precompute.planning.capacity import CapacityLimits, judge_capacity
 from precompute.planning.filter_costs import FilterCost, measure_filter_costs
 from precompute.planning.options import PlanParameters
@@ -47,7 +62,7 @@ from precompute.planning.trial import (
 )
 from precompute.reuse.lists import ENTERING_SHARE_MAX
 from precompute.scoring.towers import demand_feature_types
-from precompute.sources.times import (MICROSECONDS_PER_SECOND)
+from precompute.sources.times import MICROSECONDS_PER_SECOND
 
 ITEMS_CHANGED_SHARES: Final = (0.0, 0.001, 0.01)
 """Shares of changed items for which a plan shows a night, by default."""
@@ -296,7 +311,11 @@ def _shape_night(
     resized_bundle = replace(bundle, dims=dims)
     items_per_user = min(config.history_limit, begin_report["interactions"] / len(trial.sample.ids))
     partition_bytes = sum(path.stat().st_size for path in (root / "work/partition").iterdir())
-    facets = begin_report.get("facets") or trial.build.need_report(EMBED_ITEMS_REPORT).get("facets") or {}
+    facets = (
+        begin_report.get("facets")
+        or trial.build.need_report(EMBED_ITEMS_REPORT).get("facets")
+        or {}
+    )
     list_tables = [
         table for table in tables.values() if table.kind in ("user_topk", "item_similar")
     ]
@@ -414,7 +433,9 @@ def find_active_share(sample: Sample, cutoff_at: datetime | None) -> float | Non
     if not (sample.times > 0).any():
         return None
     data_end_us = int(sample.times.max()) + 1
-    end_us = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS_PER_SECOND)
+    end_us = (
+        data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS_PER_SECOND)
+    )
     active_owners = sample.owner_indices[sample.times >= end_us - _DAY_US]
     return len(np.unique(active_owners)) / len(sample.ids)
 
@@ -589,7 +610,9 @@ def l1_hit_rates(
     """
     table_entry_bytes = l1_table_bytes()
     record_entry_bytes = record_bytes + ENTRY_OVERHEAD_BYTES + table_entry_bytes
-    answer_entry_bytes = answer_bytes + READY_OVERHEAD_BYTES + table_entry_bytes if answer_bytes else 0.0
+    answer_entry_bytes = (
+        answer_bytes + READY_OVERHEAD_BYTES + table_entry_bytes if answer_bytes else 0.0
+    )
 
     def contents(time: float) -> tuple[float, float]:
         """Return the expected (entries, bytes)."""

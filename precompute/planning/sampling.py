@@ -15,11 +15,17 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, Sources
-from precompute.partitions.shard_input import (hash_id_rows)
+from precompute.partitions.shard_input import hash_id_rows
 from precompute.sources.columns import Ids
 from precompute.sources.files import feature_file, source_file
-from precompute.sources.readers import (ColumnsOfLists, Interactions, NO_COLUMNS_OF_LISTS, read_features, read_interactions)
-from precompute.sources.vocabulary import (DistinctCounter)
+from precompute.sources.readers import (
+    NO_COLUMNS_OF_LISTS,
+    ColumnsOfLists,
+    Interactions,
+    read_features,
+    read_interactions,
+)
+from precompute.sources.vocabulary import DistinctCounter
 
 SAMPLE_HASH_SEED = 0x5DEECE66D
 """Independent of every directory seed, so that a shard is no sample."""

@@ -7,10 +7,10 @@ from typing import Final
 from cache.format.manifest import EntityKind
 from cache.records import Layout
 from precompute.builds.tables import records_per_page
-from precompute.bundles.index import (FLAT_ITEMS_MAX, IndexKind, inverted_list_count)
-from precompute.partitions.shard_input import (COUNTED_ROWS_AT_ONCE, SLICE_BYTES_MAX, SLICE_ROWS_MAX)
+from precompute.bundles.index import FLAT_ITEMS_MAX, IndexKind, inverted_list_count
+from precompute.partitions.shard_input import COUNTED_ROWS_AT_ONCE, SLICE_BYTES_MAX, SLICE_ROWS_MAX
 from precompute.scoring.shard_work import CHUNK_BYTES, CHUNKS_MAX
-from precompute.sources.readers import (BATCH_BYTES_MAX, BATCH_ROWS_MAX)
+from precompute.sources.readers import BATCH_BYTES_MAX, BATCH_ROWS_MAX
 
 HASH_BYTES = 8
 
@@ -247,7 +247,8 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
 
 def _batch_bytes(shape: NightShape) -> int:
     return max(
-        BATCH_ROWS_MAX * GROUPED_ROW_BYTES, min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes))
+        BATCH_ROWS_MAX * GROUPED_ROW_BYTES,
+        min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes)),
     )
 
 

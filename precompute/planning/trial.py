@@ -19,20 +19,26 @@ from cache.format.redis_keys import Keyspace
 from cache.model.ranking import Metric
 from cache.store.artefacts import generation_path
 from cache.topk.topk import Scorer
-from precompute.builds.build import (Build, fetch_catalogue, open_bundle)
-from precompute.builds.reports import (BEGIN_REPORT, BeginReport)
+from precompute.builds.build import Build, fetch_catalogue, open_bundle
+from precompute.builds.reports import BEGIN_REPORT, BeginReport
 from precompute.builds.tables import configured_tables, metric_of, records_per_page
 from precompute.bulk.load import total_bytes
-from precompute.bulk.watch import (main_thread_cpu_s)
+from precompute.bulk.watch import main_thread_cpu_s
 from precompute.bundles.bundle import Bundle
 from precompute.config.devices import OFF, devices
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import scoring_hooks
-from precompute.partitions.catalogue import (ITEM_IDS_FILE, ITEM_OFFSETS_FILE, ITEM_VECTORS_FILE, MODEL_INDEX_FILE, open_items)
+from precompute.partitions.catalogue import (
+    ITEM_IDS_FILE,
+    ITEM_OFFSETS_FILE,
+    ITEM_VECTORS_FILE,
+    MODEL_INDEX_FILE,
+    open_items,
+)
 from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import PartitionJob
-from precompute.partitions.shard_files import (PARTITION_FOLDER)
+from precompute.partitions.shard_files import PARTITION_FOLDER
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.cards import CARDS, DEFAULT_CARD
 from precompute.planning.sampling import Sample
@@ -43,7 +49,7 @@ from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.user_reading import read_users
 from precompute.scoring.users import score_users
 from precompute.steps import begin, embed_items, load
-from precompute.steps.score import (SHARDS_PER_DEVICE)
+from precompute.steps.score import SHARDS_PER_DEVICE
 
 PROBE_COUNT = 256
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from precompute.config.console import (OutputContent, field_table)
+from precompute.config.console import OutputContent, field_table
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.reference.train import train_reference

@@ -21,7 +21,7 @@ from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import held_out, onnx_model
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import (hand_over, swap_in_folder)
+from precompute.bundles.bundle_store import hand_over, swap_in_folder
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.reference.matrix_factorisation import (
@@ -38,12 +38,17 @@ from precompute.reference.matrix_factorisation import (
     train_tables,
     training_shape,
 )
-from precompute.sources.columns import (Ids, to_arrow_strings)
+from precompute.sources.columns import Ids, to_arrow_strings
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import source_file, source_files
-from precompute.sources.plausibility import (chosen_cut_in_words, demand_enough_ids, demand_several_items, demand_times)
+from precompute.sources.plausibility import (
+    chosen_cut_in_words,
+    demand_enough_ids,
+    demand_several_items,
+    demand_times,
+)
 from precompute.sources.readers import feature_schema, read_features, read_interactions
-from precompute.sources.vocabulary import (HashedIds, NumberedIds, Vocabulary, to_string_chunks)
+from precompute.sources.vocabulary import HashedIds, NumberedIds, Vocabulary, to_string_chunks
 
 HISTORY_MAX = 1024
 
@@ -648,4 +653,6 @@ def _compute_centroids(
         (group_count, vector_count),
     )
     has_members = np.bincount(groups, minlength=group_count) > 0
-    return np.where(has_members[:, None], unit_rows(membership_matrix @ directions), default_centroids)
+    return np.where(
+        has_members[:, None], unit_rows(membership_matrix @ directions), default_centroids
+    )

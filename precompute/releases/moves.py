@@ -15,8 +15,14 @@ from cache.store.artefacts import read_manifest
 from cache.store.releases import MOVE_ACTIONS, Action, Canary, Pointer, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import unlink_pages
-from precompute.bulk.reload import (load_missing, repair_pages)
-from precompute.releases.release_log import (LOOK_TRIES, ReleaseView, Releases, generation_state, ledger_and_rows_after_move)
+from precompute.bulk.reload import load_missing, repair_pages
+from precompute.releases.release_log import (
+    LOOK_TRIES,
+    Releases,
+    ReleaseView,
+    generation_state,
+    ledger_and_rows_after_move,
+)
 from precompute.releases.replication import VerifyReport
 
 RepeatableAction = Literal["publish", "roll_back", "canary", "end_canary"]
@@ -255,7 +261,9 @@ def end_canary(
         return MoveResult(_followed_pointer(view), has_moved=False)
     if running_canary is None:
         raise Conflict("no generation is being tried out")
-    return _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, abandon=abandon)
+    return _end_canary(
+        releases, running_canary, view, attempt=attempt, reason=reason, abandon=abandon
+    )
 
 
 def _end_canary(
@@ -292,7 +300,9 @@ def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) ->
         running_canary = view.ledger.canary
         try:
             if running_canary is not None and running_canary.generation == generation:
-                _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, abandon=True)
+                _end_canary(
+                    releases, running_canary, view, attempt=attempt, reason=reason, abandon=True
+                )
             return releases.record_refusal(generation, reason=reason, attempt=attempt)
         except Conflict:
             canary = releases.view().ledger.canary
@@ -309,7 +319,9 @@ def _demand_gates(
         gates = read_manifest(releases.store, generation).gates
     failed_rules = [str(gate["rule"]) for gate in gates if not gate["passed"]]
     if failed_rules or not gates:
-        failure_text = f"failed {', '.join(failed_rules)}" if failed_rules else "ran through no gate"
+        failure_text = (
+            f"failed {', '.join(failed_rules)}" if failed_rules else "ran through no gate"
+        )
         raise Conflict(
             f"{generation} {failure_text}: run `verify {generation}` first",
             generation=generation,
@@ -362,7 +374,10 @@ def _commit(
     rows = {generation_id: replace(row, at=releases.clock()) for generation_id, row in rows.items()}
     _demand_unmoved(releases, new_pointer, view, action)
     moved_pointer = releases.control.move_pointer(
-        new_pointer, expected_epoch=view.epoch, row_by_generation=rows, allowed_states=allowed_states
+        new_pointer,
+        expected_epoch=view.epoch,
+        row_by_generation=rows,
+        allowed_states=allowed_states,
     )
     if moved_pointer is None:
         raise Conflict(
@@ -374,7 +389,9 @@ def _commit(
     return MoveResult(moved_pointer, has_moved=True)
 
 
-def _demand_unmoved(releases: Releases, new_pointer: Pointer, view: ReleaseView, action: Action) -> None:
+def _demand_unmoved(
+    releases: Releases, new_pointer: Pointer, view: ReleaseView, action: Action
+) -> None:
     """Raise Conflict if another move came since: a Redis that lost its newest rows would not notice."""
     history = releases.history()
     ledger = fold_releases(history)
@@ -390,8 +407,16 @@ def _demand_unmoved(releases: Releases, new_pointer: Pointer, view: ReleaseView,
     ):
         raise Conflict(f"{new_pointer.previous} was retired meanwhile; try again")
     if action != "end_canary":
-        demanded_generation = new_pointer.canary.generation if new_pointer.canary is not None else new_pointer.generation
-        demand_allowed(action, demanded_generation, generation_state(demanded_generation, ledger, view.rows.get(demanded_generation)))
+        demanded_generation = (
+            new_pointer.canary.generation
+            if new_pointer.canary is not None
+            else new_pointer.generation
+        )
+        demand_allowed(
+            action,
+            demanded_generation,
+            generation_state(demanded_generation, ledger, view.rows.get(demanded_generation)),
+        )
 
 
 @contextmanager
@@ -441,11 +466,17 @@ def pointer_of_attempt(
     if attempt_release is None:
         return None
     later_releases = [
-        release for release in history if release.epoch > attempt_release.epoch and _is_done_or_verification(release)
+        release
+        for release in history
+        if release.epoch > attempt_release.epoch and _is_done_or_verification(release)
     ]
     if (undoing_release := _undoing_release(attempt_release, history, later_releases)) is None:
         return Pointer(
-            attempt_release.generation, attempt_release.epoch, attempt_release.previous, attempt, attempt_release.at
+            attempt_release.generation,
+            attempt_release.epoch,
+            attempt_release.previous,
+            attempt,
+            attempt_release.at,
         )
     if action in ("publish", "canary") and any(
         release.action == "verify"
@@ -456,7 +487,11 @@ def pointer_of_attempt(
         return None
     action_text = undoing_release.action.replace("_", " ")
     raise Conflict(
-        f"this attempt did it at epoch {attempt_release.epoch}; since then {action_text} of " f"{undoing_release.generation} at epoch " f"{undoing_release.epoch}: " "use a new attempt",
+        (
+                f"this attempt did it at epoch {attempt_release.epoch}; since then {action_text} of "
+                f"{undoing_release.generation} at epoch {undoing_release.epoch}: "
+                "use a new attempt"
+),
         epoch=attempt_release.epoch, undone=undoing_release.epoch,
     )  # fmt: skip
 
@@ -481,7 +516,9 @@ def _undoing_release(
                 for release in later_releases
                 if release.action in MOVE_ACTIONS and release.generation == former_live_id
             )
-            return next(moves_back, None) or _withdrawing_roll_back(attempt_release, history, later_releases)
+            return next(moves_back, None) or _withdrawing_roll_back(
+                attempt_release, history, later_releases
+            )
         case "canary":
             canary_ends = (
                 release
@@ -502,7 +539,8 @@ def _undoing_release(
     )
     is_canary_running = fold_releases(history).canary is not None
     return next(
-        (release for release in repeat_releases if is_canary_running or release.action == "verify"), None
+        (release for release in repeat_releases if is_canary_running or release.action == "verify"),
+        None,
     )
 
 

@@ -22,8 +22,16 @@ from precompute.bulk.reload import is_missing, reload
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
-from precompute.releases.release_log import (LOOK_TRIES, ReleaseView, Releases, demand_reason, ledger_and_rows_after_move, open_releases, without_retired)
-from precompute.releases.sweep import (has_pages_again, overlay_life_s_max, unlink_recorded)
+from precompute.releases.release_log import (
+    LOOK_TRIES,
+    Releases,
+    ReleaseView,
+    demand_reason,
+    ledger_and_rows_after_move,
+    open_releases,
+    without_retired,
+)
+from precompute.releases.sweep import has_pages_again, overlay_life_s_max, unlink_recorded
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +106,10 @@ def _describe_left_bundle(
     ).live_generation
     store, live_id = config.store(), pointer.generation
     try:
-        left_manifest, live_manifest = read_manifest(store, str(left_id)), read_manifest(store, live_id)
+        left_manifest, live_manifest = (
+            read_manifest(store, str(left_id)),
+            read_manifest(store, live_id),
+        )
         if (
             live_manifest.bundle_digest == left_manifest.bundle_digest
             or chosen_bundle_digest(config) != left_manifest.bundle_digest
@@ -107,11 +118,15 @@ def _describe_left_bundle(
     except (LarderError, OSError):  # readers have moved: a remark must not undo the report
         return []
     bundle_path = generation_path(live_id, "bundle")
-    remedy = f"copy {store.url}/{bundle_path} to this host and run `larder hand-over` with that folder"
+    remedy = (
+        f"copy {store.url}/{bundle_path} to this host and run `larder hand-over` with that folder"
+    )
     if store.folder is not None:
         remedy = f"run `larder hand-over {store.folder / bundle_path}`"
     remark = (
-        f"the next night uses the model of {left_id} again ({left_manifest.bundle_digest[:12]}): if that model " "is why you " f"rolled back, {remedy}, which is the model of {live_id}, or import or train the model anew"
+        f"the next night uses the model of {left_id} again ({left_manifest.bundle_digest[:12]}): if that model "
+        "is why you "
+        f"rolled back, {remedy}, which is the model of {live_id}, or import or train the model anew"
     )
     return [remark]
 
@@ -140,7 +155,9 @@ def describe_rolled_back_model(releases: Releases, bundle_digest: str) -> list[s
             continue
         if len(bundle_digests) > 1:
             left_epoch = ledger.left_epoch_by_generation.get(generation)
-            reason = next((release.reason for release in history if release.epoch == left_epoch), "")
+            reason = next(
+                (release.reason for release in history if release.epoch == left_epoch), ""
+            )
             return [f"uses the model of {generation}, which was rolled back: {reason}"]
     return []
 
@@ -209,7 +226,9 @@ def restore_redis(
         doubtful_roll_back = _roll_back_in_doubt(view)
         target_ledger = ledger
         if doubtful_roll_back is not None:
-            ledger_if_done = fold_releases([*view.history, replace(doubtful_roll_back, is_done=True)])
+            ledger_if_done = fold_releases(
+                [*view.history, replace(doubtful_roll_back, is_done=True)]
+            )
             target_ledger = without_retired(ledger_if_done, view.rows)
         restorable_ids = _restorable_generations(releases, view, target_ledger)
         # Rows first: no page may belong to a generation that the registry does not know.
@@ -245,9 +264,15 @@ def restore_redis(
             ledger.state_by_generation,
         ):
             continue
-        if view.pointer is not None and view.epoch == ledger.live_epoch and not _intents_in_doubt(view):
+        if (
+            view.pointer is not None
+            and view.epoch == ledger.live_epoch
+            and not _intents_in_doubt(view)
+        ):
             return view.pointer, restorable_ids, loaded_bytes
-        moved_pointer = _move_pointer(releases, view, restorable_ids, doubtful_roll_back, attempt=attempt)
+        moved_pointer = _move_pointer(
+            releases, view, restorable_ids, doubtful_roll_back, attempt=attempt
+        )
         if moved_pointer is not None:
             return moved_pointer, restorable_ids, loaded_bytes
     raise Conflict(
@@ -255,7 +280,9 @@ def restore_redis(
     )
 
 
-def describe_forgotten_facts(releases: Releases, prior_view: ReleaseView, pointer: Pointer) -> list[str]:
+def describe_forgotten_facts(
+    releases: Releases, prior_view: ReleaseView, pointer: Pointer
+) -> list[str]:
     """Describe facts that were lost with the registry and are in no release record, with the remedy.
 
     `prior_view`: the view before the restore, `pointer`: the one that the restore wrote.
@@ -342,7 +369,9 @@ def _registry_rows(
     }
 
 
-def _restorable_generations(releases: Releases, view: ReleaseView, target_ledger: Ledger) -> list[str]:
+def _restorable_generations(
+    releases: Releases, view: ReleaseView, target_ledger: Ledger
+) -> list[str]:
     """Return the live generation, then the previous one if its files match the release."""
     live_id, previous_id = str(target_ledger.live_generation), target_ledger.previous
     try:
@@ -385,7 +414,12 @@ def _move_pointer(
     rows = {live_id: RegistryRow(GenerationState.LIVE, releases.clock())}
     if doubtful_roll_back is not None:
         _, rows = ledger_and_rows_after_move(
-            view, "roll_back", live_id, attempt=attempt, moved_at=releases.clock(), reason=doubtful_roll_back.reason
+            view,
+            "roll_back",
+            live_id,
+            attempt=attempt,
+            moved_at=releases.clock(),
+            reason=doubtful_roll_back.reason,
         )
     try:
         moved_pointer = releases.control.move_pointer(
@@ -427,7 +461,9 @@ def adopt(
                 f"{keys.live} holds no pointer, so there is nothing to adopt: run `larder restore`"
             )
         stray_pointer = _pointer_if_readable(raw_pointer)
-        ledger = releases.ledger() if stray_pointer is not None else fold_releases(releases.history())
+        ledger = (
+            releases.ledger() if stray_pointer is not None else fold_releases(releases.history())
+        )
         if stray_pointer is not None and stray_pointer.epoch <= ledger.live_epoch:
             raise Conflict(
                 f"the releases in {releases.store.url} explain the pointer in {keys.live}: run "
@@ -437,14 +473,18 @@ def adopt(
             releases.check_manifest(ledger.live_generation, releases.history())
         if stray_pointer is not None:
             recorded_generation = (
-                stray_pointer.generation if GENERATION_PATTERN.fullmatch(stray_pointer.generation) else "unknown"
+                stray_pointer.generation
+                if GENERATION_PATTERN.fullmatch(stray_pointer.generation)
+                else "unknown"
             )
             # An intent that is never completed: it changes nothing but the epoch, and keeps the reason.
             releases.record(
                 "restore", recorded_generation, attempt=attempt, reason=f"adopted: {reason}",
                 expected=stray_pointer.epoch,
             )  # fmt: skip
-        if not checked_reply("EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE):
+        if not checked_reply(
+            "EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE
+        ):
             raise Conflict(
                 f"the pointer in {keys.live} moved while it was looked at; look at `status`"
             )

@@ -143,7 +143,9 @@ class Releases:
 
     def state(self, generation: str, ledger: Ledger | None = None) -> GenerationState | None:
         """State of a generation: proven by releases, else as the registry says."""
-        return generation_state(generation, ledger or self.ledger(), self.control.rows().get(generation))
+        return generation_state(
+            generation, ledger or self.ledger(), self.control.rows().get(generation)
+        )
 
     def demand_agreement(self) -> None:
         """Raise Conflict, naming both places and the remedy, unless Redis' pointer is the one that the store proves."""
@@ -176,7 +178,10 @@ class Releases:
         )
         if released_digest and released_digest != stored_digest:
             raise CorruptArtefact(
-                f"the manifest of {generation} has the digest {stored_digest}, its release record says " f"{released_digest}",
+                (
+                    f"the manifest of {generation} has the digest {stored_digest}, its release record says "
+                    f"{released_digest}"
+                ),
                 generation=generation,
             )
 
@@ -254,7 +259,9 @@ class Releases:
                 raise Conflict(
                     f"{generation} was retired while it was being made", generation=generation
                 )
-            rows = {generation: RegistryRow(state_after_step.get(current_state, state), self.clock())}
+            rows = {
+                generation: RegistryRow(state_after_step.get(current_state, state), self.clock())
+            }
             if current_state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
                 return
             if self.control.write_rows(rows, expected_epoch=view.epoch, unless_named_as="live"):
@@ -391,7 +398,9 @@ def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
     return replace(ledger, state_by_generation=states)
 
 
-def generation_state(generation: str, ledger: Ledger, row: RegistryRow | None) -> GenerationState | None:
+def generation_state(
+    generation: str, ledger: Ledger, row: RegistryRow | None
+) -> GenerationState | None:
     """State of a generation: what releases prove, else what its registry row says, None when neither knows it."""
     proven_state = ledger.state(generation)
     if (
@@ -403,7 +412,9 @@ def generation_state(generation: str, ledger: Ledger, row: RegistryRow | None) -
     # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
     if row is None or proven_state in _PROVEN_STATES:
         return proven_state
-    return row.state if proven_state is None or row.state in _STATES_AHEAD_OF_RECORDS else proven_state
+    return (
+        row.state if proven_state is None or row.state in _STATES_AHEAD_OF_RECORDS else proven_state
+    )
 
 
 def demand_reason(action: str, reason: str | None) -> str:

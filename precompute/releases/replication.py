@@ -44,7 +44,9 @@ def run_ids(client: "redis.Redis") -> RunIds:
         info: Any = primary_client.info("server")
         run_id_by_node[primary_name] = str(info.get("run_id", ""))
         for replica_address, replica in _replica_info_by_address(primary_client).items():
-            run_id_by_node[replica_address] = _fetch_run_id(primary_client, str(replica["ip"]), int(replica["port"]))
+            run_id_by_node[replica_address] = _fetch_run_id(
+                primary_client, str(replica["ip"]), int(replica["port"])
+            )
     return run_id_by_node
 
 
@@ -68,7 +70,9 @@ def confirm_pages(
     current_run_ids = run_ids(control.client)
     verified_run_ids = {} if verified is None else verified.get("run_ids") or {}
     changed_nodes = [
-        node_name for node_name, run_id in current_run_ids.items() if verified_run_ids.get(node_name) != run_id
+        node_name
+        for node_name, run_id in current_run_ids.items()
+        if verified_run_ids.get(node_name) != run_id
     ]
     if changed_nodes:
         reload(control, releases.store, generation, governor=governor)
@@ -84,7 +88,11 @@ def confirm_pages(
 
 
 def _primary_run_ids(run_id_by_node: RunIds) -> RunIds:
-    return {node_name: run_id for node_name, run_id in run_id_by_node.items() if node_name.startswith("primary")}
+    return {
+        node_name: run_id
+        for node_name, run_id in run_id_by_node.items()
+        if node_name.startswith("primary")
+    }
 
 
 def wait_for_replicas(
@@ -97,7 +105,9 @@ def wait_for_replicas(
         if not replica_info_by_address:
             return 0
         late_replicas = sorted(
-            replica_address for replica_address, replica_info in replica_info_by_address.items() if replica_info.get("state") != "online"
+            replica_address
+            for replica_address, replica_info in replica_info_by_address.items()
+            if replica_info.get("state") != "online"
         )
         left_s = deadline - timer()
         if not late_replicas:
@@ -112,9 +122,17 @@ def wait_for_replicas(
         elif left_s > 0:
             time.sleep(min(0.05, left_s))
         if left_s <= 0:
-            reason = f"{', '.join(late_replicas)} not online" if late_replicas else "the others lag or do not answer"
+            reason = (
+                f"{', '.join(late_replicas)} not online"
+                if late_replicas
+                else "the others lag or do not answer"
+            )
             raise Conflict(
-                f"{caught_up_count} of {len(replica_info_by_address)} Redis replicas have every page after " f"{timeout_s:g} s ({reason}), " "nothing " "was published; mend the replication or take those replicas away, then publish again",
+                (
+                    f"{caught_up_count} of {len(replica_info_by_address)} Redis replicas have every page after "
+                    f"{timeout_s:g} s ({reason}), "
+                    "nothing was published; mend the replication or take those replicas away, then publish again"
+                ),
                 replicas=len(replica_info_by_address),
                 caught_up=caught_up_count,
             )

@@ -19,9 +19,9 @@ from cache.format.manifest import CUT_CHARS, GENERATION_PATTERN, Manifest
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import POINTER_ACTIONS, Release
 from precompute.bulk.governor import Governor, open_governor
-from precompute.bulk.load import (UNLINK_BATCH_KEYS, unlink_pages)
+from precompute.bulk.load import UNLINK_BATCH_KEYS, unlink_pages
 from precompute.config.progress import Progress, quiet
-from precompute.config.settings import (NightConfig, retained_count)
+from precompute.config.settings import NightConfig, retained_count
 from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
@@ -105,7 +105,9 @@ def sweepable(
         for generation_id, state in states.items()
         if state is GenerationState.SUPERSEDED
     ]
-    superseded_ids.sort(key=lambda generation_id: left_epoch_by_id.get(generation_id, 0), reverse=True)
+    superseded_ids.sort(
+        key=lambda generation_id: left_epoch_by_id.get(generation_id, 0), reverse=True
+    )
     protected_ids = {
         ledger.live_generation,
         ledger.previous,
@@ -183,7 +185,10 @@ def _is_abandoned(
     row, live = view.rows.get(generation), view.ledger.live_generation
     if view.state(generation) not in (None, *UNFINISHED_STATES):
         return False
-    if generation_being_made is not None and generation[:CUT_CHARS] < generation_being_made[:CUT_CHARS]:
+    if (
+        generation_being_made is not None
+        and generation[:CUT_CHARS] < generation_being_made[:CUT_CHARS]
+    ):
         return True  # newer data replaces it: nights come one at a time
     if live is None or generation[:CUT_CHARS] >= live[:CUT_CHARS]:
         return False  # it can still be published
@@ -221,10 +226,14 @@ def retire(
     )  # fmt: skip
     manifest = _manifest_if_stored(releases, generation)
     if manifest is None:
-        removed_key_count = unlink_recorded(releases, generation, releases.history(), governor=governor)
+        removed_key_count = unlink_recorded(
+            releases, generation, releases.history(), governor=governor
+        )
     else:
         control = releases.control
-        removed_key_count = unlink_pages(control.client, control.keyspace, manifest, governor=governor)
+        removed_key_count = unlink_pages(
+            control.client, control.keyspace, manifest, governor=governor
+        )
     releases.store.delete(generation_path(generation))
     return removed_key_count
 
@@ -240,8 +249,15 @@ def unlink_recorded(
 
     With readers around, pages go one at a time, each at the price of a piece: their sizes are unknown.
     """
-    page_count_by_table, keys = _recorded_page_counts(generation, history), releases.control.keyspace
-    page_keys = (keys.page(generation, table, page) for table in page_count_by_table for page in range(page_count_by_table[table]))
+    page_count_by_table, keys = (
+        _recorded_page_counts(generation, history),
+        releases.control.keyspace,
+    )
+    page_keys = (
+        keys.page(generation, table, page)
+        for table in page_count_by_table
+        for page in range(page_count_by_table[table])
+    )
     removed_key_count, client = 0, releases.control.client
     while True:
         piece_bytes = None if governor is None else governor.piece_bytes
@@ -266,7 +282,9 @@ def note_loaded(releases: Releases, generation: str, *, governor: Governor | Non
         raise
 
 
-def unlink_if_retired(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
+def unlink_if_retired(
+    releases: Releases, generation: str, *, governor: Governor | None = None
+) -> None:
     """Remove pages that came into Redis while their generation was being retired, or after."""
     view = releases.view()
     if view.state(generation) is GenerationState.RETIRED:
@@ -320,7 +338,9 @@ def _mark_retired(
         view.demand_agreement()
         former_row = view.rows.get(generation)
         state = view.state(generation)
-        is_abandoned = _is_abandoned(releases, view, generation, abandon_after_s, generation_being_made)
+        is_abandoned = _is_abandoned(
+            releases, view, generation, abandon_after_s, generation_being_made
+        )
         if not is_abandoned:
             demand_allowed("retire", generation, state)
         recorded_state = fold_releases(view.history).state(generation)
@@ -383,7 +403,10 @@ def drop_old_rows(
 
     Not before `kept_s`: pages that a slow load brings back can be found only by the row.
     """
-    row_life_s, checked_at = max(kept_s, overlay_life_s_max(releases, overlay_ttl_s)), releases.clock()
+    row_life_s, checked_at = (
+        max(kept_s, overlay_life_s_max(releases, overlay_ttl_s)),
+        releases.clock(),
+    )
     rows = releases.control.rows()
     expired_ids = [
         generation_id
@@ -397,7 +420,10 @@ def drop_old_rows(
     )
     dropped_count = 0
     for generation in expired_ids:
-        if recorded_ledger.state(generation) is not GenerationState.RETIRED and generation in stored_ids:
+        if (
+            recorded_ledger.state(generation) is not GenerationState.RETIRED
+            and generation in stored_ids
+        ):
             continue  # marked by a sweep that died: what it left must be found, and only its row names it
         # A Redis restored from an older snapshot may have pages again that were removed long ago.
         unlink_recorded(releases, generation, history, governor=governor)

@@ -21,7 +21,15 @@ from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build, settings_digest
-from precompute.builds.reports import (BEGIN_REPORT, BeginReport, EmbedItemsReport, NO_BASE_ENTRY, ReportName, ReportT, shard_report_name)
+from precompute.builds.reports import (
+    BEGIN_REPORT,
+    NO_BASE_ENTRY,
+    BeginReport,
+    EmbedItemsReport,
+    ReportName,
+    ReportT,
+    shard_report_name,
+)
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.partitions.digests import Digests

@@ -9,10 +9,15 @@ import numpy as np
 
 from cache.format.directory import map_file
 from precompute.builds.build import Build, open_bundle
-from precompute.builds.reports import (BEGIN_REPORT, EMBED_ITEMS_REPORT, NO_BASE_ENTRY, shard_report_name)
+from precompute.builds.reports import (
+    BEGIN_REPORT,
+    EMBED_ITEMS_REPORT,
+    NO_BASE_ENTRY,
+    shard_report_name,
+)
 from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.partitions.shard_files import (PARTITION_FOLDER)
+from precompute.partitions.shard_files import PARTITION_FOLDER
 from precompute.partitions.shard_input import scratch_folder
 from precompute.scoring.copies import INPUTS_REASON, reasons_path
 from precompute.scoring.items import ItemWork
@@ -31,7 +36,10 @@ ITEM_SAMPLE_SIZE: Final = 256
 def identity(candidate: Candidate) -> Measurement:
     """A random sample of the copied records has the bytes that computing them in full gives."""
     build = candidate.build
-    if build is None or (build.need_report(BEGIN_REPORT).get("base") or NO_BASE_ENTRY)["generation"] is None:
+    if (
+        build is None
+        or (build.need_report(BEGIN_REPORT).get("base") or NO_BASE_ENTRY)["generation"] is None
+    ):
         return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
@@ -40,7 +48,9 @@ def identity(candidate: Candidate) -> Measurement:
     wrong_count, compared_count, note, skipped_shards = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU that is not here, gives a model's outputs other last bits.
-        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(scorers.at(shard).device):
+        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(
+            scorers.at(shard).device
+        ):
             skipped_shards.append(shard)
             continue
         user_work = ShardWork.of(build, bundle, shard, scorers)

@@ -10,18 +10,29 @@ from numpy.typing import NDArray
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
-from precompute.partitions.catalogue import (item_id_texts)
+from precompute.partitions.catalogue import item_id_texts
 from precompute.partitions.night_input import EventFields, NightInput
-from precompute.partitions.partition import (EarlierPartition, POPULARITY_FILE, UNKNOWN_ITEMS_FILE, UNKNOWN_ITEMS_SEED, partition_file_paths)
-from precompute.partitions.shard_files import (PARTITION_FOLDER, POSITION_COLUMN, read_batches, shard_paths)
-from precompute.partitions.user_tables import (USER_FEATURES_SOURCE, USER_VECTORS_SOURCE)
+from precompute.partitions.partition import (
+    POPULARITY_FILE,
+    UNKNOWN_ITEMS_FILE,
+    UNKNOWN_ITEMS_SEED,
+    EarlierPartition,
+    partition_file_paths,
+)
+from precompute.partitions.shard_files import (
+    PARTITION_FOLDER,
+    POSITION_COLUMN,
+    read_batches,
+    shard_paths,
+)
+from precompute.partitions.user_tables import USER_FEATURES_SOURCE, USER_VECTORS_SOURCE
 from precompute.reuse.base import BaseGeneration, CannotCopy
 from precompute.reuse.items import find_new_ordinals, invert_ordinals
 from precompute.sources.columns import text_hashes
 from precompute.sources.files import InputEntry
 from precompute.sources.plausibility import RowCounts
-from precompute.sources.readers import (EVENT_INTERACTIONS_SOURCE, INTERACTIONS_SOURCE)
-from precompute.sources.unusable import (UNKNOWN_ITEMS_NAMED_FIELD)
+from precompute.sources.readers import EVENT_INTERACTIONS_SOURCE, INTERACTIONS_SOURCE
+from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD
 
 ERASED_REASON: Final = "other erasures than the base left out"
 LATE_REASON: Final = "the base left out interactions from after its cut"
@@ -139,7 +150,8 @@ def _reuse_partition(
         unusable={
             source_name: source_report
             for source_name, source_report in begin_report["unusable"].items()
-            if source_name == EVENT_INTERACTIONS_SOURCE or source_name.partition(".")[0] in user_sources
+            if source_name == EVENT_INTERACTIONS_SOURCE
+            or source_name.partition(".")[0] in user_sources
         },
     )
 
@@ -149,7 +161,9 @@ def _named_by_events(base: BaseGeneration, shard_count: int, item_mask: NDArray[
     for shard in range(shard_count):
         (path,) = shard_paths(base.build.root / PARTITION_FOLDER, shard, ("rows",))
         for batch in read_batches(path, column_indexes=(1, 3)):
-            ordinals = np.asarray(batch.column("ordinal"))[np.asarray(batch.column(POSITION_COLUMN)) > 0]
+            ordinals = np.asarray(batch.column("ordinal"))[
+                np.asarray(batch.column(POSITION_COLUMN)) > 0
+            ]
             if item_mask[ordinals[ordinals >= 0]].any():
                 return True
     return False

@@ -9,9 +9,9 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS
-from precompute.builds.reports import (BEGIN_REPORT, EMBED_ITEMS_REPORT, shard_report_name)
+from precompute.builds.reports import BEGIN_REPORT, EMBED_ITEMS_REPORT, shard_report_name
 from precompute.builds.tables import metric_of
-from precompute.partitions.digests import (item_digests_path)
+from precompute.partitions.digests import item_digests_path
 from precompute.reuse.base import (
     OTHER_PROGRAMS_REASON,
     BaseGeneration,

@@ -11,10 +11,10 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from cache.store.artefacts import write_atomically
 from precompute.builds.build import Build
-from precompute.builds.reports import (EMBED_ITEMS_REPORT)
+from precompute.builds.reports import EMBED_ITEMS_REPORT
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.partitions.catalogue import (item_id_texts, ordinals_of_texts)
-from precompute.partitions.digests import (Digests, item_digests_path)
+from precompute.partitions.catalogue import item_id_texts, ordinals_of_texts
+from precompute.partitions.digests import Digests, item_digests_path
 from precompute.reuse.base import OTHER_PROGRAMS_REASON, BaseGeneration, CannotCopy
 from precompute.scoring.copies import CopiedVectors
 from precompute.scoring.programs import computed_by

@@ -9,8 +9,20 @@ from cache.format.item_table import ItemTable
 from cache.model.tower import Inputs, row_count_of, select_input_rows
 from precompute.builds.build import Build, fetch_partition
 from precompute.bundles.bundle import Bundle
-from precompute.partitions.shard_files import (HASH_COLUMN, PARTITION_FOLDER, file_kinds_in, read_batches, shard_paths, user_naming_kinds)
-from precompute.partitions.shard_input import (ShardInput, read_shard, scratch_folder, write_selected_users)
+from precompute.partitions.shard_files import (
+    HASH_COLUMN,
+    PARTITION_FOLDER,
+    file_kinds_in,
+    read_batches,
+    shard_paths,
+    user_naming_kinds,
+)
+from precompute.partitions.shard_input import (
+    ShardInput,
+    read_shard,
+    scratch_folder,
+    write_selected_users,
+)
 from precompute.reuse.base import BaseGeneration
 from precompute.scoring.items import item_inputs, open_item_features
 from precompute.scoring.towers import (
@@ -98,7 +110,9 @@ def _read_sample_users(build: Build) -> ShardInput:
             for batch in read_batches(path, column_indexes=[0, 1]):
                 hash_arrays.append(np.asarray(batch.column(HASH_COLUMN))[:REGROUPED_ROWS])
                 break
-        sample_folder = write_selected_users(folder, shard, np.unique(np.concatenate(hash_arrays)), scratch)
+        sample_folder = write_selected_users(
+            folder, shard, np.unique(np.concatenate(hash_arrays)), scratch
+        )
         return read_shard(
             sample_folder,
             shard,

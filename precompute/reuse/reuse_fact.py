@@ -7,7 +7,7 @@ from cache.errors import LarderError
 from cache.reuse import REUSE_FACT, REUSE_NIGHTS_MAX
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-from precompute.builds.reports import (BEGIN_REPORT, EMBED_ITEMS_REPORT, NO_BASE_ENTRY, ShardReport)
+from precompute.builds.reports import BEGIN_REPORT, EMBED_ITEMS_REPORT, NO_BASE_ENTRY, ShardReport
 from precompute.scoring.copies import REASON_NAMES
 
 MEASURED_USERS: Final = 1_000
@@ -25,7 +25,10 @@ def build_reuse_fact(build: Build, reports: Sequence[ShardReport]) -> dict[str, 
     `users` by reason (all of them `computed` where nothing could be copied), `spared_s` the seconds that towers and
     lists of those who were copied would have taken.
     """
-    begin_report, embed_report = build.need_report(BEGIN_REPORT), build.need_report(EMBED_ITEMS_REPORT)
+    begin_report, embed_report = (
+        build.need_report(BEGIN_REPORT),
+        build.need_report(EMBED_ITEMS_REPORT),
+    )
     base = begin_report.get("base") or NO_BASE_ENTRY
     base_fact = _read_base_fact(build, base["generation"])
     count_by_reason = users_by_reason(reports)

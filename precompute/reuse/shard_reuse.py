@@ -12,12 +12,12 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.records import Layout
 from precompute.builds.build import Build
-from precompute.builds.reports import (BEGIN_REPORT, EMBED_ITEMS_REPORT)
+from precompute.builds.reports import BEGIN_REPORT, EMBED_ITEMS_REPORT
 from precompute.builds.tables import metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 from precompute.partitions.digests import Digests
-from precompute.partitions.shard_files import (HASH_COLUMN, TOUCHED_KIND, read_stream)
+from precompute.partitions.shard_files import HASH_COLUMN, TOUCHED_KIND, read_stream
 from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import BaseGeneration, BaseShard, CannotCopy
 from precompute.reuse.items import ItemChanges
@@ -103,7 +103,11 @@ class ShardReuse:
         list_tables = {
             table_name: table for table_name, table in tables.items() if table.kind == "user_topk"
         }
-        changes = ItemChanges.open(build) if base.has_changes(build.need_report(EMBED_ITEMS_REPORT)) else None
+        changes = (
+            ItemChanges.open(build)
+            if base.has_changes(build.need_report(EMBED_ITEMS_REPORT))
+            else None
+        )
         if base_shard.published is not None or list_tables.keys() & base_table_by_name.keys():
             base.demand_changes(build.need_report(EMBED_ITEMS_REPORT))
         has_broken_list, list_rules = ~base_shard.has_all_tables, dict[str, ListRule]()

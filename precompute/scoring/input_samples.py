@@ -15,12 +15,12 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories, Inputs, Tower, row_count_of
 from precompute.builds.build import Build, fetch_model, fetch_partition
 from precompute.builds.reports import SampleFields
-from precompute.bundles.agreement import (measure_agreement, select_input_rows)
+from precompute.bundles.agreement import measure_agreement, select_input_rows
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import exact_neighbours
 from precompute.bundles.quantize import quantize_tower
 from precompute.partitions.catalogue import ItemFeatures
-from precompute.partitions.shard_files import (PARTITION_FOLDER, read_batches, shard_paths)
+from precompute.partitions.shard_files import PARTITION_FOLDER, read_batches, shard_paths
 from precompute.partitions.shard_input import (
     ShardInput,
     read_shard,
@@ -170,7 +170,9 @@ def _read_slices(build: Build) -> Iterator[ShardInput]:
         yielded_count = 0
         for slice_limit in (FIRST_SLICE_COUNT, None):
             with scratch_folder(folder) as scratch:
-                slices = slice_shard(folder, shard, config.shards, scratch, first_slices_max=slice_limit)
+                slices = slice_shard(
+                    folder, shard, config.shards, scratch, first_slices_max=slice_limit
+                )
                 for slice_number in slices.numbers[yielded_count:]:
                     yield read_shard(
                         slices.folder,
@@ -329,6 +331,6 @@ def _select_finite(
         )
     if len(finite_rows) == row_count_of(inputs):
         return inputs, exclusions
-    return select_input_rows(inputs, finite_rows), None if exclusions is None else exclusions.select_rows(
-        finite_rows
-    )
+    return select_input_rows(
+        inputs, finite_rows
+    ), None if exclusions is None else exclusions.select_rows(finite_rows)

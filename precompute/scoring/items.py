@@ -15,17 +15,23 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.model.tower import AnyTower, Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
-from precompute.builds.build import (Build, data_until_of)
-from precompute.builds.reports import (BEGIN_REPORT, ItemScores)
+from precompute.builds.build import Build, data_until_of
+from precompute.builds.reports import BEGIN_REPORT, ItemScores
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import device_for_shard
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
-from precompute.partitions.catalogue import (ITEM_FEATURES_FILE, ITEM_VECTORS_FILE, ItemFeatures, open_items, write_item_features)
+from precompute.partitions.catalogue import (
+    ITEM_FEATURES_FILE,
+    ITEM_VECTORS_FILE,
+    ItemFeatures,
+    open_items,
+    write_item_features,
+)
 from precompute.partitions.digests import write_item_digests
-from precompute.partitions.marks import (marked_mask, marks_file_path)
+from precompute.partitions.marks import marked_mask, marks_file_path
 from precompute.scoring.copies import CopiedVectors, ItemCopies, Prior, ShardScope
 from precompute.scoring.pages import (
     Answers,
@@ -37,7 +43,7 @@ from precompute.scoring.pages import (
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind_inputs, run_named
 from precompute.sources.features import EntityValues
-from precompute.sources.unusable import (NOT_FINITE_REASON, PRECISION_REASON, UnusableRows)
+from precompute.sources.unusable import NOT_FINITE_REASON, PRECISION_REASON, UnusableRows
 
 ITEMS_AT_ONCE = 16_384
 """Items scored at once: enough for the matrix product, bounded in memory."""
@@ -166,7 +172,9 @@ def item_inputs(
 
 def open_item_features(build: Build, spec: TowerSpec, item_count: int) -> ItemFeatures:
     """Feature inputs of all items as `begin` pinned them."""
-    features_path = build.fetch(ITEM_FEATURES_FILE) if spec.features else build.root / ITEM_FEATURES_FILE
+    features_path = (
+        build.fetch(ITEM_FEATURES_FILE) if spec.features else build.root / ITEM_FEATURES_FILE
+    )
     return ItemFeatures.open(features_path, spec, item_count)
 
 
@@ -241,7 +249,9 @@ class ItemWork:
             )
         cut_s = data_until_of(self.build.generation)
         records, is_unfit = encode_records(layout, item_fingerprints, answers, has_answer, cut_s)
-        self._note(f"records of {table_name}", PRECISION_REASON, raw_ids, item_fingerprints, is_unfit)
+        self._note(
+            f"records of {table_name}", PRECISION_REASON, raw_ids, item_fingerprints, is_unfit
+        )
         return records
 
     def records_with_copies(

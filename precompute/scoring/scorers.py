@@ -14,7 +14,7 @@ from cache.model.tower import AnyTower
 from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.config.devices import (OFF, devices, limit_gpu_memory)
+from precompute.config.devices import OFF, devices, limit_gpu_memory
 from precompute.scoring.copies import (
     AllowedItemsFunction,
     ItemCopies,

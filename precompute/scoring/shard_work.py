@@ -19,12 +19,12 @@ from cache.records import NO_ITEM, Layout
 from cache.topk.flat import TopLists
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
-from precompute.builds.reports import (BEGIN_REPORT)
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
-from precompute.partitions.catalogue import (ITEM_VECTORS_FILE, open_items)
-from precompute.partitions.marks import (marked_mask, marks_file_path)
+from precompute.partitions.catalogue import ITEM_VECTORS_FILE, open_items
+from precompute.partitions.marks import marked_mask, marks_file_path
 from precompute.scoring.copies import (
     REASON_NAMES,
     CopiedUsers,
@@ -36,7 +36,7 @@ from precompute.scoring.pages import find_finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind_inputs, run_named
 from precompute.sources.columns import text_hashes
-from precompute.sources.unusable import (NOT_FINITE_REASON, RowCase, UnusableRows)
+from precompute.sources.unusable import NOT_FINITE_REASON, RowCase, UnusableRows
 
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""

@@ -25,12 +25,12 @@ from cache.model.tower import (
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model, open_bundle
-from precompute.builds.reports import (BEGIN_REPORT)
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
-from precompute.config.devices import (AUTO, limit_gpu_memory)
+from precompute.config.devices import AUTO, limit_gpu_memory
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import ShardInput
-from precompute.sources.features import (demand_column_type, read_feature_values)
+from precompute.sources.features import demand_column_type, read_feature_values
 from precompute.sources.files import feature_file
 from precompute.sources.readers import feature_schema
 from precompute.sources.unusable import format_case_value

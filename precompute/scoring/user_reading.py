@@ -16,15 +16,23 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
-from precompute.bulk.headroom import (demand_disk_room)
-from precompute.partitions.digests import (Digests, digest_users)
-from precompute.partitions.shard_files import (PARTITION_FOLDER, first_hash)
-from precompute.partitions.shard_input import (ShardInput, ShardPieces, group_rows_by_entity, join_shard_inputs, read_tables_by_kind, slice_shard, write_selected_users)
+from precompute.bulk.headroom import demand_disk_room
+from precompute.partitions.digests import Digests, digest_users
+from precompute.partitions.shard_files import PARTITION_FOLDER, first_hash
+from precompute.partitions.shard_input import (
+    ShardInput,
+    ShardPieces,
+    group_rows_by_entity,
+    join_shard_inputs,
+    read_tables_by_kind,
+    slice_shard,
+    write_selected_users,
+)
 from precompute.scoring.copies import CopiedUsers, CopyDecisions, PublishedInputs
 from precompute.scoring.pages import GrowingFile
 from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_feature_only_users, prepare_inputs
-from precompute.sources.features import (read_feature_values)
+from precompute.sources.features import read_feature_values
 
 ReadPart = TypeVar("ReadPart")
 

@@ -12,23 +12,23 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories
 from cache.records import NO_ITEM
-from precompute.builds.build import (Build, data_until_of)
+from precompute.builds.build import Build, data_until_of
 from precompute.builds.reports import UserScores, file_entry
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress
 from precompute.config.settings import TableConfig
-from precompute.partitions.catalogue import (directory_file_path)
-from precompute.partitions.digests import (digest_users)
-from precompute.partitions.shard_files import (PARTITION_FOLDER)
-from precompute.partitions.shard_input import (read_shard, scratch_folder, write_selected_users)
-from precompute.partitions.stages import (StreamStages)
+from precompute.partitions.catalogue import directory_file_path
+from precompute.partitions.digests import digest_users
+from precompute.partitions.shard_files import PARTITION_FOLDER
+from precompute.partitions.shard_input import read_shard, scratch_folder, write_selected_users
+from precompute.partitions.stages import StreamStages
 from precompute.scoring.copies import REASON_NAMES, CopyDecisions, inputs_path, reasons_path
 from precompute.scoring.pages import Answers, GrowingFile, PageFile, describe_pages, encode_records
 from precompute.scoring.scorers import Scorers
 from precompute.scoring.shard_work import Chunk, ShardWork
 from precompute.scoring.towers import computes_feature_only_users
 from precompute.scoring.user_reading import read_users, split_into_chunks, time_reads
-from precompute.sources.unusable import (PRECISION_REASON)
+from precompute.sources.unusable import PRECISION_REASON
 
 
 def score_users(
@@ -59,7 +59,9 @@ def score_users(
         reasons = None
         if work.copies is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_path(shard))))
-        stages = stack.enter_context(StreamStages())  # last, so stopped before anything they use is gone
+        stages = stack.enter_context(
+            StreamStages()
+        )  # last, so stopped before anything they use is gone
         read_chunks = stages.run_ahead(time_reads(work, read_users(work, scratch, digests_file)))
         encoded_chunks = stages.map_values(
             work.add_tower_outputs, work.open_towers_first(read_chunks), workers=work.worker_count
@@ -131,7 +133,10 @@ def compute_own_records(
     if is_unfit.any():
         is_set_by_events = work.are_set_by_events(chunk)
         chunk.unusable.note_rows(
-            f"records of {table_name}", {PRECISION_REASON: is_unfit}, chunk.user_case, is_set_by_events
+            f"records of {table_name}",
+            {PRECISION_REASON: is_unfit},
+            chunk.user_case,
+            is_set_by_events,
         )
     if table.kind != "user_topk" and work.copies is not None and table_name in work.copies.tables:
         unchanged_rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)

@@ -128,12 +128,20 @@ def all_erasures(store: ArtefactStore) -> list[Erasure]:
     )
     erasures = []
     for number in sorted(
-        int(request_match[1]) for name in file_names if (request_match := _REQUEST_NAME_PATTERN.fullmatch(name))
+        int(request_match[1])
+        for name in file_names
+        if (request_match := _REQUEST_NAME_PATTERN.fullmatch(name))
     ):
         erasure = _parse_erasure(content_by_name, number)
-        if (closing_record := _parse_closing_record(content_by_name, number, "done", file_names)) is not None:
+        if (
+            closing_record := _parse_closing_record(content_by_name, number, "done", file_names)
+        ) is not None:
             erasure = replace(erasure, done_at=closing_record["at"])
-        if (closing_record := _parse_closing_record(content_by_name, number, "forgotten", file_names)) is not None:
+        if (
+            closing_record := _parse_closing_record(
+                content_by_name, number, "forgotten", file_names
+            )
+        ) is not None:
             erasure = replace(
                 erasure, forgotten_at=closing_record["at"], reason=closing_record["reason"]
             )
@@ -167,11 +175,15 @@ def request_erasure(
         number = max((erasure.number for erasure in erasures), default=0) + 1
         new_erasure = Erasure(number, raw_id.decode(), kind, requested_at, was_blocked)
         field_names = ("number", "entity", "kind", "at", "was_blocked")
-        body = _to_json_bytes({name: getattr(new_erasure, name) for name in field_names} | version_stamp(ERASURE))
+        body = _to_json_bytes(
+            {name: getattr(new_erasure, name) for name in field_names} | version_stamp(ERASURE)
+        )
         if store.write_once(_erasure_path(number, "json"), body):
             return new_erasure
         existing_erasures = None
-    raise Conflict(f"{WRITE_TRIES_MAX} other erasures were being written at the same time; try again")
+    raise Conflict(
+        f"{WRITE_TRIES_MAX} other erasures were being written at the same time; try again"
+    )
 
 
 def mark_done(store: ArtefactStore, erasure: Erasure, *, done_at: float) -> Erasure:
@@ -180,9 +192,14 @@ def mark_done(store: ArtefactStore, erasure: Erasure, *, done_at: float) -> Eras
     return replace(erasure, done_at=done_at)
 
 
-def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, forgotten_at: float, reason: str) -> None:
+def mark_forgotten(
+    store: ArtefactStore, erasure: Erasure, *, forgotten_at: float, reason: str
+) -> None:
     """Re-admit the entity to later nights."""
-    store.write_once(_erasure_path(erasure.number, "forgotten"), _to_json_bytes({"at": forgotten_at, "reason": reason}))
+    store.write_once(
+        _erasure_path(erasure.number, "forgotten"),
+        _to_json_bytes({"at": forgotten_at, "reason": reason}),
+    )
 
 
 def demand_unerased(store: ArtefactStore, raw_items: Collection[bytes]) -> None:
@@ -199,7 +216,8 @@ def describe_erased_users(store: ArtefactStore, raw_entities: Collection[bytes])
     """Describe those of the entities that are erased users: they get no list, blocked or not."""
     erased_users = ErasedEntities.of(all_erasures(store)).users if raw_entities else frozenset()
     return [
-        f"user {raw_user.decode()!r} is erased and stays so; to re-admit: erase {raw_user.decode()} --forget --reason " "..."
+        f"user {raw_user.decode()!r} is erased and stays so; to re-admit: erase {raw_user.decode()} --forget --reason "
+        "..."
         for raw_user in sorted(erased_users & frozenset(raw_entities))
     ]
 
@@ -214,20 +232,31 @@ def _parse_erasure(content_by_name: Mapping[str, bytes], erasure_number: int) ->
             raise ValueError("number or kind do not fit")
         return Erasure(**document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptArtefact(f"{_erasure_path(erasure_number, 'json')} is no erasure: {error}") from error
+        raise CorruptArtefact(
+            f"{_erasure_path(erasure_number, 'json')} is no erasure: {error}"
+        ) from error
 
 
 def _parse_closing_record(
-    content_by_name: Mapping[str, bytes], erasure_number: int, suffix: str, file_names: Collection[str]
+    content_by_name: Mapping[str, bytes],
+    erasure_number: int,
+    suffix: str,
+    file_names: Collection[str],
 ) -> dict[str, Any] | None:
     path = _erasure_path(erasure_number, suffix)
     is_recorded = path.removeprefix(f"{ERASURES_FOLDER}/") in file_names
-    return {"at": 0.0, "reason": "", **_parse_json_file(content_by_name, path)} if is_recorded else None
+    return (
+        {"at": 0.0, "reason": "", **_parse_json_file(content_by_name, path)}
+        if is_recorded
+        else None
+    )
 
 
 def _parse_json_file(content_by_name: Mapping[str, bytes], path: str) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = orjson.loads(content_by_name.get(path.removeprefix(f"{ERASURES_FOLDER}/"), b""))
+        document: dict[str, Any] = orjson.loads(
+            content_by_name.get(path.removeprefix(f"{ERASURES_FOLDER}/"), b"")
+        )
     except orjson.JSONDecodeError as error:
         raise CorruptArtefact(f"{path} cannot be read: {error}") from error
     return document

@@ -11,7 +11,7 @@ from precompute.builds.reports import (
     BuildId,
     shard_report_name,
 )
-from precompute.bulk.headroom import (convert_disk_errors)
+from precompute.bulk.headroom import convert_disk_errors
 from precompute.config.settings import NightConfig
 from precompute.steps.night import Night, StepRow
 
@@ -36,7 +36,9 @@ def run(config: NightConfig, build: BuildId) -> AssembleResult:
         missing_shards = [shard for shard, report in enumerate(shard_reports) if report is None]
         if missing_shards:
             raise Conflict(f"shards {missing_shards} of {config.shards} were not scored")
-        user_count = sum(report["users"]["scored"] for report in shard_reports if report is not None)
+        user_count = sum(
+            report["users"]["scored"] for report in shard_reports if report is not None
+        )
         generation_build.report(ASSEMBLE_REPORT, AssembleReport(users_scored=user_count))
     return {"generation": generation_build.generation, "users": user_count}
 

@@ -44,12 +44,22 @@ from precompute.builds.reports import (
 )
 from precompute.builds.seal import WRITER_TEXT_BY_FORMAT, manifest_format_of
 from precompute.builds.tables import demand_table_values
-from precompute.bulk.headroom import (convert_disk_errors)
+from precompute.bulk.headroom import convert_disk_errors
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
-from precompute.features import (events_before_begin, further_input_reader, item_attribute_writers, notes_on_new_generation, prior_index, remarks_on_begin, score_table_writers, setting_checks, vector_bundle_maker)
+from precompute.features import (
+    events_before_begin,
+    further_input_reader,
+    item_attribute_writers,
+    notes_on_new_generation,
+    prior_index,
+    remarks_on_begin,
+    score_table_writers,
+    setting_checks,
+    vector_bundle_maker,
+)
 from precompute.partitions import catalogue
 from precompute.partitions.digests import item_digests_paths
 from precompute.partitions.holdout import Holdout
@@ -63,7 +73,7 @@ from precompute.partitions.partition import (
     write_count_files,
 )
 from precompute.partitions.shard_files import TOUCHED_KIND
-from precompute.releases.recovery import (describe_rolled_back_model)
+from precompute.releases.recovery import describe_rolled_back_model
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import sweep
 from precompute.scoring.copies import Prior
@@ -179,13 +189,25 @@ def run(
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
-        if (live_generation := find_newer_live(releases, cut, is_chosen=data_until is not None)) is not None:
-            return _already_live_report(releases.store, config, live_generation, cut, is_named=cut_time is named)
+        if (
+            live_generation := find_newer_live(releases, cut, is_chosen=data_until is not None)
+        ) is not None:
+            return _already_live_report(
+                releases.store, config, live_generation, cut, is_named=cut_time is named
+            )
     cut_text = data_until or run_after
     input_files = InputFiles.of(config, night_further_input.files)
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            return _begin(config, bundle, cut, night_further_input, input_files, cut_text=cut_text, progress=progress)
+            return _begin(
+                config,
+                bundle,
+                cut,
+                night_further_input,
+                input_files,
+                cut_text=cut_text,
+                progress=progress,
+            )
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
     pinned_inputs = digest_files(input_files.all)
     # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
@@ -204,20 +226,37 @@ def run(
             )
             bundle = bundle_stack.enter_context(bundle_context)
         return _begin(
-            config, bundle, cut, night_further_input, input_files, cut_text=cut_text, progress=progress, pinned_inputs=pinned_inputs
+            config,
+            bundle,
+            cut,
+            night_further_input,
+            input_files,
+            cut_text=cut_text,
+            progress=progress,
+            pinned_inputs=pinned_inputs,
         )
 
 
 def _already_live_report(
-    store: ArtefactStore, config: NightConfig, live_generation: str, cut: datetime, *, is_named: bool
+    store: ArtefactStore,
+    config: NightConfig,
+    live_generation: str,
+    cut: datetime,
+    *,
+    is_named: bool,
 ) -> BegunBuild:
     """Return the step's result where the live generation is newer than the night would be."""
     if is_named:
         reason = (
-            f"nothing is newer: {live_generation} is live already, and the last change of an input is of " f"{cut.isoformat()}; to " "compute it again all the same (for other settings), give --data-until"
+            f"nothing is newer: {live_generation} is live already, and the last change of an input is of "
+            f"{cut.isoformat()}; to "
+            "compute it again all the same (for other settings), give --data-until"
         )
     else:
-        reason = f"{live_generation} is live already, and newer than this run's time {cut.isoformat()}: " "nothing is computed"
+        reason = (
+            f"{live_generation} is live already, and newer than this run's time {cut.isoformat()}: "
+            "nothing is computed"
+        )
     return {
         "generation": live_generation,
         "url": f"{store.url}/{generation_path(live_generation)}",
@@ -253,7 +292,9 @@ def _begin(
         with open_releases(config) as releases:
             if (manifest_version := manifest_format_of(config, bundle)) != MANIFEST_FORMAT:
                 demand_readers(
-                    releases.control, {MANIFEST: manifest_version}, WRITER_TEXT_BY_FORMAT[manifest_version]
+                    releases.control,
+                    {MANIFEST: manifest_version},
+                    WRITER_TEXT_BY_FORMAT[manifest_version],
                 )
             state = releases.state(generation)
             begun_build: BegunBuild = {
@@ -267,7 +308,9 @@ def _begin(
             demand_allowed("begin", generation, state)
             if state is None:
                 releases.note(generation, GenerationState.BEGUN)
-            rolled_back_remarks = describe_rolled_back_model(releases, bundle.digest)  # before their files go
+            rolled_back_remarks = describe_rolled_back_model(
+                releases, bundle.digest
+            )  # before their files go
             sweep(config, releases, attempt=generation, generation_being_made=generation)
             prior = prior_index().choose(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
@@ -311,7 +354,11 @@ def _prepare(night: BegunNight, sources_digest: str) -> None:
 def _read_event_values(night: BegunNight) -> EventValueFields:
     build, config = night.build, night.build.config
     night.event_values = values = night.further_input.values(
-        config, night.bundle, night.erased_entities, night.unusable_rows, data_until_of(build.generation)
+        config,
+        night.bundle,
+        night.erased_entities,
+        night.unusable_rows,
+        data_until_of(build.generation),
     )
     night.fingerprint_files = [
         write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
@@ -334,7 +381,11 @@ def _write_attributes(night: BegunNight) -> AttributeFields:
     build = night.build
     for write_attributes in item_attribute_writers():
         night.attributes |= write_attributes(
-            build.config, night.items, build.root, night.event_values.attributes, night.unusable_rows
+            build.config,
+            night.items,
+            build.root,
+            night.event_values.attributes,
+            night.unusable_rows,
         )
     return {"attributes": night.attributes}
 
@@ -360,7 +411,11 @@ def _partition_users(night: BegunNight) -> UserFields:
     computes_feature_only = _computes_feature_only_users(config, bundle, partition_result)
     answers_feature_only = computes_feature_only or not bundle.needs_history
     return {
-        "user_seed": partition_result.seed, "users": partition_result.users - (0 if answers_feature_only else partition_result.featured),
+        (
+                "user_seed"
+): partition_result.seed, (
+                "users"
+): partition_result.users - (0 if answers_feature_only else partition_result.featured),
         "featured": partition_result.featured, FEATURE_ONLY_USERS_FACT: computes_feature_only,
         "answers_without_history": bundle.answers_without_history, "interactions": interaction_counts.interactions,
         "unknown_items": interaction_counts.unknown_items, "late": interaction_counts.late,
@@ -385,11 +440,15 @@ def _gather_remarks(night: BegunNight) -> RemarkFields:
     unknown_remarks = _remarks_on_unknown_items(config, partition_result, items)
     all_remarks += unknown_remarks
     if table := config.sources.item_features:
-        all_remarks += items_without_vector_remarks(items.count, night.catalogue_fields["items_without_vector"], table)
+        all_remarks += items_without_vector_remarks(
+            items.count, night.catalogue_fields["items_without_vector"], table
+        )
     all_remarks += copies_remarks(facts["inputs"][: len(input_files.interactions)])
     remark_fields: RemarkFields = {"remarks": all_remarks}
     if unknown_remarks:
-        remark_fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(partition_result.interaction_counts.unknown_examples)
+        remark_fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(
+            partition_result.interaction_counts.unknown_examples
+        )
     return remark_fields
 
 
@@ -469,7 +528,10 @@ def in_night(night: Night) -> StepRow:
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
         events_until=events_until, progress=night.progress,
     )  # fmt: skip
-    generation, notes_text = begun_build["generation"], f"\n{taken_events_text}" if taken_events_text else ""
+    generation, notes_text = (
+        begun_build["generation"],
+        f"\n{taken_events_text}" if taken_events_text else "",
+    )
     if begun_build["already_live"]:
         live_text = begun_build.get("nothing_newer") or f"{generation} is live already"
         return StepRow(begun_build, f"{live_text}{notes_text}")
@@ -484,7 +546,9 @@ def in_night(night: Night) -> StepRow:
 
 
 @contextmanager
-def demand_unchanged_sources(sources_digest: str, source_files: Sequence[SourceFile]) -> Iterator[None]:
+def demand_unchanged_sources(
+    sources_digest: str, source_files: Sequence[SourceFile]
+) -> Iterator[None]:
     """Raise StoreError if one of the files changed during the block, also if it could be read.
 
     Files that arrive meanwhile are not included: they are for the next night.
@@ -496,7 +560,9 @@ def demand_unchanged_sources(sources_digest: str, source_files: Sequence[SourceF
 
 
 @contextmanager
-def explain_changed_sources(sources_digest: str, source_files: Sequence[SourceFile]) -> Iterator[None]:
+def explain_changed_sources(
+    sources_digest: str, source_files: Sequence[SourceFile]
+) -> Iterator[None]:
     """Raise StoreError in place of an error in the block if files changed meanwhile: a retry may succeed."""
     try:
         yield
@@ -564,7 +630,9 @@ def _describe_feature_only_users(begin_report: BeginReport) -> str:
     )
 
 
-def _computes_feature_only_users(config: NightConfig, bundle: Bundle, partition_result: PartitionResult) -> bool:
+def _computes_feature_only_users(
+    config: NightConfig, bundle: Bundle, partition_result: PartitionResult
+) -> bool:
     """True if users of the feature table alone are computed by a model that also takes histories."""
     if not bundle.answers_without_history:
         return False
@@ -581,7 +649,9 @@ def _describe_rows_read(begin_report: BeginReport) -> str:
         begin_report["unusable"][name] for name in source_names if name in begin_report["unusable"]
     ]
     all_remarks = [
-        remark for source_report in begin_report["unusable"].values() for remark in source_report.get("remarks", ())
+        remark
+        for source_report in begin_report["unusable"].values()
+        for remark in source_report.get("remarks", ())
     ]
     if not source_reports:
         return "; ".join(["no interactions", *all_remarks])
@@ -598,8 +668,13 @@ def _describe_rows_read(begin_report: BeginReport) -> str:
 
 def _data_shape(partition_result: PartitionResult, item_count: int) -> InteractionFigures:
     """Return the figures of all rows that were read; without ids, since reports outlive an erasure."""
-    interaction_counts, row_counts = partition_result.interaction_counts, partition_result.interaction_counts.rows
-    named_item_count = int((interaction_counts.popularity > 0).sum()) + len(interaction_counts.unknown)
+    interaction_counts, row_counts = (
+        partition_result.interaction_counts,
+        partition_result.interaction_counts.rows,
+    )
+    named_item_count = int((interaction_counts.popularity > 0).sum()) + len(
+        interaction_counts.unknown
+    )
     return InteractionFigures(
         rows=int(row_counts.user_rows.sum()),
         users=partition_result.users,
@@ -615,7 +690,11 @@ def _data_shape(partition_result: PartitionResult, item_count: int) -> Interacti
 def _remarks_on_ineffective_cut(night: BegunNight) -> list[str]:
     """Return a remark on a cut if no interaction has a time."""
     interaction_counts = night.partition_result.interaction_counts
-    if night.cut is None or not 0 < interaction_counts.rows.untimed == interaction_counts.interactions or interaction_counts.late:
+    if (
+        night.cut is None
+        or not 0 < interaction_counts.rows.untimed == interaction_counts.interactions
+        or interaction_counts.late
+    ):
         return []
     remark = (
         f"the cut {night.cut} leaves no interaction out, since none has a time: name the column of times in [sources] "
@@ -631,10 +710,14 @@ def _remarks_on_unknown_items(
     interaction_counts = partition_result.interaction_counts
     event_report = partition_result.unusable.get(EVENT_INTERACTIONS_SOURCE)
     event_row_count = 0 if event_report is None else event_report["rows"]
-    unknown_share = unknown_item_share(interaction_counts.interactions, interaction_counts.unknown_items, event_row_count)
+    unknown_share = unknown_item_share(
+        interaction_counts.interactions, interaction_counts.unknown_items, event_row_count
+    )
     known_ids = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES_MAX, items.count), dtype=np.uint32))
     catalogue_name = catalogue_in_words(config.sources)
-    return unknown_ids_remarks(unknown_share, "item", catalogue_name, interaction_counts.unknown_examples, known_ids)
+    return unknown_ids_remarks(
+        unknown_share, "item", catalogue_name, interaction_counts.unknown_examples, known_ids
+    )
 
 
 def _remarks_on_late_training(bundle: Bundle, cut: str | None) -> list[str]:

@@ -6,17 +6,29 @@ import numpy as np
 
 from cache.errors import Refused
 from cache.format.item_table import ItemTable
-from precompute.builds.build import (Build, attribute_paths, fetch_catalogue, open_bundle, with_host_copies)
-from precompute.builds.reports import (BEGIN_REPORT, BuildId, EMBED_ITEMS_REPORT, EmbedItemsReport, FacetFields)
+from precompute.builds.build import (
+    Build,
+    attribute_paths,
+    fetch_catalogue,
+    open_bundle,
+    with_host_copies,
+)
+from precompute.builds.reports import (
+    BEGIN_REPORT,
+    EMBED_ITEMS_REPORT,
+    BuildId,
+    EmbedItemsReport,
+    FacetFields,
+)
 from precompute.builds.tables import metric_of
-from precompute.bulk.headroom import (convert_disk_errors)
+from precompute.bulk.headroom import convert_disk_errors
 from precompute.bundles.bundle import Bundle
-from precompute.config.devices import (device_for_shard)
+from precompute.config.devices import device_for_shard
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-from precompute.features import (prior_index, score_table_writers)
+from precompute.features import prior_index, score_table_writers
 from precompute.partitions import catalogue
-from precompute.partitions.digests import (item_digests_paths)
+from precompute.partitions.digests import item_digests_paths
 from precompute.scoring.defaults import DEFAULTS_FILE as DEFAULTS
 from precompute.scoring.defaults import (
     compute_mean_scores,
@@ -116,6 +128,13 @@ def in_night(night: Night) -> StepRow:
     summary = f"{item_count:,} items x {dims}"
     if copied_count := report.get("copied"):
         summary += f", {copied_count:,} copied"
-    if irreproducible_models := sorted(model_name for model_name, is_reproducible in report.get("regrouped", {}).items() if not is_reproducible):
-        summary += "\nnot copied, as last digits depend on which rows are computed together: " f"{', '.join(irreproducible_models)}"
+    if irreproducible_models := sorted(
+        model_name
+        for model_name, is_reproducible in report.get("regrouped", {}).items()
+        if not is_reproducible
+    ):
+        summary += (
+            "\nnot copied, as last digits depend on which rows are computed together: "
+            f"{', '.join(irreproducible_models)}"
+        )
     return StepRow(report, summary, item_count, "items", item_count * dims * 4)

@@ -12,7 +12,7 @@ from precompute.builds.reports import (
     file_entry,
 )
 from precompute.builds.tables import configured_tables, metric_of
-from precompute.bulk.headroom import (convert_disk_errors)
+from precompute.bulk.headroom import convert_disk_errors
 from precompute.bundles.index import build_index
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig

@@ -10,11 +10,11 @@ from precompute.builds.build import Build, record_step_time, with_host_copies
 from precompute.builds.reports import LOAD_REPORT, BuildId, LoadReport
 from precompute.builds.seal import write_manifest
 from precompute.bulk.governor import open_governor
-from precompute.bulk.headroom import (demand_redis_room, redis_page_bytes, time_limit_remark)
-from precompute.bulk.load import (count_loaded_pages, load_part, parts_of, total_bytes)
+from precompute.bulk.headroom import demand_redis_room, redis_page_bytes, time_limit_remark
+from precompute.bulk.load import count_loaded_pages, load_part, parts_of, total_bytes
 from precompute.config.progress import Progress, quiet, size_text
 from precompute.config.settings import NightConfig
-from precompute.features import (fact_functions)
+from precompute.features import fact_functions
 from precompute.releases.release_log import open_releases
 from precompute.releases.sweep import note_loaded, sweep
 from precompute.steps.night import Night, StepRow
@@ -91,7 +91,9 @@ def in_night(night: Night) -> StepRow:
     result = run(night.config, night.build, progress=night.progress)
     loaded_bytes, size_bytes = result["loaded_bytes"], result["bytes"]
     summary = (
-        "all pages" if loaded_bytes == size_bytes else f"{size_text(loaded_bytes)} moved, the rest was there"
+        "all pages"
+        if loaded_bytes == size_bytes
+        else f"{size_text(loaded_bytes)} moved, the rest was there"
     )
     remark_line = f"\nnote: {remark}" if (remark := result.get("remark")) else ""
     return StepRow(result, f"{summary}{remark_line}", loaded_bytes, "B", size_bytes)

@@ -78,7 +78,9 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
                 try:
                     row = find_step(step_name)(night)
                 except ModelFailed as error:
-                    raise ModelFailed(f"step {step_name}: {error.message}", **error.details) from error
+                    raise ModelFailed(
+                        f"step {step_name}: {error.message}", **error.details
+                    ) from error
             finished_steps.append((step_name, row, time.perf_counter() - started_s))
             if not night.generation:
                 night = replace(night, generation=row.result["generation"])

@@ -14,10 +14,10 @@ from precompute.builds.seal import write_manifest
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-from precompute.features import (fact_functions, remarks_on_publish)
+from precompute.features import fact_functions, remarks_on_publish
 from precompute.releases import moves
 from precompute.releases.release_log import open_releases
-from precompute.releases.replication import (VerifyReport, confirm_pages, run_ids)
+from precompute.releases.replication import VerifyReport, confirm_pages, run_ids
 from precompute.releases.staging import StagingNote, staged
 from precompute.steps.night import Night, StepRow
 
@@ -65,7 +65,9 @@ def run(
                 _check_last_record(build, manifest, table, releases.control)
             # Reading everything back, where a node has started since, takes too long for replicas to stand by.
             wait_s = config.flip.wait_s
-            confirm_pages(releases, build.generation, verify_report, timeout_s=wait_s, governor=governor)
+            confirm_pages(
+                releases, build.generation, verify_report, timeout_s=wait_s, governor=governor
+            )
             node_report: VerifyReport = {"run_ids": run_ids(releases.control.client)}
             with staged(
                 releases.control, build.generation, config.flip, attempt=attempt, progress=progress
@@ -74,7 +76,11 @@ def run(
                     releases, build.generation, node_report, timeout_s=wait_s, governor=governor
                 )
                 move_result = moves.publish(
-                    releases, build.generation, attempt=attempt, verified=verify_report, governor=governor
+                    releases,
+                    build.generation,
+                    attempt=attempt,
+                    verified=verify_report,
+                    governor=governor,
                 )
         else:
             # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.
@@ -97,7 +103,9 @@ def _check_last_record(build: Build, manifest: Manifest, table: Table, control: 
         return
     page, offset = table.locate_record(*directory.locate(directory.count - 1))
     page_key = control.keyspace.page(manifest.generation, table.name, page)
-    raw_record: Any = control.client.getrange(page_key, offset, offset + table.layout.size_bytes - 1)
+    raw_record: Any = control.client.getrange(
+        page_key, offset, offset + table.layout.size_bytes - 1
+    )
     if len(raw_record) != table.layout.size_bytes:
         raise CorruptArtefact(
             f"the last record of {table.name} cannot be read back from Redis", page=page_key

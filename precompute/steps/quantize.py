@@ -19,7 +19,7 @@ from precompute.builds.reports import (
     QuantizeReport,
     SampleFields,
 )
-from precompute.bulk.headroom import (convert_disk_errors)
+from precompute.bulk.headroom import convert_disk_errors
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import sample_takers
@@ -103,7 +103,8 @@ def in_night(night: Night) -> StepRow:
     report = run(night.config, night.build, progress=night.progress)
     models = report["models"]
     summary = ", ".join(
-        f"{model_name}: {_agreement_text(model_report['agreement'])}" for model_name, model_report in models.items()
+        f"{model_name}: {_agreement_text(model_report['agreement'])}"
+        for model_name, model_report in models.items()
     )
     model_files = [
         model_file
@@ -111,7 +112,9 @@ def in_night(night: Night) -> StepRow:
         for model_file in (model_report["fp32"], model_report["int8"])
         if model_file
     ]
-    return StepRow(report, summary, size_bytes=sum(model_file["size_bytes"] for model_file in model_files))
+    return StepRow(
+        report, summary, size_bytes=sum(model_file["size_bytes"] for model_file in model_files)
+    )
 
 
 def _agreement_text(agreement: Mapping[str, Any]) -> str:

@@ -9,8 +9,8 @@ from typing import TypedDict
 
 from precompute.builds.build import Build, fetch_catalogue, with_host_copies
 from precompute.builds.reports import BuildId, shard_report_name
-from precompute.bulk.headroom import (convert_disk_errors)
-from precompute.config.devices import (claim_least_busy_device, devices)
+from precompute.bulk.headroom import convert_disk_errors
+from precompute.config.devices import claim_least_busy_device, devices
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import remarks_on_scores, scoring_hooks
@@ -55,7 +55,9 @@ def run_shard(
         fetch_catalogue(generation_build)
         with ExitStack() as stack:
             if scorers is None:
-                device = stack.enter_context(claim_least_busy_device(config.device, shard, config.device_tasks))
+                device = stack.enter_context(
+                    claim_least_busy_device(config.device, shard, config.device_tasks)
+                )
                 scorers = Scorers(device or config.device, config.device_tasks, scoring_hooks())
             bundle = scorers.bundle(generation_build)
             user_report = score_users(generation_build, bundle, shard, scorers, progress)
@@ -66,7 +68,11 @@ def run_shard(
             user_report["inputs"]["path"],
             *([] if user_report["reasons"] is None else [reasons_path(shard)]),
             *(seen_file["path"] for seen_file in user_report["seen"]),
-            *(artefact["path"] for table_report in table_reports for artefact in (table_report["file"], table_report["sums"])),
+            *(
+                artefact["path"]
+                for table_report in table_reports
+                for artefact in (table_report["file"], table_report["sums"])
+            ),
         )
         finished_report = {
             "shard": shard, "users": user_report, "items": item_report,
@@ -79,7 +85,10 @@ def run_shard(
         "shard": shard,
         "users": finished_report["users"]["scored"],
         "items": finished_report["items"]["scored"],
-        "seconds": round(finished_report["users"]["seconds"]["all"] + finished_report["items"]["seconds"]["all"], 3),
+        "seconds": round(
+            finished_report["users"]["seconds"]["all"] + finished_report["items"]["seconds"]["all"],
+            3,
+        ),
     }
 
 
@@ -148,4 +157,6 @@ def in_night(night: Night) -> StepRow:
     build = Build.of(night.config, night.build)
     shard_reports = [build.need_report(shard_report_name(shard)) for shard in shards]
     summary += "".join(remark(shard_reports) for remark in remarks_on_scores())
-    return StepRow({"users": user_count, "items": item_count}, summary, user_count + item_count, "entities")
+    return StepRow(
+        {"users": user_count, "items": item_count}, summary, user_count + item_count, "entities"
+    )

@@ -11,16 +11,21 @@ from cache.errors import Conflict, CorruptArtefact, LarderError, NotJudged, Refu
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from cache.store.artefacts import fetch_checked, generation_path
-from precompute.builds.build import (Build, fetch_partition, read_erased_entities, with_host_copies)
-from precompute.builds.reports import (BEGIN_REPORT, BuildId, LOAD_REPORT, VERIFY_REPORT)
-from precompute.builds.seal import (write_manifest)
+from precompute.builds.build import Build, fetch_partition, read_erased_entities, with_host_copies
+from precompute.builds.reports import BEGIN_REPORT, LOAD_REPORT, VERIFY_REPORT, BuildId
+from precompute.builds.seal import write_manifest
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import ArmRoom
 from precompute.bulk.load import total_bytes
-from precompute.bulk.reload import (find_damaged_pages)
+from precompute.bulk.reload import find_damaged_pages
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-from precompute.features import (allowed_item_masks, arm_room_functions, fact_functions, scoring_hooks)
+from precompute.features import (
+    allowed_item_masks,
+    arm_room_functions,
+    fact_functions,
+    scoring_hooks,
+)
 from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.judge import (
@@ -40,11 +45,11 @@ from precompute.gates.judge import (
 from precompute.gates.rules.checksums import check_files
 from precompute.gates.rules.live import CLICKS_BY_CHANCE_NOTE, changed_labels_in_words
 from precompute.partitions import catalogue, holdout
-from precompute.partitions.marks import (marks_file_path)
+from precompute.partitions.marks import marks_file_path
 from precompute.releases import moves
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.replication import VerifyReport, run_ids
-from precompute.releases.sweep import (unlink_if_retired)
+from precompute.releases.sweep import unlink_if_retired
 from precompute.sources.plausibility import few_in_words
 from precompute.steps import load
 from precompute.steps.night import Night, StepRow
@@ -82,13 +87,18 @@ def run(
         if state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             return _verify_published(generation_build, releases, state)
         releases.demand_agreement()
-        if state in (None, GenerationState.BEGUN):  # Redis lost what `load` did, and perhaps was restored
+        if state in (
+            None,
+            GenerationState.BEGUN,
+        ):  # Redis lost what `load` did, and perhaps was restored
             load.run(config, build)
             state = releases.state(generation_build.generation)
         demand_allowed("verify", generation_build.generation, state)
         # Before any page is read back: a node that starts while the gates run counts as changed.
         run_id_by_node = run_ids(releases.control.client)
-        judged_verdicts = _judge(generation_build, manifest, releases, ledger.live_generation, progress)
+        judged_verdicts = _judge(
+            generation_build, manifest, releases, ledger.live_generation, progress
+        )
         verdicts = apply_overrides(
             judged_verdicts, ledger.overrides_by_generation.get(generation_build.generation, {})
         )
@@ -112,11 +122,17 @@ def run(
         )
         manifest_path = generation_path(generation_build.generation, "manifest.json")
         if failed_verdicts := [verdict for verdict in verdicts if not verdict.passed]:
-            failure_text = "; ".join(failure_reason(generation_build.generation, verdict) for verdict in failed_verdicts)
-            if few_ids_remark := few_in_words(manifest.facts["users_in_source"], _listed_item_count(manifest)):
+            failure_text = "; ".join(
+                failure_reason(generation_build.generation, verdict) for verdict in failed_verdicts
+            )
+            if few_ids_remark := few_in_words(
+                manifest.facts["users_in_source"], _listed_item_count(manifest)
+            ):
                 failure_text = f"{few_ids_remark}: {failure_text}"
             # Refused before its verdicts are to be read: whatever dies in between, nobody publishes it.
-            moves.refuse(releases, generation_build.generation, reason=failure_text, attempt=attempt)
+            moves.refuse(
+                releases, generation_build.generation, reason=failure_text, attempt=attempt
+            )
             generation_build.store.write(manifest_path, manifest.to_bytes())
             raise Refused(
                 f"{generation_build.generation} is refused, the live generation stays: {failure_text}",
@@ -128,7 +144,11 @@ def run(
         generation_build.report(VERIFY_REPORT, report)
         releases.mark_verified(generation_build.generation, attempt=attempt)
     remarks = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE_NOTE in verdict.note]
-    live_manifest = None if ledger.live_generation is None else _manifest_if_readable(generation_build, ledger.live_generation)
+    live_manifest = (
+        None
+        if ledger.live_generation is None
+        else _manifest_if_readable(generation_build, ledger.live_generation)
+    )
     if live_manifest is not None:
         remarks += changed_labels_in_words(manifest, live_manifest)
     result: VerifyResult = {
@@ -152,7 +172,9 @@ def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
     left_out_text = ", ".join(result.get("gates_left_out", ()))
-    left_out_note = f"; left out, for there are no interactions: {left_out_text}" if left_out_text else ""
+    left_out_note = (
+        f"; left out, for there are no interactions: {left_out_text}" if left_out_text else ""
+    )
     remark_lines = "".join(f"\nnote: {remark}" for remark in result.get("remarks", ()))
     unjudged_rules = result.get("not_judged", ())
     summary = f"{result['gates'] - len(unjudged_rules)} gates passed"
@@ -207,7 +229,11 @@ def failure_reason(generation: str, verdict: Verdict) -> str:
 
 
 def _judge(
-    build: Build, manifest: Manifest, releases: Releases, live_generation: str | None, progress: Progress
+    build: Build,
+    manifest: Manifest,
+    releases: Releases,
+    live_generation: str | None,
+    progress: Progress,
 ) -> Sequence[Verdict]:
     """Return verdicts, files first: no other gate can open a file that differs from the manifest."""
     started = time.monotonic()
@@ -227,7 +253,9 @@ def _judge(
 
     def measure_opening() -> Measurement:
         try:
-            candidate, is_live_unreadable = _open_candidate(build, manifest, releases, live_generation, redis_pages_bytes)
+            candidate, is_live_unreadable = _open_candidate(
+                build, manifest, releases, live_generation, redis_pages_bytes
+            )
         except LarderError:
             raise
         except Exception as error:
@@ -246,7 +274,9 @@ def _judge(
     time_limits = replace(time_limits, total_s=time_limits.total_s - (time.monotonic() - started))
     try:
         gates = applicable_gates(manifest)
-        for gate_number, verdict in enumerate(run_gates(opened_candidates[0], gates, limits=time_limits), 1):
+        for gate_number, verdict in enumerate(
+            run_gates(opened_candidates[0], gates, limits=time_limits), 1
+        ):
             verdicts.append(verdict)
             progress("verify", gate_number, len(gates))
     except GateRaised:
@@ -260,7 +290,11 @@ def _judge(
 
 
 def _open_candidate(
-    build: Build, manifest: Manifest, releases: Releases, live_generation: str | None, pages_bytes: int
+    build: Build,
+    manifest: Manifest,
+    releases: Releases,
+    live_generation: str | None,
+    pages_bytes: int,
 ) -> tuple[Candidate, bool]:
     """The candidate, and whether a live generation there should be cannot be compared with."""
     # What is missing of the night's own notes is missed by the gates that look at it.
@@ -273,7 +307,9 @@ def _open_candidate(
     with _skip_missing():
         for night_file in build.need_report(BEGIN_REPORT)["bundle_files"]:
             build.fetch(f"bundle/{night_file}")
-    live_manifest = None if live_generation is None else _manifest_if_readable(build, live_generation)
+    live_manifest = (
+        None if live_generation is None else _manifest_if_readable(build, live_generation)
+    )
     live_root = None
     if live_manifest is not None:
         with _skip_missing():
@@ -283,7 +319,13 @@ def _open_candidate(
                 for entity_set in live_manifest.entity_sets.values()
                 for part in entity_set.parts
             ]
-            for artefact in (items.ids, items.offsets, items.model_index, items.vectors, *directory_files):
+            for artefact in (
+                items.ids,
+                items.offsets,
+                items.model_index,
+                items.vectors,
+                *directory_files,
+            ):
                 fetch_checked(build.store, live_manifest.generation, artefact)
             live_root = build.store.local(generation_path(live_manifest.generation))
     arm_rooms: tuple[ArmRoom, ...] = ()

@@ -23,8 +23,13 @@ from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import unlink_recorded
 from precompute.traffic import experiments
-from precompute.traffic.experiments import (ArmOption, ExperimentOption, settings_for_namespace)
-from precompute.traffic.exposures import (ArmTotals, erased_users, gather_exposures, read_totals_by_arm)
+from precompute.traffic.experiments import ArmOption, ExperimentOption, settings_for_namespace
+from precompute.traffic.exposures import (
+    ArmTotals,
+    erased_users,
+    gather_exposures,
+    read_totals_by_arm,
+)
 
 
 def command(
@@ -38,12 +43,18 @@ def command(
             return experiments_status if arguments.json else render_status(experiments_status)
         case "share":
             share_by_arm = dict(_parse_arm_share(arm_text) for arm_text in arguments.arm)
-            if experiment_name is None and (arguments.holdout is None or share_by_arm or arguments.share is not None):
+            if experiment_name is None and (
+                arguments.holdout is None or share_by_arm or arguments.share is not None
+            ):
                 raise ConfigError(
                     "name the experiment, or give --holdout alone for that of all", field="name"
                 )
             changed_experiments = experiments.change_shares(
-                config, experiment_name, key_share=arguments.share, share_by_arm=share_by_arm, holdout=arguments.holdout
+                config,
+                experiment_name,
+                key_share=arguments.share,
+                share_by_arm=share_by_arm,
+                holdout=arguments.holdout,
             )
             return change_to_json(changed_experiments, experiment_name)
         case "exposures":
@@ -53,7 +64,8 @@ def command(
             return free_namespaces(config, _demand_name(experiment_name))
         case "stop":
             return change_to_json(
-                experiments.stop(config, _demand_name(experiment_name), reason=arguments.reason), experiment_name
+                experiments.stop(config, _demand_name(experiment_name), reason=arguments.reason),
+                experiment_name,
             )
     key_share = 1.0 if arguments.share is None else arguments.share
     arm_options = tuple(parse_arm(arm_text) for arm_text in arguments.arm)
@@ -61,7 +73,8 @@ def command(
         config.namespace, _demand_name(experiment_name), arm_options, key_share, arguments.sample
     )
     return change_to_json(
-        experiments.start(config, experiment_option, holdout=arguments.holdout, progress=progress), experiment_name
+        experiments.start(config, experiment_option, holdout=arguments.holdout, progress=progress),
+        experiment_name,
     )
 
 
@@ -144,7 +157,9 @@ def _event_text(event: str, count: int, arm: dict[str, Any]) -> str:
     if ratio_interval is None:
         return f"{event} {count:,}"
     lower_bound, upper_bound = ratio_interval["low"], ratio_interval["high"]
-    return f"{event} {count:,}: {ratio_interval['ratio']:.3f} ({lower_bound:.3f} to {upper_bound:.3f})"
+    return (
+        f"{event} {count:,}: {ratio_interval['ratio']:.3f} ({lower_bound:.3f} to {upper_bound:.3f})"
+    )
 
 
 def read_status(config: NightConfig, experiment_name: str | None = None) -> dict[str, Any]:
@@ -153,7 +168,9 @@ def read_status(config: NightConfig, experiment_name: str | None = None) -> dict
     if experiment_name is not None and all_experiments.find(experiment_name) is None:
         raise Conflict(f"there is no experiment {experiment_name!r}")
     selected_experiments = [
-        experiment for experiment in all_experiments.experiments if experiment_name in (None, experiment.name)
+        experiment
+        for experiment in all_experiments.experiments
+        if experiment_name in (None, experiment.name)
     ]
     with connect(config.redis_url, config.redis_timeout_s) as client:
         experiments = [
@@ -204,7 +221,12 @@ def event_ratios(control_totals: ArmTotals, arm_totals: ArmTotals) -> dict[str, 
     """Return the ratio of each event's rate to the control's, with bounds valid at all looks; null: unbounded."""
     ratio_by_event = {}
     for event in sorted({*control_totals.feedback, *arm_totals.feedback}):
-        ratio_interval = rate_ratio(arm_totals.feedback[event], arm_totals.requests, control_totals.feedback[event], control_totals.requests)
+        ratio_interval = rate_ratio(
+            arm_totals.feedback[event],
+            arm_totals.requests,
+            control_totals.feedback[event],
+            control_totals.requests,
+        )
         ratio_by_event[event] = None if ratio_interval is None else ratio_interval._asdict()
     return ratio_by_event
 
@@ -248,7 +270,12 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
                 with open_governor(config.governor, releases.control) as governor:
                     removed_key_count += _free_namespace(releases, governor)
         freed_namespaces.append(arm.namespace)
-    return {"experiment": name, "freed": freed_namespaces, "kept": kept_namespaces, "keys": removed_key_count}
+    return {
+        "experiment": name,
+        "freed": freed_namespaces,
+        "kept": kept_namespaces,
+        "keys": removed_key_count,
+    }
 
 
 def _free_namespace(releases: Releases, governor: Governor) -> int:
@@ -262,6 +289,8 @@ def _free_namespace(releases: Releases, governor: Governor) -> int:
         except UnknownGeneration:
             removed_key_count += unlink_recorded(releases, generation, history, governor=governor)
         else:
-            removed_key_count += unlink_pages(control.client, control.keyspace, manifest, governor=governor)
+            removed_key_count += unlink_pages(
+                control.client, control.keyspace, manifest, governor=governor
+            )
         control.drop_row(generation)
     return removed_key_count

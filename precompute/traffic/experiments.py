@@ -108,12 +108,16 @@ def start(
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
         home_control = Control(client, config.keyspace())
-        control_by_namespace = {arm.namespace: Control(client, Keyspace(arm.namespace)) for arm in experiment_option.arms}
+        control_by_namespace = {
+            arm.namespace: Control(client, Keyspace(arm.namespace))
+            for arm in experiment_option.arms
+        }
         live_manifest = published_manifest(store, home_control)
         for namespace, control in control_by_namespace.items():
             if namespace != config.namespace:
                 demand_match(
-                    live_manifest, published_manifest(settings_for_namespace(config, namespace).store(), control)
+                    live_manifest,
+                    published_manifest(settings_for_namespace(config, namespace).store(), control),
                 )
         with audited(
             store, "experiment", f"start {experiment_option.name}", actor=config.actor
@@ -126,7 +130,13 @@ def start(
             )
             audit_details["version"] = added_experiments.version
             home_control.announce("experiments")
-            _wait_for_replicas(home_control, control_by_namespace, experiment_option.name, config.flip.wait_s, progress)
+            _wait_for_replicas(
+                home_control,
+                control_by_namespace,
+                experiment_option.name,
+                config.flip.wait_s,
+                progress,
+            )
             started_experiments = change_experiments(
                 store,
                 lambda experiments: begin_experiment(
@@ -151,7 +161,9 @@ def change_shares(
     def apply_shares(experiments: Experiments) -> Experiments:
         if experiment_name is not None and share_by_arm:
             experiments = share_arms(experiments, experiment_name, share_by_arm)
-        key_shares = {} if experiment_name is None or key_share is None else {experiment_name: key_share}
+        key_shares = (
+            {} if experiment_name is None or key_share is None else {experiment_name: key_share}
+        )
         return share_keys(experiments, key_shares, holdout)
 
     store = config.store()
@@ -174,7 +186,10 @@ def stop(config: NightConfig, experiment_name: str, *, reason: str = "") -> Expe
             store, "experiment", subject, actor=config.actor, reason=reason
         ) as audit_details:
             ended_experiments = change_experiments(
-                store, lambda experiments: end_experiment(experiments, experiment_name, at=home_control.time())
+                store,
+                lambda experiments: end_experiment(
+                    experiments, experiment_name, at=home_control.time()
+                ),
             )
             audit_details["version"] = ended_experiments.version
         home_control.announce("experiments")
@@ -197,9 +212,13 @@ def _wait_for_replicas(
     started_at = time.monotonic()
     while lacking_pairs := _lacking_replicas(home_control, control_by_namespace):
         if time.monotonic() - started_at >= wait_s:
-            lacking_text = "; ".join(f"{replica_name}: {namespace}" for replica_name, namespace in lacking_pairs)
+            lacking_text = "; ".join(
+                f"{replica_name}: {namespace}" for replica_name, namespace in lacking_pairs
+            )
             raise Conflict(
-                f"experiment {experiment_name} answers nobody yet: after {wait_s:g} s not all replicas hold the " "namespaces of its " f"arms ({lacking_text}); start it again with the same arms once they do, or stop it",
+                f"experiment {experiment_name} answers nobody yet: after {wait_s:g} s not all replicas hold the "
+                "namespaces of its "
+                f"arms ({lacking_text}); start it again with the same arms once they do, or stop it",
                 experiment=experiment_name,
             )
         progress("namespaces to hold", 0, len(lacking_pairs))
@@ -216,7 +235,11 @@ def _lacking_replicas(
         serving_names = {
             replica.name for replica in control.replicas() if replica.served_generation is not None
         }
-        lacking_pairs += [(replica_name, namespace) for replica_name in replica_names if replica_name not in serving_names]
+        lacking_pairs += [
+            (replica_name, namespace)
+            for replica_name in replica_names
+            if replica_name not in serving_names
+        ]
     return lacking_pairs
 
 
@@ -251,14 +274,25 @@ def add_experiment(
     )
     if len(arm_namespaces - {experiment_option.own_namespace}) > ARM_NAMESPACES_MAX:
         raise Conflict(
-            f"replicas would have to hold {len(arm_namespaces - {experiment_option.own_namespace})} namespaces beside their own, "f"{ARM_NAMESPACES_MAX} ""are allowed: stop an experiment first"
+            f"replicas would have to hold {len(arm_namespaces - {experiment_option.own_namespace})} "
+            f"namespaces beside their own, {ARM_NAMESPACES_MAX} "
+            "are allowed: stop an experiment first"
         )
     buckets_by_arm = allot_buckets({}, {arm.name: arm.share for arm in experiment_option.arms})
     arms = tuple(
-        ExperimentArm(arm.name, arm.namespace, arm.share, buckets_by_arm[arm.name]) for arm in experiment_option.arms
+        ExperimentArm(arm.name, arm.namespace, arm.share, buckets_by_arm[arm.name])
+        for arm in experiment_option.arms
     )
     salt = f"{experiment_option.own_namespace}/{experiment_option.name}"
-    new_experiment = Experiment(experiment_option.name, salt, experiment_option.share, (), arms, at, sample=experiment_option.sample)
+    new_experiment = Experiment(
+        experiment_option.name,
+        salt,
+        experiment_option.share,
+        (),
+        arms,
+        at,
+        sample=experiment_option.sample,
+    )
     all_experiments = replace(
         all_experiments,
         salt=all_experiments.salt or experiment_option.own_namespace,
@@ -305,7 +339,9 @@ def share_keys(
         experiment
         if experiment.is_over
         else replace(
-            experiment, share=target_shares[experiment.name], buckets=new_buckets_by_name[experiment.name]
+            experiment,
+            share=target_shares[experiment.name],
+            buckets=new_buckets_by_name[experiment.name],
         )
         for experiment in all_experiments.experiments
     )
@@ -396,7 +432,8 @@ def _with_changed(all_experiments: Experiments, changed_experiment: Experiment) 
 def _demand_share(option_name: str, fraction: float) -> None:
     if not 0 < fraction <= 1:
         raise ConfigError(
-            f"{option_name} is above 0 and at most 1, not {fraction:g}", field=option_name.lstrip("-")
+            f"{option_name} is above 0 and at most 1, not {fraction:g}",
+            field=option_name.lstrip("-"),
         )
 
 
@@ -434,7 +471,10 @@ def demand_match(home_manifest: Manifest, arm_manifest: Manifest) -> None:
     stream count in all.
     """
     for table_name, table in home_manifest.tables.items():
-        expected_shape, arm_shape = _table_shape(table), _table_shape(arm_manifest.tables.get(table_name))
+        expected_shape, arm_shape = (
+            _table_shape(table),
+            _table_shape(arm_manifest.tables.get(table_name)),
+        )
         if expected_shape != arm_shape:
             raise Conflict(
                 f"table {table_name!r} is {_shape_text(expected_shape)} in namespace {home_manifest.namespace!r} and "
@@ -442,20 +482,36 @@ def demand_match(home_manifest: Manifest, arm_manifest: Manifest) -> None:
                 "entity, width and labels",
                 namespace=arm_manifest.namespace, table=table_name,
             )  # fmt: skip
-    if lacking_names := sorted(home_manifest.items.attributes.keys() - arm_manifest.items.attributes.keys()):
+    if lacking_names := sorted(
+        home_manifest.items.attributes.keys() - arm_manifest.items.attributes.keys()
+    ):
         raise Conflict(
-            f"items of namespace {arm_manifest.namespace!r} have no attributes {', '.join(lacking_names)}, by " "which requests may " "filter: name them in [sources] item_attributes of its settings",
+            (
+                    f"items of namespace {arm_manifest.namespace!r} have no attributes {', '.join(lacking_names)}, "
+                    "by "
+                    "which requests may filter: name them in [sources] item_attributes of its settings"
+),
             namespace=arm_manifest.namespace, attributes=lacking_names,
         )  # fmt: skip
     if lacking_names := sorted(home_manifest.filters.keys() - arm_manifest.filters.keys()):
         raise Conflict(
-            f"namespace {arm_manifest.namespace!r} has no filters {', '.join(lacking_names)}, which requests " "call by name: declare " "them as [filters.NAME] of its settings",
+            (
+                    f"namespace {arm_manifest.namespace!r} has no filters {', '.join(lacking_names)}, which requests "
+                    "call by name: declare them as [filters.NAME] of its settings"
+),
             namespace=arm_manifest.namespace, filters=lacking_names,
         )  # fmt: skip
     event_namespace = _event_namespace(home_manifest)
     if event_namespace is not None and _event_namespace(arm_manifest) != event_namespace:
         raise Conflict(
-            f"what is live in namespace {arm_manifest.namespace!r} was made without the events of " f"{event_namespace!r}, so its " "answers " f'would count none: set enabled = true and namespace = "{event_namespace}" in [events] of its settings, ' "and run " "its night again",
+            (
+                    f"what is live in namespace {arm_manifest.namespace!r} was made without the events of "
+                    f"{event_namespace!r}, so its "
+                    "answers "
+                    f'would count none: set enabled = true and namespace = "{event_namespace}" in [events] of its '
+                    'settings, '
+                    "and run its night again"
+),
             namespace=arm_manifest.namespace, events=event_namespace,
         )  # fmt: skip
 
@@ -475,7 +531,9 @@ def _table_shape(table: Table | None) -> Mapping[str, Any] | None:
 def _shape_text(shape: Mapping[str, Any] | None) -> str:
     if shape is None:
         return "absent"
-    return " ".join(f"{property_name} {property_value}" for property_name, property_value in shape.items())
+    return " ".join(
+        f"{property_name} {property_value}" for property_name, property_value in shape.items()
+    )
 
 
 def compute_arm_rooms(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:
@@ -494,7 +552,9 @@ def compute_arm_rooms(config: NightConfig, client: "redis.Redis") -> tuple[ArmRo
         )
         page_bytes_by_generation = [total_bytes(manifest) for manifest in manifests]
         page_count = sum(map(total_pages, manifests))
-        mapped_bytes_by_generation = [sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests]
+        mapped_bytes_by_generation = [
+            sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests
+        ]
         rooms.append(ArmRoom(
             namespace, arm_texts, len(manifests), page_count, sum(page_bytes_by_generation), max(page_bytes_by_generation, default=0),
             max(mapped_bytes_by_generation, default=0),

@@ -49,7 +49,9 @@ def worklist(
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control = Control(client, config.keyspace())
         read_count_by_id, pointer = read_cold_counts(control), control.read_pointer()
-    worklist_rows = make_rows(store, read_count_by_id, None if pointer is None else pointer.generation)
+    worklist_rows = make_rows(
+        store, read_count_by_id, None if pointer is None else pointer.generation
+    )
     if arguments.export is not None:
         write_csv(worklist_rows, Path(arguments.export))
     if arguments.json:
@@ -60,7 +62,9 @@ def worklist(
     for row in worklist_rows[: arguments.limit]:
         table.add_row(row.table, Text(printable(row.entity)), str(row.reads), row.standing)
     count_by_standing = Counter(row.standing for row in worklist_rows)
-    standings_text = ", ".join(f"{count} {standing}" for standing, count in count_by_standing.most_common())
+    standings_text = ", ".join(
+        f"{count} {standing}" for standing, count in count_by_standing.most_common()
+    )
     return [
         table,
         f"{len(worklist_rows)} ids: {standings_text}"
@@ -71,7 +75,10 @@ def worklist(
 
 def read_cold_counts(control: Control) -> dict[EntityName, int]:
     """Return counts of reads in vain by table and id, this day and the last, over all replicas."""
-    current_day, read_count_by_id = window_number_of(control.time(), COLD_WINDOW), Counter[EntityName]()
+    current_day, read_count_by_id = (
+        window_number_of(control.time(), COLD_WINDOW),
+        Counter[EntityName](),
+    )
     for counted_day in (current_day, current_day - 1):
         key = control.keyspace.cold_names(counted_day)
         raw_id_and_count_pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
@@ -90,7 +97,12 @@ def make_rows(
     excluded_ids |= set(blocklist.entities) | set(blocklist.users) | set(blocklist.items)
     known_entities = KnownEntities(store, live_generation)
     rows = [
-        WorklistRow(table, entity_id.decode(errors="replace"), count, known_entities.standing(table, entity_id))
+        WorklistRow(
+            table,
+            entity_id.decode(errors="replace"),
+            count,
+            known_entities.standing(table, entity_id),
+        )
         for (table, entity_id), count in read_count_by_id.items()
         if entity_id not in excluded_ids
     ]
@@ -122,7 +134,9 @@ class KnownEntities:
         ):  # the holdout, kept or not, decides no more than a word
             return
         except LarderError as error:
-            err_console.print(f"{live_generation} cannot be looked at: {error.message}", markup=False)
+            err_console.print(
+                f"{live_generation} cannot be looked at: {error.message}", markup=False
+            )
 
     def standing(self, table: str, entity_id: bytes) -> str:
         """Return the standing of an id: known, coming or no input."""

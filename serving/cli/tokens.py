@@ -115,7 +115,9 @@ def _add_token(config: "ServingConfig", tokens_path: Path, options: argparse.Nam
     token_entry = TokenEntry(
         sha256=hashlib.sha256(token.encode()).hexdigest(),
         scopes=tuple(dict.fromkeys(options.scope)),
-        expires_at="" if expiry_days is None else (created_at + timedelta(days=expiry_days)).isoformat(),
+        expires_at=""
+        if expiry_days is None
+        else (created_at + timedelta(days=expiry_days)).isoformat(),
         requests_per_s=options.requests_per_s,
         entities_per_s=options.entities_per_s,
         in_flight=options.in_flight,
@@ -136,9 +138,13 @@ def _add_token(config: "ServingConfig", tokens_path: Path, options: argparse.Nam
 
 def _revoke_token(config: "ServingConfig", tokens_path: Path, options: argparse.Namespace) -> None:
     token_name = options.name
-    check_token_name(token_name, "tokens revoke")  # a token that was pasted here is not written down
+    check_token_name(
+        token_name, "tokens revoke"
+    )  # a token that was pasted here is not written down
     with (
-        audited(config.store(), "token_revoke", token_name, actor=config.actor, reason=options.reason),
+        audited(
+            config.store(), "token_revoke", token_name, actor=config.actor, reason=options.reason
+        ),
         lock_tokens(tokens_path),
     ):
         tokens = dict(read_tokens(tokens_path))
@@ -149,17 +155,25 @@ def _revoke_token(config: "ServingConfig", tokens_path: Path, options: argparse.
 
 def _format_tokens(tokens: TokenEntries, *, as_json: bool) -> str:
     if as_json:
-        shown_fields = [field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"]
+        shown_fields = [
+            field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"
+        ]
         fields_by_name = {
-            token_name: {field_name: getattr(token_entry, field_name) for field_name in shown_fields}
+            token_name: {
+                field_name: getattr(token_entry, field_name) for field_name in shown_fields
+            }
             for token_name, token_entry in tokens.items()
         }
         return json_text(fields_by_name)
     table_rows = [("name", "scopes", "requests/s", "entities/s", "in flight", "expires")]
-    table_rows += [_token_row(token_name, token_entry) for token_name, token_entry in sorted(tokens.items())]
+    table_rows += [
+        _token_row(token_name, token_entry) for token_name, token_entry in sorted(tokens.items())
+    ]
     column_widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, column_widths, strict=True)).rstrip()
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, column_widths, strict=True)
+        ).rstrip()
         for row in table_rows
     )
 
@@ -172,4 +186,11 @@ def _token_row(token_name: str, token_entry: TokenEntry) -> tuple[str, str, str,
     expiry_text = token_entry.expires_at or "never"
     if token_entry.expires_s <= datetime.now(UTC).timestamp():
         expiry_text += " (expired)"
-    return token_name, ",".join(token_entry.scopes), requests_text, entities_text, in_flight_text, expiry_text
+    return (
+        token_name,
+        ",".join(token_entry.scopes),
+        requests_text,
+        entities_text,
+        in_flight_text,
+        expiry_text,
+    )

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from serving.dashboard.counters import Counts, collect_counts
-from serving.dashboard.document import (DASHBOARD_SCHEMA)
+from serving.dashboard.document import DASHBOARD_SCHEMA
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
 from serving.http.openapi import Operation
@@ -46,7 +46,12 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
 
 def attach(replica: Replica) -> Dashboard:
     """Publish the counts of this worker, and show those of all; other features add theirs by `Hooks.reports`."""
-    config, own_namespace, hooks, metrics = replica.config, replica.own_namespace, replica.hooks, replica.metrics
+    config, own_namespace, hooks, metrics = (
+        replica.config,
+        replica.own_namespace,
+        replica.hooks,
+        replica.metrics,
+    )
     admission, l1_cache = replica.admission, replica.l1_tier
 
     def read_counts() -> Counts:

@@ -10,15 +10,30 @@ from cache.format.stream_position import Position
 from cache.store.artefacts import NO_MANIFEST_WORDS
 from cache.traffic.experiments import rate_ratio
 from serving.dashboard import counters
-from serving.dashboard.aggregator import (DrawnBin, FleetReading, RECENT_BIN_COUNT, build_series, quantiles_by_source)
-from serving.dashboard.counters import (BIN_S, merge_event_rows, merged_counts)
-from serving.events.counts import (ACCEPTED, CHANGED_PPM_FIELD, COMPARED_LISTS_FIELD, ERASED, NEWER_EVENT_ANSWERS_FIELD, REFUSAL_PREFIX, REPEATED, RESULT_PREFIX)
+from serving.dashboard.aggregator import (
+    RECENT_BIN_COUNT,
+    DrawnBin,
+    FleetReading,
+    build_series,
+    quantiles_by_source,
+)
+from serving.dashboard.counters import BIN_S, merge_event_rows, merged_counts
+from serving.events.counts import (
+    ACCEPTED,
+    CHANGED_PPM_FIELD,
+    COMPARED_LISTS_FIELD,
+    ERASED,
+    NEWER_EVENT_ANSWERS_FIELD,
+    REFUSAL_PREFIX,
+    REPEATED,
+    RESULT_PREFIX,
+)
 from serving.events.follower import EVENTS_BEHIND
 from serving.generations.nights import used_and_max_bytes
 from serving.requests.answers import FALLBACK_SOURCES, STORED_SOURCES, Source
 from serving.requests.named_schema import DETAILS_SCHEMA, Json, NamedSchema, nullable_schema
 from serving.requests.reasons import StaleReason
-from serving.traffic.router import (ARM_FEEDBACK_PREFIX, ARM_REQUESTS_PREFIX)
+from serving.traffic.router import ARM_FEEDBACK_PREFIX, ARM_REQUESTS_PREFIX
 
 Level = Literal["ok", "warn", "bad"]
 
@@ -99,13 +114,23 @@ def _list_schema(element_schema: Json) -> Json:
     return {"type": "array", "items": element_schema}
 
 
-_ANSWER_COUNTS_SCHEMA = _by_name_schema("AnswerCounts", "Counts of answers by source", {"type": "integer"})
+_ANSWER_COUNTS_SCHEMA = _by_name_schema(
+    "AnswerCounts", "Counts of answers by source", {"type": "integer"}
+)
 
 _REUSE_SCHEMA = _object_schema(
     "Reuse",
     "Users by reason (copied; computed for their inputs, for an item lost, for one that may enter), "
     "the share copied and the seconds of scoring spared; null: it does not say",
-    users=_COUNTS_SCHEMA, share=_nullable_schema("number"), spared_s={"type": "number"}, base=_nullable_schema("string"),
+    users=_COUNTS_SCHEMA, share=_nullable_schema(
+            "number"
+), spared_s={(
+            "type"
+): (
+            "number"
+)}, base=_nullable_schema(
+            "string"
+),
     why={"type": "string"}, read_because={"type": "string"},
     lately=_object_schema(
         "RecentReuse",
@@ -119,13 +144,29 @@ _EVENTS_SCHEMA = _object_schema(
     "Events",
     "Of the last minutes, and of all workers as bad as the last of them; null where none are taken in",
     up=_nullable_schema("boolean", "Whether their Redis answers, and keeps them as demanded"),
-    durability=_nullable_schema("string"), demanded=_nullable_schema("string"), results=_COUNTS_SCHEMA, refused=_COUNTS_SCHEMA,
+    durability=_nullable_schema(
+            "string"
+), demanded=_nullable_schema(
+            "string"
+), results=_COUNTS_SCHEMA, refused=_COUNTS_SCHEMA,
     answers={"type": "integer", "description": "Those with newer events"},
     answers_share=_nullable_schema("number"),
     list_change=_nullable_schema("number", "Share of their lists that is not in the night's"),
     lag_s=_nullable_schema("number"), users=_nullable_schema("number"), held_bytes=_nullable_schema("number"),
-    held_max_bytes=_nullable_schema("number"), stream_bytes=_nullable_schema("number"), stream_max_bytes=_nullable_schema("number"),
-    stream_length=_nullable_schema("number"), inbox_length=_nullable_schema("number"), inbox_lag_seconds=_nullable_schema("number"),
+    held_max_bytes=_nullable_schema(
+            "number"
+), stream_bytes=_nullable_schema(
+            "number"
+), stream_max_bytes=_nullable_schema(
+            "number"
+),
+    stream_length=_nullable_schema(
+            "number"
+), inbox_length=_nullable_schema(
+            "number"
+), inbox_lag_seconds=_nullable_schema(
+            "number"
+),
     counted_until=_nullable_schema("string", "Position up to which answers count all"),
     taken_until=_nullable_schema("string", "Position up to which a generation has all"),
     published_until=_nullable_schema("string", "Position up to which the live one has all"),
@@ -166,15 +207,35 @@ DASHBOARD_SCHEMA: Json = _object_schema(
     earlier=_object_schema("Earlier", "The hour before that", answers=_ANSWER_COUNTS_SCHEMA),
     totals=_object_schema(
         "Totals", "Since the start of each worker that runs: the sums of what /metrics tells on every replica",
-        requests={"type": "integer"}, answers=_ANSWER_COUNTS_SCHEMA, misses=_COUNTS_SCHEMA, entities={"type": "integer"},
+        requests={(
+                "type"
+): (
+                "integer"
+)}, answers=_ANSWER_COUNTS_SCHEMA, misses=_COUNTS_SCHEMA, entities={(
+                "type"
+): (
+                "integer"
+)},
     ),
     generations_at=_nullable_schema("number", "When generations and nights were read"),
     generations=_list_schema(
         _object_schema(
             "Generation", "Newest first",
             generation={"type": "string"}, state=_nullable_schema("string"), epoch=_nullable_schema("integer"),
-            role=_nullable_schema("string", "Of those that this replica holds"), published_at=_nullable_schema("number"),
-            data_until=_nullable_schema("number"), bytes=_nullable_schema("integer"), records=_nullable_schema("integer"),
+            role=_nullable_schema((
+                    "string"
+), (
+                    "Of those that this replica holds"
+)), published_at=_nullable_schema(
+                    "number"
+),
+            data_until=_nullable_schema(
+                    "number"
+), bytes=_nullable_schema(
+                    "integer"
+), records=_nullable_schema(
+                    "integer"
+),
             gates=_list_schema(DETAILS_SCHEMA), reason=_nullable_schema("string"),
             remarks=_list_schema({"type": "string"}),
             events_until=_nullable_schema("string", "Position up to which it has all events"),
@@ -201,7 +262,13 @@ DASHBOARD_SCHEMA: Json = _object_schema(
     ),
     redis=_object_schema(
         "Redis", "All nodes together",
-        used_bytes=_nullable_schema("integer"), limit_bytes=_nullable_schema("integer"), policy=_nullable_schema("string"),
+        used_bytes=_nullable_schema(
+                "integer"
+), limit_bytes=_nullable_schema(
+                "integer"
+), policy=_nullable_schema(
+                "string"
+),
         clients=_nullable_schema("integer"), evicted=_nullable_schema("integer"),
     ),
     breakers=_COUNTS_SCHEMA,
@@ -274,7 +341,9 @@ def build_document(
             "misses": counters.counts_of_kind(recent_counts, counters.MISS_PREFIX),
             "latency": quantiles_by_source(recent_counts, bucket_bounds),
         },
-        "earlier": {"answers": _earlier_answers(reading.bin_by_start, reading.recent_counts_by_start)},
+        "earlier": {
+            "answers": _earlier_answers(reading.bin_by_start, reading.recent_counts_by_start)
+        },
         "totals": {
             "requests": total_counts.get(counters.REQUESTS_FIELD, 0),
             "answers": _answers_by_source(total_counts),
@@ -312,10 +381,14 @@ def build_document(
 
 
 def _answers_by_source(count_by_field: Mapping[str, int]) -> dict[str, int]:
-    return {source.value: count_by_field.get(counters.ANSWER_PREFIX + source, 0) for source in Source}
+    return {
+        source.value: count_by_field.get(counters.ANSWER_PREFIX + source, 0) for source in Source
+    }
 
 
-def _earlier_answers(bin_by_start: Mapping[int, DrawnBin], recent_counts_by_start: Mapping[int, Any]) -> dict[str, int]:
+def _earlier_answers(
+    bin_by_start: Mapping[int, DrawnBin], recent_counts_by_start: Mapping[int, Any]
+) -> dict[str, int]:
     """Answers by source in the bins before those of `recent_counts_by_start`."""
     answer_counts = Counter[str]()
     for bin_start, drawn_bin in bin_by_start.items():
@@ -345,7 +418,9 @@ def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str
                 "ready": all(worker["ready"] for worker in replica_workers),
                 "stale": _first_value(replica_workers, "stale"),
                 "degraded": _first_value(replica_workers, "degraded"),
-                "seen_s": round(max(max(0.0, now_s - worker["at"]) for worker in replica_workers), 3),
+                "seen_s": round(
+                    max(max(0.0, now_s - worker["at"]) for worker in replica_workers), 3
+                ),
                 "failed": _first_value(replica_workers, "failed"),
             }
         )
@@ -357,7 +432,9 @@ def _first_value(replica_workers: Iterable[Worker], field_name: str) -> str | No
 
 
 def summarise_events(
-    workers: Iterable[Worker], recent_counts: Mapping[str, int], generations: Iterable[Mapping[str, Any]]
+    workers: Iterable[Worker],
+    recent_counts: Mapping[str, int],
+    generations: Iterable[Mapping[str, Any]],
 ) -> dict[str, Any] | None:
     """Summarise events from all workers' rows, with counts of `recent_counts`; None if none are taken in.
 
@@ -382,7 +459,9 @@ def summarise_events(
         "refused": counters.counts_of_kind(recent_counts, REFUSAL_PREFIX),
         "answers": newer_answer_count,
         "answers_share": newer_answer_count / answer_count if answer_count else None,
-        "list_change": recent_counts.get(CHANGED_PPM_FIELD, 0) / (1e6 * compared_list_count) if compared_list_count else None,
+        "list_change": recent_counts.get(CHANGED_PPM_FIELD, 0) / (1e6 * compared_list_count)
+        if compared_list_count
+        else None,
         "taken_until": max(taken_positions, key=Position.parse, default=None),
     }
 
@@ -440,14 +519,20 @@ def _arm_row(
     requests_by_arm: Mapping[str, int],
     events_by_arm: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
-    control_key, arm_key = (f"{experiment}={compared_arm['arm']}" for compared_arm in (arms[0], arm))
+    control_key, arm_key = (
+        f"{experiment}={compared_arm['arm']}" for compared_arm in (arms[0], arm)
+    )
     control_counts, arm_counts = events_by_arm.get(control_key, {}), events_by_arm.get(arm_key, {})
     figures_by_event = {}
     for event_name in sorted({*control_counts, *arm_counts}):
         count_and_requests = (arm_counts.get(event_name, 0), requests_by_arm.get(arm_key, 0))
         ratio = None
         if arm_key != control_key:
-            ratio = rate_ratio(*count_and_requests, control_counts.get(event_name, 0), requests_by_arm.get(control_key, 0))
+            ratio = rate_ratio(
+                *count_and_requests,
+                control_counts.get(event_name, 0),
+                requests_by_arm.get(control_key, 0),
+            )
         figures_by_event[event_name] = {
             "count": count_and_requests[0],
             "rate": count_and_requests[0] / count_and_requests[1]
@@ -486,9 +571,13 @@ def _well_sentence(body: Body) -> str:
         _live_generation(body),
         _share_of_sources(body["lately"]["answers"], STORED_SOURCES),
     )
-    sentence_parts = [f"generation {live_generation} is live on {_count_text(len(body['replicas']), 'replica')}"]
+    sentence_parts = [
+        f"generation {live_generation} is live on {_count_text(len(body['replicas']), 'replica')}"
+    ]
     if cache_share is not None:
-        sentence_parts.append(f"{cache_share:.1%} of the answers of the last minutes came from cache")
+        sentence_parts.append(
+            f"{cache_share:.1%} of the answers of the last minutes came from cache"
+        )
     return f"All is well: {' and '.join(sentence_parts)}."
 
 
@@ -501,7 +590,9 @@ def _live_generation(body: Body) -> str | None:
 def _share_of_sources(answers_by_source: Mapping[str, int], sources: Sequence[str]) -> float | None:
     answer_count = sum(answers_by_source.values())
     return (
-        sum(answers_by_source.get(source, 0) for source in sources) / answer_count if answer_count >= ANSWERS_MIN else None
+        sum(answers_by_source.get(source, 0) for source in sources) / answer_count
+        if answer_count >= ANSWERS_MIN
+        else None
     )
 
 
@@ -516,7 +607,11 @@ def _check_ready(body: Body) -> Iterator[Finding]:
             (replica["failed"] for replica in unready_replicas if replica["failed"]), "see /readyz"
         )
         replica_of_other_store = next(
-            (unready_replica["replica"] for unready_replica in unready_replicas if NO_MANIFEST_WORDS in (unready_replica["failed"] or "")),
+            (
+                unready_replica["replica"]
+                for unready_replica in unready_replicas
+                if NO_MANIFEST_WORDS in (unready_replica["failed"] or "")
+            ),
             None,
         )
         if replica_of_other_store is not None:
@@ -528,7 +623,9 @@ def _check_ready(body: Body) -> Iterator[Finding]:
             advice = "Publish a generation: larder night."
         else:
             replica_name = unready_replicas[0]["replica"]
-            advice = f"Look at the log of {replica_name}; larder roll-back returns to the last good one."
+            advice = (
+                f"Look at the log of {replica_name}; larder roll-back returns to the last good one."
+            )
         share_text = f"{len(unready_replicas)} of {_count_text(len(body['replicas']), 'replica')}"
         yield Finding("bad", f"{share_text} cannot be asked: {failure_text.rstrip('.')}.", advice)
 
@@ -541,7 +638,9 @@ def _check_redis(body: Body) -> Iterator[Finding]:
             "defaults, and these figures are of one worker alone.",
             "Start Redis again or repair the network; if it came back empty, run larder restore.",
         )
-    elif open_breaker_count := body["breakers"].get("open", 0) + body["breakers"].get("half_open", 0):
+    elif open_breaker_count := body["breakers"].get("open", 0) + body["breakers"].get(
+        "half_open", 0
+    ):
         yield Finding(
             "bad",
             f"{_count_text(open_breaker_count, 'worker')} left Redis alone after failures (breaker open).",
@@ -606,14 +705,28 @@ def _check_failed(body: Body) -> Iterator[Finding]:
 def _check_refused(body: Body) -> Iterator[Finding]:
     # One of the live one's cut is no older, wherever its digest sorts it.
     live_cut = (_live_generation(body) or "")[:CUT_CHARS]
-    refused_generations = (generation for generation in body["generations"] if generation["state"] == "refused")
+    refused_generations = (
+        generation for generation in body["generations"] if generation["state"] == "refused"
+    )
     newest_refused = next(
-        (generation for generation in refused_generations if generation["generation"][:CUT_CHARS] >= live_cut), None
+        (
+            generation
+            for generation in refused_generations
+            if generation["generation"][:CUT_CHARS] >= live_cut
+        ),
+        None,
     )
     if newest_refused is not None:
-        failed_rules = [gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"]
+        failed_rules = [
+            gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"
+        ]
         yield Finding(
-            "warn" f"Generation {newest_refused['generation']} was refused by {', '.join(failed_rules) or 'a gate'}, what " f"is live " "stays." "Read the gate's reason below; if it is right all the same: larder override, then verify.",
+            (
+                "warn"
+                f"Generation {newest_refused['generation']} was refused by "
+                f"{', '.join(failed_rules) or 'a gate'}, what is live "
+                "stays.Read the gate's reason below; if it is right all the same: larder override, then verify."
+            ),
         )
 
 
@@ -639,7 +752,9 @@ def _check_fallback(body: Body) -> Iterator[Finding]:
             key=lambda reason_and_count: reason_and_count[1],
             default=None,
         )
-        cause_text = "" if top_reason_and_count is None else f", mostly because of {top_reason_and_count[0]}"
+        cause_text = (
+            "" if top_reason_and_count is None else f", mostly because of {top_reason_and_count[0]}"
+        )
         yield Finding(
             level,
             f"{recent_share:.1%} of the answers are from the previous generation or defaults ({earlier_share:.1%} "
@@ -726,10 +841,16 @@ def _check_events(body: Body) -> Iterator[Finding]:
         )
     if refused_count := event_fields["refused"].get("events_full"):
         yield Finding(
-            "bad" f"The stream of events is full: events were refused {_count_text(refused_count, 'time')} in the last " f"minutes.",
+            (
+                "bad"
+                f"The stream of events is full: events were refused {_count_text(refused_count, 'time')} in the "
+                "last minutes."
+            ),
             _STREAM_ADVICE,
         )
-    elif (stream_share := _share(event_fields["stream_bytes"], event_fields["stream_max_bytes"])) >= STREAM_WARN:
+    elif (
+        stream_share := _share(event_fields["stream_bytes"], event_fields["stream_max_bytes"])
+    ) >= STREAM_WARN:
         yield Finding("warn", f"The stream of events is {stream_share:.0%} full.", _STREAM_ADVICE)
     if EVENTS_BEHIND in _stale_reasons(body):
         memory_share = _share(event_fields["held_bytes"], event_fields["held_max_bytes"])
@@ -746,10 +867,15 @@ def _check_events(body: Body) -> Iterator[Finding]:
             "Look for consumers that are gone (XINFO CONSUMERS) and at the service's log.",
         )
     rejected_by_reason = {
-        result_name: n for result_name, n in event_fields["results"].items() if result_name not in (ACCEPTED, REPEATED, ERASED)
+        result_name: n
+        for result_name, n in event_fields["results"].items()
+        if result_name not in (ACCEPTED, REPEATED, ERASED)
     }
     event_count = sum(event_fields["results"].values())
-    if event_count >= ANSWERS_MIN and (rejected_share := sum(rejected_by_reason.values()) / event_count) >= REJECTED_WARN:
+    if (
+        event_count >= ANSWERS_MIN
+        and (rejected_share := sum(rejected_by_reason.values()) / event_count) >= REJECTED_WARN
+    ):
         top_reason = max(rejected_by_reason, key=lambda reason: rejected_by_reason[reason])
         yield Finding(
             "warn",

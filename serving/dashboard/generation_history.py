@@ -21,7 +21,12 @@ _OUTCOME_BY_STATE = {
     "live": "published", "superseded": "published", "retired": "published", "rolled_back": "rolled back",
     "refused": "refused", "abandoned": "abandoned", "verified": "verified",
 }  # fmt: skip
-_STATE_BY_ACTION = {"refuse": "refused", "abandon": "abandoned", "retire": "retired", "verify": "verified"}
+_STATE_BY_ACTION = {
+    "refuse": "refused",
+    "abandon": "abandoned",
+    "retire": "retired",
+    "verify": "verified",
+}
 _BUSY_STATES = ("begun", "loaded", "verified")
 
 
@@ -44,7 +49,9 @@ _UNKNOWN_FIELDS: Mapping[str, Any] = {
 class GenerationHistory:
     """History of generations and nights, for one thread at a time; `read_releases` returns the records, or raises."""
 
-    def __init__(self, store: ArtefactStore, read_releases: Callable[[], Sequence[Release]]) -> None:
+    def __init__(
+        self, store: ArtefactStore, read_releases: Callable[[], Sequence[Release]]
+    ) -> None:
         self._store = store
         self._read_releases = read_releases
         self._facts_by_generation: dict[str, GenerationFacts] = {}
@@ -68,7 +75,11 @@ class GenerationHistory:
         generations: list[dict[str, Any]] = []
         nights: list[dict[str, Any]] = []
         for generation_name in newest_names:
-            state, reason = _state_and_reason(generation_name, releases, None if registry is None else registry.get(generation_name))
+            state, reason = _state_and_reason(
+                generation_name,
+                releases,
+                None if registry is None else registry.get(generation_name),
+            )
             facts = self._read_facts(generation_name, state)
             generations.append(_generation_row(generation_name, state, reason, releases, facts))
             if facts is not None and facts.steps and len(nights) < SHOWN_NIGHTS_MAX:
@@ -100,7 +111,9 @@ class GenerationHistory:
     def _read_step_times(self, generation_name: str) -> Iterable[tuple[str, float, float]]:
         for step in STEPS_TIMED_APART:
             with suppress(LarderError, OSError, ValueError, TypeError, KeyError):
-                report_bytes = self._store.read(generation_path(generation_name, f"times/{step}.json"))
+                report_bytes = self._store.read(
+                    generation_path(generation_name, f"times/{step}.json")
+                )
                 if report_bytes is not None:
                     step_times = orjson.loads(report_bytes)
                     yield step, float(step_times["began_at"]), float(step_times["seconds"])
@@ -109,7 +122,9 @@ class GenerationHistory:
 def _build_facts(
     state: str | None, manifest: Manifest, step_times: Sequence[tuple[str, float, float]]
 ) -> GenerationFacts:
-    seconds_by_step = dict(manifest.timings) | {step: step_seconds for step, _, step_seconds in step_times}
+    seconds_by_step = dict(manifest.timings) | {
+        step: step_seconds for step, _, step_seconds in step_times
+    }
     reuse = Reuse.of(manifest.facts)
     seconds_before_seal = sum(
         step_seconds for step, step_seconds in manifest.timings.items() if step != "verify"
@@ -122,7 +137,9 @@ def _build_facts(
                 artefact.size_bytes for artefact in (*manifest.artefacts(), *manifest.pages())
             ),
             "records": sum(
-                table_part.count for table in manifest.stored_tables.values() for table_part in table.parts
+                table_part.count
+                for table in manifest.stored_tables.values()
+                for table_part in table.parts
             ),
             "gates": [_gate_row(gate) for gate in manifest.gates],
             "remarks": [str(remark) for remark in manifest.facts.get("remarks", [])],
@@ -153,7 +170,9 @@ def _state_and_reason(
     own_releases = [release for release in releases if release.generation == generation_name]
     reason = next((release.reason for release in reversed(own_releases) if release.reason), None)
     if registry_row is not None:
-        return str(registry_row.get("state")), str(registry_row["reason"]) if registry_row.get("reason") else reason
+        return str(registry_row.get("state")), str(registry_row["reason"]) if registry_row.get(
+            "reason"
+        ) else reason
     return _proven_states(releases).get(generation_name), reason
 
 
@@ -166,7 +185,9 @@ def _proven_states(releases: Sequence[Release]) -> dict[str, str]:
             continue
         if release.action in MOVE_ACTIONS:
             if live_generation not in (None, release.generation):
-                state_by_generation[str(live_generation)] = "rolled_back" if release.action == "roll_back" else "superseded"
+                state_by_generation[str(live_generation)] = (
+                    "rolled_back" if release.action == "roll_back" else "superseded"
+                )
             live_generation = release.generation
             state_by_generation[live_generation] = "live"
         elif release.action == "end_canary":
@@ -202,7 +223,9 @@ def _generation_row(
         "state": state,
         "epoch": None if last_move is None else last_move.epoch,
         "role": None,
-        "published_at": None if last_move is None else publication_time(releases, generation_name) or last_move.at,
+        "published_at": None
+        if last_move is None
+        else publication_time(releases, generation_name) or last_move.at,
         **(_UNKNOWN_FIELDS if facts is None else facts.document_fields),
         "reason": reason,
     }

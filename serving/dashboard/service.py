@@ -11,7 +11,7 @@ import orjson
 from cache.l2.control_plane import ControlPlane
 from serving.dashboard.aggregator import FleetReading, FleetView
 from serving.dashboard.counters import Counts, MetricsPublisher
-from serving.dashboard.document import (build_document)
+from serving.dashboard.document import build_document
 from serving.dashboard.generation_history import GenerationHistory
 from serving.generations.nights import Nights
 from serving.process.resources import StoreThreads
@@ -63,9 +63,15 @@ class Dashboard:
         self.is_on = is_on
 
         def read_full_worker_state() -> Mapping[str, Any]:
-            return {**read_worker_state(), "advisor": _call_provider(advisor), "events": _call_provider(events)}
+            return {
+                **read_worker_state(),
+                "advisor": _call_provider(advisor),
+                "events": _call_provider(events),
+            }
 
-        self.publisher = MetricsPublisher(control, worker_name, clock, read_counts, read_full_worker_state)
+        self.publisher = MetricsPublisher(
+            control, worker_name, clock, read_counts, read_full_worker_state
+        )
         self.advisor, self.quality = advisor, quality
         self._list_experiments = list_experiments
         self._fleet = FleetView(control, self.publisher, bucket_bounds, clock, timer)
@@ -90,9 +96,13 @@ class Dashboard:
             # One reading for all who look, which nobody's leaving or time-out ends: two at once would mix their bins.
             if self._read_task is None or self._read_task.done():
                 self._read_task = asyncio.create_task(self._read())
-            finished_tasks, _ = await asyncio.wait({reading := self._read_task}, timeout=DATA_WAIT_MAX_S)
+            finished_tasks, _ = await asyncio.wait(
+                {reading := self._read_task}, timeout=DATA_WAIT_MAX_S
+            )
             if not finished_tasks:
-                raise Problem(503, "overloaded", f"the dashboard was not made within {DATA_WAIT_MAX_S:g} s")
+                raise Problem(
+                    503, "overloaded", f"the dashboard was not made within {DATA_WAIT_MAX_S:g} s"
+                )
             reading.result()
         return self._document_body
 

@@ -81,7 +81,9 @@ class RequestContext:
         """Return the names of the re-ranking's parts for the answer; None if the order was not changed."""
         rerank = self.options.rerank
         return (
-            rerank.part_names if rerank and snapshot.generation in self._reranker_by_generation else None
+            rerank.part_names
+            if rerank and snapshot.generation in self._reranker_by_generation
+            else None
         )
 
     def can_reshape(self, snapshot: Snapshot) -> bool:

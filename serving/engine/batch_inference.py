@@ -93,7 +93,10 @@ def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list
         metric, layout = list_search.searcher.metric, snapshot.manifest.tables[table].layout
         night_lists = list_search.lists(batch, vectors, snapshot.blocked_ordinals)
         records_without_new = predictor.lists(
-            table, night_lists, [job.eligible_new_items.own_fingerprint for job in batch_jobs], scored_at
+            table,
+            night_lists,
+            [job.eligible_new_items.own_fingerprint for job in batch_jobs],
+            scored_at,
         )
         merged_night_lists = merge_new_items(
             night_lists, vectors, [job.eligible_new_items for job in batch_jobs], metric, layout

@@ -55,7 +55,11 @@ _CACHED_START_MESSAGES_MAX = 8_192
 _START_MESSAGE = {"type": "http.response.start", "status": 200}
 _JSON_HEADER = b"content-type", JSON_MEDIA_TYPE.encode()
 _ARROW_HEADER = b"content-type", ARROW_MEDIA_TYPE.encode()
-_get_table_and_id, _get_table, _get_is_newer = itemgetter(4), itemgetter(0), attrgetter("has_newer_events")
+_get_table_and_id, _get_table, _get_is_newer = (
+    itemgetter(4),
+    itemgetter(0),
+    attrgetter("has_newer_events"),
+)
 
 
 class FastLookups:
@@ -576,7 +580,11 @@ class SentAnswers(list[ReadyAnswer]):
         """Pass an answer to the sampler with its current age; skip an answer from before a flip."""
         served, now_s = self._holder.served, self._clock()
         live_stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
-        if served is not None and ready_answer.state_stamp in live_stamps and not ready_answer.has_newer_events:
+        if (
+            served is not None
+            and ready_answer.state_stamp in live_stamps
+            and not ready_answer.has_newer_events
+        ):
             age_json = orjson.dumps(round(now_s - ready_answer.data_until, 3))
             body = b"".join((ready_answer.body_head, age_json, ready_answer.body_tail))
             self._sampler.put(

@@ -382,4 +382,6 @@ def _is_worth_computing(pending: PendingAnswer, snapshot: Snapshot) -> bool:
 
 
 def _command_count(record_keys: Sequence[RecordKey]) -> int:
-    return sum(1 if record_key.position >= 0 else COMMANDS_PER_OVERLAY_READ for record_key in record_keys)
+    return sum(
+        1 if record_key.position >= 0 else COMMANDS_PER_OVERLAY_READ for record_key in record_keys
+    )

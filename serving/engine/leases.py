@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
-from cache.l2.commands import LEASE_DONE_PREFIX, LEASE_GIVEN_BACK, LeaseMark, LeaseSwap, LeaseTake
+from cache.l2.commands import LEASE_DONE_PREFIX, LeaseMark, LeaseSwap, LeaseTake
 from cache.l2.data_plane import DataPlane
 from cache.tiers.reads import Hit, RecordKey, SnapshotView
 from cache.tiers.tiered import TieredCache
@@ -142,7 +142,9 @@ class LeaseManager:
 
     def give_back(self, lease_mark: LeaseMark) -> None:
         """End a lease under which no answer was stored, so that another process may lead at once."""
-        self._data_plane.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK_LEASE_VALUE, 1))
+        self._data_plane.lease(
+            LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK_LEASE_VALUE, 1)
+        )
 
     async def _follow(
         self,
@@ -200,7 +202,9 @@ class LeaseManager:
         if isinstance(lease_state, TierUnavailable) or took_s > self._slow_reply_s:
             self._resting_until = self._timer() + LEASE_REST_S
 
-    def _build_lease_mark(self, view: SnapshotView, record_key: RecordKey, digest: bytes) -> LeaseMark:
+    def _build_lease_mark(
+        self, view: SnapshotView, record_key: RecordKey, digest: bytes
+    ) -> LeaseMark:
         self._token_number += 1
         return LeaseMark(
             self._keyspace.lease(

@@ -20,7 +20,7 @@ from serving.engine.service import LookupService
 from serving.events.counts import counts_by_field
 from serving.events.follower import EventFollower, EventMetrics, NewestPosition
 from serving.events.intake import EventIntake, EventParts
-from serving.events.item_updates import (ItemUpdater, VALUES_CHECK_INTERVAL_S, new_item_inputs)
+from serving.events.item_updates import VALUES_CHECK_INTERVAL_S, ItemUpdater, new_item_inputs
 from serving.events.newer_events import NewerEvents, compute_from_events
 from serving.events.reading import read_body_of_events
 from serving.generations.holder import GenerationHolder
@@ -88,7 +88,8 @@ _NULLABLE_FIELDS = ("user", "item", "time", "type", "weight", "attributes", "fea
 
 _EVENT_SCHEMA = schemas.closed_object_schema(
     "Event",
-    _EVENT_FIELD_SCHEMAS | {name: nullable_schema(_EVENT_FIELD_SCHEMAS[name]) for name in _NULLABLE_FIELDS},
+    _EVENT_FIELD_SCHEMAS
+    | {name: nullable_schema(_EVENT_FIELD_SCHEMAS[name]) for name in _NULLABLE_FIELDS},
     ("id",),
     description="Interaction of a user with an item, or attributes, features or a vector of one of them",
 )
@@ -270,7 +271,9 @@ def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
             threads=config.live_threads, cores=parse_cores(config.live_cores),
             exact_search_bytes_max=config.events.exact_bytes,
         )  # fmt: skip
-        events, degraded = open_event_models(namespace.store, snapshot.manifest, open_with_models, events)
+        events, degraded = open_event_models(
+            namespace.store, snapshot.manifest, open_with_models, events
+        )
     return dataclasses.replace(snapshot.with_part(events), degraded=degraded)
 
 

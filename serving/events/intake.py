@@ -28,7 +28,13 @@ from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
 from serving.events.counts import ACCEPTED, ERASED, REPEATED, TOO_MANY, EventCounts
-from serving.events.reading import (DETAIL_CHARS_MAX, EventReader, ParsedEvents, RejectedEvent, UnreadableEvent)
+from serving.events.reading import (
+    DETAIL_CHARS_MAX,
+    EventReader,
+    ParsedEvents,
+    RejectedEvent,
+    UnreadableEvent,
+)
 from serving.generations.refresher import Refresher
 from serving.requests.errors import Problem
 
@@ -200,7 +206,9 @@ class Acceptor:
             first_index = 0
             for chunk in chunks:
                 if not chunk.outcome.done():
-                    chunk.outcome.set_result(outcomes[first_index : first_index + len(chunk.events)])
+                    chunk.outcome.set_result(
+                        outcomes[first_index : first_index + len(chunk.events)]
+                    )
                 first_index += len(chunk.events)
 
     def _take_next_chunks(self) -> list[_EventChunk]:
@@ -294,7 +302,9 @@ class RejectionQueue:
 def _event_excerpt(raw_event: Any) -> bytes:
     if isinstance(raw_event, UnreadableEvent):
         return b""
-    if isinstance(raw_event, dict) and all(isinstance(field_name, bytes) for field_name in raw_event):
+    if isinstance(raw_event, dict) and all(
+        isinstance(field_name, bytes) for field_name in raw_event
+    ):
         raw_event = {
             name.decode(errors="replace"): field_value.decode(errors="replace")
             for name, field_value in raw_event.items()
@@ -326,9 +336,14 @@ class EventIntake:
         After a Problem some may have been accepted all the same: sent again under their ids they count once.
         """
         began_at = self.timer()
-        parse_events, parse_arguments = self.reader.parse_body_events, (raw_events, self.clock(), self.get_blocklist())
+        parse_events, parse_arguments = (
+            self.reader.parse_body_events,
+            (raw_events, self.clock(), self.get_blocklist()),
+        )
         read_events = (
-            await asyncio.to_thread(parse_events, *parse_arguments) if len(raw_events) > INLINE_EVENTS_MAX else parse_events(*parse_arguments)
+            await asyncio.to_thread(parse_events, *parse_arguments)
+            if len(raw_events) > INLINE_EVENTS_MAX
+            else parse_events(*parse_arguments)
         )
         try:
             outcomes = await self.acceptor.accept(read_events.packed)
@@ -360,7 +375,9 @@ class EventIntake:
         rejected_entries: list[tuple[Problem, Mapping[bytes, bytes]]] = []
         for entry_id, entry_fields in entries:
             try:
-                packed_events.append(self.reader.parse_inbox_entry(entry_fields, entry_id, now_s, blocklist))
+                packed_events.append(
+                    self.reader.parse_inbox_entry(entry_fields, entry_id, now_s, blocklist)
+                )
             except Problem as read_problem:
                 rejected_entries.append((read_problem, entry_fields))
             else:
@@ -378,7 +395,10 @@ class EventIntake:
         self.counts.accept_seconds.observe("inbox", self.timer() - began_at)
 
     def _build_receipt(
-        self, raw_events: Sequence[Any], read_events: ParsedEvents, outcomes: Sequence[AcceptOutcome]
+        self,
+        raw_events: Sequence[Any],
+        read_events: ParsedEvents,
+        outcomes: Sequence[AcceptOutcome],
     ) -> dict[str, Any]:
         for rejected_event in read_events.rejected:
             self.rejections.add(
@@ -439,7 +459,12 @@ class Inbox:
         loops: BackgroundLoops | None = None,
     ) -> None:
         self._loops = BackgroundLoops() if loops is None else loops
-        self._redis, self._inbox_key, self._intake, self._consumer_name = redis, keyspace.inbox, intake, consumer_name
+        self._redis, self._inbox_key, self._intake, self._consumer_name = (
+            redis,
+            keyspace.inbox,
+            intake,
+            consumer_name,
+        )
         self._has_unfinished = True
         """True while this consumer may have entries that it took and did not finish."""
         self._claimed_at = float("-inf")
@@ -457,7 +482,9 @@ class Inbox:
     async def consume(self) -> None:
         """Consume entries until that fails; return after a pause if Redis is full or away."""
         try:
-            await self._redis.execute("XGROUP CREATE", self._inbox_key, INBOX_GROUP, "0", "MKSTREAM")
+            await self._redis.execute(
+                "XGROUP CREATE", self._inbox_key, INBOX_GROUP, "0", "MKSTREAM"
+            )
         except EventsFull:
             pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
         except EventsUnavailable as error:
@@ -490,12 +517,19 @@ class Inbox:
                 "COUNT",
                 EVENTS_PER_CALL,
             )
-            self._claim_cursor, claimed_entries = (await self._redis.execute("XAUTOCLAIM", *claim_arguments))[:2]
+            self._claim_cursor, claimed_entries = (
+                await self._redis.execute("XAUTOCLAIM", *claim_arguments)
+            )[:2]
             if claimed_entries or self._claim_cursor != _CURSOR_BEGIN:
                 return _inbox_entries(claimed_entries)
             self._claimed_at = now_s
             await self._redis.execute(
-                "EVAL", _FORGET_CONSUMERS_SCRIPT, 1, self._inbox_key, INBOX_GROUP, FORGET_CONSUMER_AFTER_MS
+                "EVAL",
+                _FORGET_CONSUMERS_SCRIPT,
+                1,
+                self._inbox_key,
+                INBOX_GROUP,
+                FORGET_CONSUMER_AFTER_MS,
             )
         return await self._read_entries(">", "BLOCK", INBOX_BLOCK_MS)
 
@@ -512,13 +546,18 @@ class Inbox:
         present_entries = [(entry.id.decode(), entry.fields) for entry in entries if entry.fields]
         await self._intake.accept_entries(present_entries)
         entry_ids = [entry.id for entry in entries]
-        await self._redis.execute("EVAL", _FINISH_ENTRIES_SCRIPT, 1, self._inbox_key, INBOX_GROUP, *entry_ids)
+        await self._redis.execute(
+            "EVAL", _FINISH_ENTRIES_SCRIPT, 1, self._inbox_key, INBOX_GROUP, *entry_ids
+        )
 
 
 def _inbox_entries(raw_entries: list[Any]) -> list[InboxEntry]:
     """Convert a reply to entries; an entry that was deleted has no fields, and is finished with the others."""
     return [
-        InboxEntry(entry_id, dict(zip(flat_fields[::2], flat_fields[1::2], strict=True)) if flat_fields else {})
+        InboxEntry(
+            entry_id,
+            dict(zip(flat_fields[::2], flat_fields[1::2], strict=True)) if flat_fields else {},
+        )
         for entry_id, flat_fields in filter(None, raw_entries)
     ]
 
@@ -549,7 +588,9 @@ class EventParts:
         events_config, keyspace = config.events, config.of_events().keyspace()
         redis = EventsRedis(config.events_redis, events_config.durability)
         counts = EventCounts(redis, keyspace, events_config.stream_bytes)
-        bounds = StreamBounds(events_config.stream_bytes, round(events_config.keep_s * 1000), events_config.of_one)
+        bounds = StreamBounds(
+            events_config.stream_bytes, round(events_config.keep_s * 1000), events_config.of_one
+        )
         intake = EventIntake(
             redis, EventReader(keyspace, events_config, get_new_item_inputs),
             Acceptor(redis, keyspace, bounds, get_newest_position, loops=loops),
@@ -570,7 +611,9 @@ class EventParts:
                 await self.redis.demand_durability()
                 await self.intake.counts.refresh()
                 policy = await self.redis.eviction_policy()
-                if self.redis.demanded_durability != "any" and policy.startswith(("volatile", "allkeys")):
+                if self.redis.demanded_durability != "any" and policy.startswith(
+                    ("volatile", "allkeys")
+                ):
                     log.warning(_EVICTION_WARNING, policy)
         except LarderError as error:  # whatever is wrong with events, lookups are answered
             log.warning("no events are accepted for now: %s", error.message)

@@ -110,7 +110,9 @@ class ItemUpdater:
 
     def _update_of(self, snapshots: Iterable[Snapshot]) -> "SnapshotUpdate":
         missing_by_generation = {
-            snapshot.generation: MissingItems.of(self._attribute_events, self._new_item_events, snapshot)
+            snapshot.generation: MissingItems.of(
+                self._attribute_events, self._new_item_events, snapshot
+            )
             for snapshot in snapshots
             if self._is_behind(snapshot)
         }
@@ -147,7 +149,9 @@ class MissingItems(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, attribute_events: AttributeEvents, new_item_events: NewItemEvents, snapshot: Snapshot) -> Self:
+    def of(
+        cls, attribute_events: AttributeEvents, new_item_events: NewItemEvents, snapshot: Snapshot
+    ) -> Self:
         generation_events = snapshot.part(GenerationEvents)
         until_number = 0 if generation_events is None else generation_events.until_number
         new_items = (
@@ -159,7 +163,12 @@ class MissingItems(NamedTuple):
             (new_item.raw_id for new_item in new_items), until_number
         )
         values_until = ItemUpdate.of(snapshot).values_until_number
-        return cls(attribute_events.item_values_since(values_until), new_items, values_of_new_items, new_item_events.version)
+        return cls(
+            attribute_events.item_values_since(values_until),
+            new_items,
+            values_of_new_items,
+            new_item_events.version,
+        )
 
 
 class SnapshotUpdate:
@@ -169,7 +178,10 @@ class SnapshotUpdate:
     """
 
     def __init__(
-        self, missing_by_generation: Mapping[str, MissingItems], failed_generations: set[str], now_s: float
+        self,
+        missing_by_generation: Mapping[str, MissingItems],
+        failed_generations: set[str],
+        now_s: float,
     ) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._missing_by_generation = missing_by_generation
@@ -193,7 +205,9 @@ class SnapshotUpdate:
         return snapshot
 
     def _with_values(self, snapshot: Snapshot, missing_items: MissingItems) -> Snapshot:
-        item_update = ItemUpdate.of(snapshot)._replace(values_until_number=missing_items.values.until_number)
+        item_update = ItemUpdate.of(snapshot)._replace(
+            values_until_number=missing_items.values.until_number
+        )
         if (filtering := snapshot.part(Filtering)) is None:
             return snapshot.with_part(item_update)
         attribute_values, packed_new_item_values = (
@@ -219,7 +233,10 @@ class SnapshotUpdate:
         count_by_outcome["unknown attribute"] = changed_columns.unknown_count
         for unfit_by_reason in changed_columns.unfit_ordinals.values():
             count_by_outcome.update(
-                {unfit_reason: len(unfit_ordinals) for unfit_reason, unfit_ordinals in unfit_by_reason.items()}
+                {
+                    unfit_reason: len(unfit_ordinals)
+                    for unfit_reason, unfit_ordinals in unfit_by_reason.items()
+                }
             )
         count_by_outcome["set"] = len(attribute_values) - count_by_outcome.total()
         return with_changed_filtering(snapshot, changed_filtering).with_part(item_update)
@@ -245,6 +262,8 @@ class SnapshotUpdate:
             )  # fmt: skip
         values_of_new_items = [values_by_item[new_item.raw_id] for new_item in new_items.items]
         if (filtering := snapshot.part(Filtering)) is not None:
-            snapshot = snapshot.with_part(filtering.with_new_items(values_of_new_items, new_items.vectors))
+            snapshot = snapshot.with_part(
+                filtering.with_new_items(values_of_new_items, new_items.vectors)
+            )
         item_update = ItemUpdate.of(snapshot)._replace(new_items_version=missing_items.version)
         return snapshot.with_part(item_update).with_new_items(new_items)

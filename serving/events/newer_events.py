@@ -122,11 +122,16 @@ class NewerEvents(NewerInputs):
     def changes(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
         """True if the user has events that the generation lacks, and that change the answers of this table."""
         generation_events = snapshot.part(GenerationEvents)
-        if generation_events is None or (model_features := generation_events.tables.get(table.name)) is None:
+        if (
+            generation_events is None
+            or (model_features := generation_events.tables.get(table.name)) is None
+        ):
             return False
         if not self.users.has_newer(user_id, generation_events.until_number):
             return False
-        return self.users.has_newer_item(user_id, generation_events.until_number) or takes_any_attribute(
+        return self.users.has_newer_item(
+            user_id, generation_events.until_number
+        ) or takes_any_attribute(
             self.values.values_of_user(user_id, generation_events.until_number), model_features
         )
 
@@ -207,11 +212,20 @@ class NewerEvents(NewerInputs):
         undecided_answers = []
         for pending_answer in cases:
             user_id = pending_answer.entity.raw
-            if user_id is None or user_id not in packed or pending_answer.counted_events is not None:
+            if (
+                user_id is None
+                or user_id not in packed
+                or pending_answer.counted_events is not None
+            ):
                 continue
             await pacer.count_entity(pending_answer.entity)
             counted_events = _find_counted_events(
-                self, snapshot, pending_answer, user_id, options, counts_sent_input=pending_answer.entity.has_input
+                self,
+                snapshot,
+                pending_answer,
+                user_id,
+                options,
+                counts_sent_input=pending_answer.entity.has_input,
             )
             if counted_events is None:
                 continue
@@ -242,10 +256,15 @@ class NewerEvents(NewerInputs):
 
         Events that were accepted in between would make a list of one history, and leave out the items of another.
         """
-        generation_events, counted_events = snapshot.part(GenerationEvents), sibling_pending.counted_events
+        generation_events, counted_events = (
+            snapshot.part(GenerationEvents),
+            sibling_pending.counted_events,
+        )
         if generation_events is None or counted_events is None:
             return
-        if generation_events.changes_answer(case.table, counted_events.position, snapshot.seen_items):
+        if generation_events.changes_answer(
+            case.table, counted_events.position, snapshot.seen_items
+        ):
             _include_counted_events(snapshot, case, counted_events)
 
 
@@ -293,7 +312,9 @@ def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInpu
     )
 
 
-def _include_counted_events(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> None:
+def _include_counted_events(
+    snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput
+) -> None:
     is_computed = _is_computed(snapshot, case, newer_input)
     case.include_counted_events(newer_input, is_settled=not is_computed)
     if newer_input.is_past and is_computed:
@@ -317,7 +338,9 @@ def _with_new_items(
     new_items_in_events = sorted({*counted_events.items} & new_items.number_by_id.keys())
     if not new_items_in_events:
         return counted_events
-    packed_item_ids = b"".join([len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events])
+    packed_item_ids = b"".join(
+        [len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events]
+    )
     return counted_events._replace(
         input=counted_events.input._replace(new_items=new_items),
         digest=xxhash.xxh3_128_digest(counted_events.digest + packed_item_ids),

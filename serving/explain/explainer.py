@@ -179,7 +179,9 @@ class PageChecks:
         table_part = table.parts[shard]
         page_number, offset_bytes = table.locate_record(shard, record_position)
         page_index = page_number - table_part.first_page
-        record_count = min(table.records_per_page, table_part.count - page_index * table.records_per_page)
+        record_count = min(
+            table.records_per_page, table_part.count - page_index * table.records_per_page
+        )
         size_bytes = record_count * table.layout.size_bytes
         generation = snapshot.generation
         page_report: dict[str, Any] = {
@@ -208,10 +210,14 @@ class PageChecks:
     async def _expected_checksum(
         self, generation: str, part: TablePart, page_index: int
     ) -> tuple[str | None, str | None]:
-        timeout_message = f"the artefact store did not hand over the checksums within {_CHECKSUMS_TIMEOUT_S:g} s"
+        timeout_message = (
+            f"the artefact store did not hand over the checksums within {_CHECKSUMS_TIMEOUT_S:g} s"
+        )
         if len(self._checksum_tasks) >= _CHECKSUM_READS_MAX:
             return None, timeout_message
-        task = asyncio.create_task(self.in_thread(self._read_checksum, generation, part, page_index))
+        task = asyncio.create_task(
+            self.in_thread(self._read_checksum, generation, part, page_index)
+        )
         self._checksum_tasks.add(task)
         task.add_done_callback(self._discard_task)
         # Not ended with its caller: its thread would go on, and the next caller would take one more.
@@ -279,7 +285,9 @@ class Rescorer:
     ) -> RescoreResult:
         """Compute from the entity's input, else from the stored vector for the items of the stored list."""
         began_at = time.monotonic()
-        precision = "fp32" if _rescore_input_of(case) == "events" else _precision(snapshot, case.table)
+        precision = (
+            "fp32" if _rescore_input_of(case) == "events" else _precision(snapshot, case.table)
+        )
         if snapshot.predictor is None:
             return RescoreResult(None, LiveReason.NO_MODEL, _rescore_input_of(case), 0.0, None)
         record: Record | None = None
@@ -311,7 +319,11 @@ class Rescorer:
         )  # fmt: skip
         try:
             computed_record = await asyncio.wait_for(self.batcher.infer(job), RESCORE_TIMEOUT_S)
-            return case.decode_record(snapshot, computed_record.record), computed_record.record, None
+            return (
+                case.decode_record(snapshot, computed_record.record),
+                computed_record.record,
+                None,
+            )
         except LiveUnavailable as error:
             return None, None, error.reason
         except TimeoutError:
@@ -328,7 +340,12 @@ class Rescorer:
     ) -> Record | None:
         """Return the stored list, scored and ordered by the stored vector; None without one."""
         user_id, list_items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
-        if user_id is None or list_items is None or predictor is None or case.table.entity != "user":
+        if (
+            user_id is None
+            or list_items is None
+            or predictor is None
+            or case.table.entity != "user"
+        ):
             return None
         if not predictor.supports(case.table.name):
             return None
@@ -498,7 +515,9 @@ class RecordDecoder:
             self.snapshot, case.table, record, case.k, exclusion_sets, filter_mask, reranker
         )
 
-    def _readable_records(self, outcomes: tuple[ReadResult | None, ...]) -> list[tuple[Record, Hit]]:
+    def _readable_records(
+        self, outcomes: tuple[ReadResult | None, ...]
+    ) -> list[tuple[Record, Hit]]:
         hits = [read_result for read_result in outcomes if isinstance(read_result, Hit)]
         records_and_hits = [(self._decode_hit(hit), hit) for hit in hits]
         return [(record, hit) for record, hit in records_and_hits if record is not None]
@@ -588,11 +607,15 @@ class Explainer:
             snapshot, case, night_record_and_hit and night_record_and_hit[0]
         )
         replay = LadderReplay(self._inspector, l1, l2, live_result, rescore_result)
-        answered_case = await replay.resolve_case(served, case, request.options, self._uncounted_metrics)
+        answered_case = await replay.resolve_case(
+            served, case, request.options, self._uncounted_metrics
+        )
         previous = await self._previous_fields(served, answered_case, replay)
         answer = _answer_fields(answered_case, rescore_result)
         is_stored = answer["tier"] in STORED_SOURCES
-        answer_read_result = await replay.read(view, answered_case.record_key) if is_stored else None
+        answer_read_result = (
+            await replay.read(view, answered_case.record_key) if is_stored else None
+        )
         explanation: dict[str, Any] = {
             "table": table.name,
             "id": case.entity.id,
@@ -624,7 +647,9 @@ class Explainer:
             answer_read_result, l1, l2
         )
         live_prediction = (
-            None if rescore_result.record is None else record_decoder.prediction(rescore_result.record)
+            None
+            if rescore_result.record is None
+            else record_decoder.prediction(rescore_result.record)
         )
         explanation["model"] |= live_prediction or {}
         if shown_record_and_hit is not None:
@@ -638,7 +663,9 @@ class Explainer:
                 )
                 explanation["filter"] |= {"table": night_key.table.name}
             if reranker is not None and shown_record_and_hit[0].items is not None:
-                list_prediction = record_decoder.prediction(shown_record_and_hit[0], filter_mask, reranker)
+                list_prediction = record_decoder.prediction(
+                    shown_record_and_hit[0], filter_mask, reranker
+                )
                 explanation["rerank"] |= {"items_of_list": list_prediction["items"]}
             if live_prediction is not None and night_key.table is table:
                 explanation["difference"] = prediction_difference(prediction, live_prediction)
@@ -721,7 +748,9 @@ def _event_fields(snapshot: Snapshot, counted_events: NewerInput | None) -> dict
 def _new_item_rows(case: PendingAnswer) -> list[dict[str, str]]:
     """Return the new items in the answer, and the positions that brought them."""
     listed_items = () if case.answer is None else case.answer.get("items") or ()
-    number_by_item = {new_item.raw_id.decode(): new_item.position_number for new_item in case.new_items.items}
+    number_by_item = {
+        new_item.raw_id.decode(): new_item.position_number for new_item in case.new_items.items
+    }
     return [
         {"item": item, "position": str(Position.from_number(number_by_item[item]))}
         for item in listed_items
@@ -776,10 +805,15 @@ def prediction_difference(
     """
     if "items" in stored_prediction:
         return _list_difference(
-            stored_prediction["items"], stored_prediction["scores"], live_prediction["items"], live_prediction["scores"]
+            stored_prediction["items"],
+            stored_prediction["scores"],
+            live_prediction["items"],
+            live_prediction["scores"],
         )
     number_field = "vector" if "vector" in stored_prediction else "values"
-    return _number_difference(np.asarray(stored_prediction[number_field]), np.asarray(live_prediction[number_field]))
+    return _number_difference(
+        np.asarray(stored_prediction[number_field]), np.asarray(live_prediction[number_field])
+    )
 
 
 def _list_difference(

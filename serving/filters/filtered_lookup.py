@@ -107,7 +107,9 @@ class FilterEvaluator:
                 )
             if pending_answer.table.is_facet and options.filter is not None:
                 raise unprocessable(
-                    "invalid_filter" f"{pending_answer.table.name} is a facet, whose values have no vector to find more by: ask another " "table" "filter",
+                    "invalid_filter"
+                    f"{pending_answer.table.name} is a facet, whose values have no vector to find more by: ask another "
+                    "tablefilter",
                 )
         await self._set_mask_and_reranker(served.live, context)
         if served.previous is not None:
@@ -182,7 +184,10 @@ class FilterEvaluator:
             )
         if (filter_mask := filtering.get_cached(filter_)) is not None:
             return filter_mask
-        if self._mask_executor is None or filtering.evaluation_cost(filter_) <= _INLINE_COMPARISONS_MAX:
+        if (
+            self._mask_executor is None
+            or filtering.evaluation_cost(filter_) <= _INLINE_COMPARISONS_MAX
+        ):
             return filtering.evaluate(filter_)
         return await self._evaluate_in_thread(self._mask_executor, filtering, filter_, deadline)
 
@@ -190,7 +195,10 @@ class FilterEvaluator:
         self, executor: Executor, filtering: Filtering, filter_: Filter | str, deadline: float
     ) -> FilterMask:
         """Return the filter's mask, evaluated once for all concurrent requests; raise Problem after `deadline`."""
-        evaluation_key = id(filtering), filter_ if isinstance(filter_, str) else filter_.canonical_bytes
+        evaluation_key = (
+            id(filtering),
+            filter_ if isinstance(filter_, str) else filter_.canonical_bytes,
+        )
         evaluation = self._evaluations.get(evaluation_key)
         if evaluation is None:
             if len(self._evaluations) >= WAITING_FILTERS_MAX or not self.admit():
@@ -398,7 +406,9 @@ class FilteredLookup(ListShaper):
                 self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[case_index])
             vector_context = RequestContext.of(options, context.started, is_part=True)
             vector_answers = await self._ladder.resolve(served, vector_cases, vector_context)
-            for case_index, vector_case, answer in zip(user_indices, vector_cases, vector_answers, strict=True):
+            for case_index, vector_case, answer in zip(
+                user_indices, vector_cases, vector_answers, strict=True
+            ):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
                     flag_fields = {"approximate": True} if answer.get("approximate") else {}
                     entity_vectors[case_index] = SourcedVector(

@@ -21,7 +21,7 @@ from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import POINTER_ACTIONS, Release, all_releases
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
-from serving.metrics.collectors import (add_samples_by_label)
+from serving.metrics.collectors import add_samples_by_label
 from serving.process.resources import StoreThreads
 
 log = logging.getLogger(__name__)
@@ -297,4 +297,6 @@ def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFami
 def _labelled_gauge(
     metric_name: str, help_text: str, label_name: str, value_by_label: ValueByLabel
 ) -> GaugeMetricFamily:
-    return add_samples_by_label(GaugeMetricFamily(metric_name, help_text, labels=[label_name]), value_by_label)
+    return add_samples_by_label(
+        GaugeMetricFamily(metric_name, help_text, labels=[label_name]), value_by_label
+    )

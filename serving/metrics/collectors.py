@@ -80,12 +80,20 @@ class SecondsHistogram(Collector):
     """
 
     def __init__(
-        self, metric_name: str, help_text: str, label_name: str, label_values: Sequence[str], bounds: Sequence[float]
+        self,
+        metric_name: str,
+        help_text: str,
+        label_name: str,
+        label_values: Sequence[str],
+        bounds: Sequence[float],
     ) -> None:
         self.bounds = refine_bounds(bounds)
         self._metric_name, self._help_text, self._label_name = metric_name, help_text, label_name
         self._exposed_bounds = [(bound, self.bounds.index(bound)) for bound in bounds]
-        self.histogram_by_label_value = {label_value: LabelHistogram([0] * (len(self.bounds) + 1)) for label_value in label_values}
+        self.histogram_by_label_value = {
+            label_value: LabelHistogram([0] * (len(self.bounds) + 1))
+            for label_value in label_values
+        }
 
     def observe(self, label_value: str, seconds: float, observation_count: int = 1) -> None:
         """Add `observation_count` observations of the same duration."""
@@ -95,11 +103,16 @@ class SecondsHistogram(Collector):
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Yield the histogram family with Prometheus' buckets."""
-        family = HistogramMetricFamily(self._metric_name, self._help_text, labels=[self._label_name])
+        family = HistogramMetricFamily(
+            self._metric_name, self._help_text, labels=[self._label_name]
+        )
         for label_value, label_histogram in self.histogram_by_label_value.items():
             cumulative_counts = list(accumulate(label_histogram.bucket_counts))
             buckets: list[tuple[str, float]] = []
-            for bound, bucket_index in (*self._exposed_bounds, (float("inf"), len(cumulative_counts) - 1)):
+            for bound, bucket_index in (
+                *self._exposed_bounds,
+                (float("inf"), len(cumulative_counts) - 1),
+            ):
                 bound_text: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
                 buckets.append((bound_text, float(cumulative_counts[bucket_index])))
             family.add_metric([label_value], buckets, label_histogram.seconds_sum)
@@ -114,7 +127,10 @@ def refine_bounds(
     for bound in bounds:
         lower_bound = finer_bounds[-1]
         step_count = max(1, math.ceil(math.log(bound / lower_bound) / math.log(ratio) - 1e-9))
-        finer_bounds += [lower_bound * (bound / lower_bound) ** (step_number / step_count) for step_number in range(1, step_count)]
+        finer_bounds += [
+            lower_bound * (bound / lower_bound) ** (step_number / step_count)
+            for step_number in range(1, step_count)
+        ]
         finer_bounds.append(bound)
     return tuple(finer_bounds)
 
@@ -126,7 +142,9 @@ def bucket_middle(bounds: Sequence[float], bucket_index: int) -> float:
     return math.sqrt(bounds[bucket_index - 1] * bounds[bucket_index])
 
 
-def quantile(bounds: Sequence[float], count_by_bucket: Mapping[int, int], fraction: float) -> float | None:
+def quantile(
+    bounds: Sequence[float], count_by_bucket: Mapping[int, int], fraction: float
+) -> float | None:
     """The value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
     observation_count = sum(count_by_bucket.values())
     rank, cumulative_count = max(1, math.ceil(fraction * observation_count - 1e-9)), 0
@@ -196,7 +214,11 @@ class ChangedAnswers(Collector):
 
     def totals(self) -> tuple[int, int, float]:
         """Answers, lists that were compared, and the sum of their shares, of all tables."""
-        return self.answers.total(), self._list_count_by_table.total(), sum(self._share_sum_by_table.values())
+        return (
+            self.answers.total(),
+            self._list_count_by_table.total(),
+            sum(self._share_sum_by_table.values()),
+        )
 
     def collect(self) -> Iterable[Metric]:
         """Metric families by table."""

@@ -100,10 +100,16 @@ class RecentVectors(Generic[Entry]):
         nearest_entries: list[Nearest[Entry] | None] = []
         lengths = np.sqrt(np.einsum("nd,nd->n", queries, queries)).tolist()
         for first_index in range(0, len(queries), _QUERIES_PER_SEARCH):
-            query_chunk = np.ascontiguousarray(queries[first_index : first_index + _QUERIES_PER_SEARCH], np.float32)
+            query_chunk = np.ascontiguousarray(
+                queries[first_index : first_index + _QUERIES_PER_SEARCH], np.float32
+            )
             squared_distances, slots = self._index.search(query_chunk, 1)
-            squares_and_slots = zip(squared_distances[:, 0].tolist(), slots[:, 0].tolist(), strict=True)
-            for length, (squared_distance, slot) in zip(lengths[first_index:], squares_and_slots, strict=False):
+            squares_and_slots = zip(
+                squared_distances[:, 0].tolist(), slots[:, 0].tolist(), strict=True
+            )
+            for length, (squared_distance, slot) in zip(
+                lengths[first_index:], squares_and_slots, strict=False
+            ):
                 is_usable = length > 0 and slot >= 0
                 distance = squared_distance**0.5 / length if is_usable else 0.0
                 nearest_entries.append(
@@ -169,7 +175,12 @@ class Neighbours(Generic[Answer]):
     """Recent answers of one table, generation and kind of input; thread-safe."""
 
     def __init__(
-        self, error_bound: float, capacity: int, dims: int, rng: Random, count_by_outcome: Counter[NearOutcome]
+        self,
+        error_bound: float,
+        capacity: int,
+        dims: int,
+        rng: Random,
+        count_by_outcome: Counter[NearOutcome],
     ) -> None:
         self.policy = ReusePolicy(error_bound, CLOSENESS_RANGES, rng)
         self._recent_vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(capacity, dims)
@@ -222,11 +233,15 @@ class Neighbours(Generic[Answer]):
         distance_bound = math.inf
         with self._lock:
             if near_answer is not None and outcome in JUDGED_OUTCOMES:
-                self.policy.judge(near_answer.closeness, is_audit=outcome == "audit", wrong=is_wrong)
+                self.policy.judge(
+                    near_answer.closeness, is_audit=outcome == "audit", wrong=is_wrong
+                )
                 if not is_wrong:
                     return
                 distance_bound = near_answer.distance
-                near_answer.kept_answer.distance_bound = min(near_answer.kept_answer.distance_bound, distance_bound)
+                near_answer.kept_answer.distance_bound = min(
+                    near_answer.kept_answer.distance_bound, distance_bound
+                )
             # A vector of no length, or what is made of numbers that are none, has no neighbours.
             is_sound = (
                 0 < float(np.abs(vector).max(initial=0)) < math.inf and 0 <= margin < math.inf
@@ -344,26 +359,37 @@ class ListMatches:
                 search, directions[rows], ordinals[rows, -1], candidate_sets, distances
             )
             for row, is_proven in zip(rows, proven_flags, strict=True):
-                outcomes[row] = "proven" if is_proven else neighbours.decide(near_answer_by_row[row])
+                outcomes[row] = (
+                    "proven" if is_proven else neighbours.decide(near_answer_by_row[row])
+                )
         if rows := [
             row
             for row, row_outcome in enumerate(outcomes)
             if row_outcome not in ("proven", "reuse")
         ]:
-            search_depth = min(SEARCH_DEPTH_LISTS * self._width, SEARCH_DEPTH_MAX, search.searcher.depth_max)
-            deep_ordinals_by_row = search.candidates(vectors[rows], np.maximum(needed_depths[rows], search_depth), blocked)
+            search_depth = min(
+                SEARCH_DEPTH_LISTS * self._width, SEARCH_DEPTH_MAX, search.searcher.depth_max
+            )
+            deep_ordinals_by_row = search.candidates(
+                vectors[rows], np.maximum(needed_depths[rows], search_depth), blocked
+            )
             needed_candidates = [
-                deep_ordinals[: needed_depth_by_row[row]] for row, deep_ordinals in zip(rows, deep_ordinals_by_row, strict=True)
+                deep_ordinals[: needed_depth_by_row[row]]
+                for row, deep_ordinals in zip(rows, deep_ordinals_by_row, strict=True)
             ]
             best_lists = search.rank_candidates(
                 vectors[rows], needed_candidates, [excluded_by_row[row] for row in rows]
             )
-            searched_candidate_sets = self._to_candidates(search, directions[rows], deep_ordinals_by_row)
+            searched_candidate_sets = self._to_candidates(
+                search, directions[rows], deep_ordinals_by_row
+            )
             for row, answer, best_items in zip(
                 rows, searched_candidate_sets, best_lists[0], strict=True
             ):
                 is_judged = outcomes[row] in JUDGED_OUTCOMES
-                is_wrong = is_judged and _list_overlap(ordinals[row], best_items) < self._overlap_min
+                is_wrong = (
+                    is_judged and _list_overlap(ordinals[row], best_items) < self._overlap_min
+                )
                 neighbours.judge_and_store(
                     directions[row], answer, near_answer_by_row.get(row), outcomes[row],
                     is_wrong=is_wrong, blocklist_version=blocklist_version,
@@ -394,7 +420,9 @@ class ListMatches:
             return [False] * len(candidate_sets)
         is_full = last_ordinals != NO_ITEM
         score_bounds = np.array([candidate_set.score_bound for candidate_set in candidate_sets])
-        last_scores = search.scores(directions, np.where(is_full, last_ordinals, 0).astype(np.int64))
+        last_scores = search.scores(
+            directions, np.where(is_full, last_ordinals, 0).astype(np.int64)
+        )
         rounding = 4 * directions.shape[1] * _ULP  # of four sums of so many products
         is_above_bound = last_scores > score_bounds + (distances + rounding) * self._score_reach
         proven: list[bool] = (np.isneginf(score_bounds) | (is_full & is_above_bound)).tolist()
@@ -415,14 +443,20 @@ class ListMatches:
             score_bounds = np.where(is_whole_catalogue, -math.inf, scores.astype(np.float64))
         return [
             Candidates(row_ordinals.astype(np.int32), score_bound)
-            for row_ordinals, score_bound in zip(searched_ordinals, score_bounds.tolist(), strict=True)
+            for row_ordinals, score_bound in zip(
+                searched_ordinals, score_bounds.tolist(), strict=True
+            )
         ]
 
 
 def _list_overlap(reused_items: NDArray[np.uint32], computed_items: NDArray[np.uint32]) -> float:
     """Return the share of the computed items that the reused list has; 1 if there are none."""
     computed_ordinals = set(computed_items.tolist()) - {NO_ITEM}
-    return len(computed_ordinals.intersection(reused_items.tolist())) / len(computed_ordinals) if computed_ordinals else 1.0
+    return (
+        len(computed_ordinals.intersection(reused_items.tolist())) / len(computed_ordinals)
+        if computed_ordinals
+        else 1.0
+    )
 
 
 class ValueMatches:
@@ -450,7 +484,8 @@ class ValueMatches:
         sent_vectors = predictor.sent_vectors(self._table, batch)
         near_answers = neighbours.find_near(sent_vectors)
         outcomes: list[NearOutcome] = [
-            "far" if near_answer is None else neighbours.decide(near_answer) for near_answer in near_answers
+            "far" if near_answer is None else neighbours.decide(near_answer)
+            for near_answer in near_answers
         ]
         rows = [row for row, outcome in enumerate(outcomes) if outcome != "reuse"]
         computed_values = (
@@ -482,7 +517,9 @@ class ValueMatches:
             answer_values.append(values_by_row[row])
             distances.append(None)
         neighbours.count(outcomes)
-        return predictor.numbers(self._table, np.stack(answer_values), fingerprints, scored_at), distances
+        return predictor.numbers(
+            self._table, np.stack(answer_values), fingerprints, scored_at
+        ), distances
 
 
 def _label_margin(values: NumberArray) -> float:
@@ -515,13 +552,17 @@ class NearMatches:
     Learned state lives as long as the generation's models: an answer is never reused in another one.
     """
 
-    def __init__(self, config_by_table: Mapping[str, NearConfig], rng: Random | None = None) -> None:
-        self.outcome_counts_by_table: dict[str, Counter[NearOutcome]] = {table_name: Counter() for table_name in config_by_table}
+    def __init__(
+        self, config_by_table: Mapping[str, NearConfig], rng: Random | None = None
+    ) -> None:
+        self.outcome_counts_by_table: dict[str, Counter[NearOutcome]] = {
+            table_name: Counter() for table_name in config_by_table
+        }
         self._config_by_table = config_by_table
         self._rng = rng or Random()
-        self._matches_by_predictor: WeakKeyDictionary[Predictor, dict[tuple[str, InputKind], Matches]] = (
-            WeakKeyDictionary()
-        )
+        self._matches_by_predictor: WeakKeyDictionary[
+            Predictor, dict[tuple[str, InputKind], Matches]
+        ] = WeakKeyDictionary()
         self._policy_by_key: dict[tuple[str, InputKind], ReusePolicy] = {}
         self._lock = Lock()
 
@@ -545,7 +586,9 @@ class NearMatches:
     ) -> list[ComputedRecord]:
         """Return a record for each job of one snapshot and table with its input; raise the model's errors."""
         inputs = [
-            NearInput(prepared, job.fingerprint, input_kind(job.live_input) if job.may_reuse else None)
+            NearInput(
+                prepared, job.fingerprint, input_kind(job.live_input) if job.may_reuse else None
+            )
             for job, prepared in zip(jobs, batch, strict=True)
         ]
         near_records = self.predict(jobs[0].snapshot, jobs[0].table, inputs, scored_at)
@@ -563,10 +606,18 @@ class NearMatches:
             raise ValueError("a snapshot without a model predicts nothing")
         records: list[NearRecord] = [NearRecord(b"")] * len(inputs)
         for input_kind_of_batch in {near_input.kind for near_input in inputs}:
-            rows = [row for row, near_input in enumerate(inputs) if near_input.kind == input_kind_of_batch]
+            rows = [
+                row
+                for row, near_input in enumerate(inputs)
+                if near_input.kind == input_kind_of_batch
+            ]
             batch = [inputs[row].prepared for row in rows]
             id_fingerprints = [inputs[row].fingerprint for row in rows]
-            matches = None if input_kind_of_batch is None else self._find_matches(predictor, snapshot, table, input_kind_of_batch)
+            matches = (
+                None
+                if input_kind_of_batch is None
+                else self._find_matches(predictor, snapshot, table, input_kind_of_batch)
+            )
             blocked = snapshot.blocked_ordinals
             if matches is None or matches.neighbours.policy.is_off:
                 batch_records = predictor.predict(
@@ -592,7 +643,9 @@ class NearMatches:
         for (table, kind), policy in sorted_policies:
             yield table, kind, policy
 
-    def _find_matches(self, predictor: Predictor, snapshot: Snapshot, table_name: str, kind: InputKind) -> Matches:
+    def _find_matches(
+        self, predictor: Predictor, snapshot: Snapshot, table_name: str, kind: InputKind
+    ) -> Matches:
         with self._lock:
             matches_by_key = self._matches_by_predictor.setdefault(predictor, {})
             matches = matches_by_key.get((table_name, kind))
@@ -604,7 +657,10 @@ class NearMatches:
             return matches
 
     def _build_matches(self, predictor: Predictor, snapshot: Snapshot, table_name: str) -> Matches:
-        config, count_by_outcome = self._config_by_table[table_name], self.outcome_counts_by_table[table_name]
+        config, count_by_outcome = (
+            self._config_by_table[table_name],
+            self.outcome_counts_by_table[table_name],
+        )
         layout = snapshot.manifest.tables[table_name].layout
         if layout.kind == "topk":
             dims = predictor.output_dims(table_name)
@@ -612,7 +668,9 @@ class NearMatches:
             list_neighbours: Neighbours[Candidates] = Neighbours(
                 config.error, config.entries, dims, self._rng, count_by_outcome
             )
-            return ListMatches(table_name, layout.width, config.overlap, score_reach, list_neighbours)
+            return ListMatches(
+                table_name, layout.width, config.overlap, score_reach, list_neighbours
+            )
         dims = predictor.sent_dims(table_name)
         return ValueMatches(
             table_name, Neighbours(config.error, config.entries, dims, self._rng, count_by_outcome)
@@ -663,7 +721,9 @@ class NearMetrics(Collector):
                 inputs_family.add_metric([table, outcome], count)
         label_names = ["table", "input"]
         reusing_family = GaugeMetricFamily(
-            "larder_near_reusing", "1 while the policy lets near answers be reused", labels=label_names
+            "larder_near_reusing",
+            "1 while the policy lets near answers be reused",
+            labels=label_names,
         )
         off_family = GaugeMetricFamily(
             "larder_near_off",

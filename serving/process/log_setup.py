@@ -70,7 +70,11 @@ class Redactor:
         for secret in self._secrets:
             log_text = log_text.replace(secret, _MASK_TEXT)
         log_text = _BEARER_PATTERN.sub(rf"\g<1>{_MASK_TEXT}", mask_secrets(log_text))
-        return log_text if len(log_text) <= TEXT_LENGTH_MAX else f"{log_text[:TEXT_LENGTH_MAX]}... (cut)"
+        return (
+            log_text
+            if len(log_text) <= TEXT_LENGTH_MAX
+            else f"{log_text[:TEXT_LENGTH_MAX]}... (cut)"
+        )
 
 
 def passwords_of(*urls: str) -> set[str]:
@@ -169,7 +173,9 @@ class _Bucket:
 
     def take_token(self, now_s: float, records_per_s: float) -> int | None:
         """Takes a token: None if the record is to be dropped, else how many were dropped before it."""
-        self._tokens = min(BURST_RECORDS, self._tokens + (now_s - self._refilled_at) * records_per_s)
+        self._tokens = min(
+            BURST_RECORDS, self._tokens + (now_s - self._refilled_at) * records_per_s
+        )
         self._refilled_at = now_s
         if self._tokens < 1.0:
             self._dropped_count += 1

@@ -134,8 +134,13 @@ def compare(
         agreement = _compare_numbers(table, served_numbers, live_record.numbers)
         record_overlap: float | None = agreement.overlap
     else:
-        allowed_indices = _allowed_indices(live_record.items, (*sample.exclusions, snapshot.blocked))
-        live_items, live_scores = live_record.items[allowed_indices], live_record.numbers[allowed_indices]
+        allowed_indices = _allowed_indices(
+            live_record.items, (*sample.exclusions, snapshot.blocked)
+        )
+        live_items, live_scores = (
+            live_record.items[allowed_indices],
+            live_record.numbers[allowed_indices],
+        )
         agreement = _compare_lists(served_ordinals, served_numbers, live_items, live_scores)
         record_overlap = None
         if stored_prediction is not None and stored_prediction[0] is not None:
@@ -176,7 +181,9 @@ def _decode_stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> O
     if stored_record.items is None:
         return None, stored_record.numbers
     allowed_indices = _allowed_indices(stored_record.items, (snapshot.blocked,))[:k]
-    return stored_record.items[allowed_indices].astype(np.int64), stored_record.numbers[allowed_indices]
+    return stored_record.items[allowed_indices].astype(np.int64), stored_record.numbers[
+        allowed_indices
+    ]
 
 
 def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> OrdinalsAndNumbers:
@@ -190,7 +197,9 @@ def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> Or
     return None, np.asarray(numbers, np.float32)
 
 
-def _allowed_indices(item_ordinals: NDArray[np.uint32], exclusion_sets: Sequence[frozenset[int]]) -> list[int]:
+def _allowed_indices(
+    item_ordinals: NDArray[np.uint32], exclusion_sets: Sequence[frozenset[int]]
+) -> list[int]:
     """Places of the items that no set of `exclusion_sets` holds."""
     ordinals = item_ordinals.tolist()
     return [
@@ -209,7 +218,9 @@ def _compare_lists(
     served_count = len(served_ordinals)
     live_items, live_scores = live_items[:served_count], live_scores[:served_count]
     if not served_count or not len(live_items):
-        return Agreement(served_count == len(live_items), float(served_count == len(live_items)), 0.0)
+        return Agreement(
+            served_count == len(live_items), float(served_count == len(live_items)), 0.0
+        )
     is_exact = len(live_items) == served_count and bool((live_items == served_ordinals).all())
     error = relative_errors(served_scores[: len(live_items)], live_scores).mean_error
     return Agreement(is_exact, overlap(served_ordinals, live_items, served_count), error)
@@ -235,4 +246,12 @@ def _band(snapshot: Snapshot, live_input: LiveInput) -> Band:
         )
         return "popular" if is_popular else "other"
     history_length = len(live_input.history or ())
-    return "none" if not history_length else "1-9" if history_length < 10 else "10-99" if history_length < 100 else "100+"
+    return (
+        "none"
+        if not history_length
+        else "1-9"
+        if history_length < 10
+        else "10-99"
+        if history_length < 100
+        else "100+"
+    )

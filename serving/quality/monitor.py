@@ -21,8 +21,14 @@ from serving.generations.heartbeat import RedisClock
 from serving.generations.holder import GenerationHolder
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
-from serving.process.resources import (LOWEST_PRIORITY_NICE, lower_thread_priority)
-from serving.quality.comparison import (AnswerComparison, NightInputProbe, SampleSkipped, compare, open_night_inputs)
+from serving.process.resources import LOWEST_PRIORITY_NICE, lower_thread_priority
+from serving.quality.comparison import (
+    AnswerComparison,
+    NightInputProbe,
+    SampleSkipped,
+    compare,
+    open_night_inputs,
+)
 from serving.quality.results import QualityResults, SharedReport
 from serving.usage.hot_keys import HotKeySketch
 from serving.usage.table_usage import ReadHashes, TableUsage
@@ -67,11 +73,21 @@ class QualityMonitor:
         watch.on_cold.append(cold_names.append)
         watch.on_read.append(self._read_hashes.add)
         watch.sampler = AnswerSampler(config.sampled_per_mille)
-        self.cold_sketch = HotKeySketch(SharedHotKeys(control), cold_names, get_live_snapshot, clock, COLD_WINDOW)
+        self.cold_sketch = HotKeySketch(
+            SharedHotKeys(control), cold_names, get_live_snapshot, clock, COLD_WINDOW
+        )
         self._results = QualityResults()
-        self._table_usage = TableUsage(control, self._read_hashes, metrics, recent_names.all_names, get_live_snapshot)
+        self._table_usage = TableUsage(
+            control, self._read_hashes, metrics, recent_names.all_names, get_live_snapshot
+        )
         self._shared_report = SharedReport(
-            control, name, self._results, self._table_usage, get_live_snapshot, clock, config.quality_s
+            control,
+            name,
+            self._results,
+            self._table_usage,
+            get_live_snapshot,
+            clock,
+            config.quality_s,
         )
         self._executor = ThreadPoolExecutor(
             1, "larder-quality", initializer=lower_thread_priority, initargs=(LOWEST_PRIORITY_NICE,)
@@ -150,7 +166,9 @@ class AnswerJudge:
     executor: Executor
     cpu_share: float
     threads: int
-    _inputs_by_generation: dict[str, NightInputProbe | None] = field(init=False, default_factory=dict)
+    _inputs_by_generation: dict[str, NightInputProbe | None] = field(
+        init=False, default_factory=dict
+    )
 
     async def judge_next(self) -> None:
         """Judge an answer if one waits, and pause; an answer that cannot be judged is counted, and raises."""

@@ -21,7 +21,7 @@ from cache.l2.control_plane import ControlPlane
 from cache.model.agreement import SKEW_COSINE_RULE, SKEW_RULE
 from cache.usage.hot_keys import COLD_WINDOW, EntityName, SharedHotKeys, window_number_of
 from serving.generations.snapshot import Snapshot
-from serving.metrics.collectors import (add_samples_by_label)
+from serving.metrics.collectors import add_samples_by_label
 from serving.metrics.sequential import DRIFT_ALPHA, Drift
 from serving.quality.comparison import AnswerComparison
 from serving.usage.table_usage import GIGABYTE, TableUsage
@@ -76,7 +76,14 @@ class SampleTotals:
 
     def to_json(self) -> list[Any]:
         """JSON list of the sums and the error buckets, for Redis."""
-        sums = (self.samples, self.exact, self.overlap, self.overlap_squares_sum, self.error, self.age)
+        sums = (
+            self.samples,
+            self.exact,
+            self.overlap,
+            self.overlap_squares_sum,
+            self.error,
+            self.age,
+        )
         return [*sums, self.errors]
 
     @classmethod
@@ -102,7 +109,11 @@ class SampleTotals:
         """Mean overlap, and the bounds of its 95 % interval."""
         mean = self.overlap / max(1, self.samples)
         interval_half_width = half_width(self.overlap, self.overlap_squares_sum, self.samples)
-        return {"mean": mean, "low": max(0.0, mean - interval_half_width), "high": min(1.0, mean + interval_half_width)}
+        return {
+            "mean": mean,
+            "low": max(0.0, mean - interval_half_width),
+            "high": min(1.0, mean + interval_half_width),
+        }
 
     def mean_error(self) -> dict[str, float]:
         """Mean score error, and the upper bound of the bucket that holds the 99th percentile."""
@@ -122,7 +133,9 @@ def wilson_interval(hit_count: int, total: int) -> tuple[float, float]:
         return 0.0, 1.0
     rate, z2 = hit_count / total, _Z_OF_95_PERCENT * _Z_OF_95_PERCENT
     interval_middle = rate + z2 / (2 * total)
-    interval_half_width = _Z_OF_95_PERCENT * math.sqrt(rate * (1 - rate) / total + z2 / (4 * total * total))
+    interval_half_width = _Z_OF_95_PERCENT * math.sqrt(
+        rate * (1 - rate) / total + z2 / (4 * total * total)
+    )
     # At the ends the bound is the rate itself, but for the rounding of floats.
     low = (interval_middle - interval_half_width) / (1 + z2 / total) if hit_count else 0.0
     high = (interval_middle + interval_half_width) / (1 + z2 / total) if hit_count < total else 1.0
@@ -145,7 +158,9 @@ def pack_cells(cells: Mapping[CellKey, SampleTotals]) -> dict[str, list[Any]]:
     return {"\t".join(cell_key): cell.to_json() for cell_key, cell in cells.items()}
 
 
-def merge_cells(replica_cells: Iterable[Mapping[str, Sequence[Any]]]) -> dict[CellKey, SampleTotals]:
+def merge_cells(
+    replica_cells: Iterable[Mapping[str, Sequence[Any]]],
+) -> dict[CellKey, SampleTotals]:
     """The cells of all parts, summed."""
     cells_by_packed_key: dict[str, list[Sequence[Any]]] = {}
     for cells_of_replica in replica_cells:
@@ -179,7 +194,9 @@ class QualityResults(Collector):
         self.judged_release, self.judged_since = release, now_s
         self._live_totals_by_cell.clear()
         self._drift_by_table = {
-            table_name: Drift(_overlap_floor(live_snapshot, table.kind == "topk"), DRIFT_ALPHA / len(tables))
+            table_name: Drift(
+                _overlap_floor(live_snapshot, table.kind == "topk"), DRIFT_ALPHA / len(tables)
+            )
             for table_name, table in tables.items()
         }
 
@@ -200,14 +217,18 @@ class QualityResults(Collector):
             "since": self.judged_since,
             "cells": pack_cells(self._live_totals_by_cell),
             "drift": {
-                table_name: drift.found_after_samples for table_name, drift in self._drift_by_table.items() if drift.is_found
+                table_name: drift.found_after_samples
+                for table_name, drift in self._drift_by_table.items()
+                if drift.is_found
             },
         }
 
     def collect(self) -> Iterable[Metric]:
         """Metric families of the samples, skipped answers, processor time and drift."""
         samples_family = CounterMetricFamily(
-            "larder_quality_samples", "Served answers that were computed once more", labels=CELL_LABELS
+            "larder_quality_samples",
+            "Served answers that were computed once more",
+            labels=CELL_LABELS,
         )
         exact_family = CounterMetricFamily(
             "larder_quality_exact", "Of these, those that came out the same", labels=CELL_LABELS
@@ -240,7 +261,11 @@ class QualityResults(Collector):
             labels=["table"],
         )
         yield add_samples_by_label(
-            drift_family, {table_name: float(drift.is_found) for table_name, drift in self._drift_by_table.items()}
+            drift_family,
+            {
+                table_name: float(drift.is_found)
+                for table_name, drift in self._drift_by_table.items()
+            },
         )
         evidence_family = GaugeMetricFamily(
             "larder_quality_drift_evidence_ratio",
@@ -248,7 +273,8 @@ class QualityResults(Collector):
             labels=["table"],
         )
         evidence_ratio_by_table = {
-            table_name: drift.evidence * drift.alpha for table_name, drift in self._drift_by_table.items()
+            table_name: drift.evidence * drift.alpha
+            for table_name, drift in self._drift_by_table.items()
         }
         yield add_samples_by_label(evidence_family, evidence_ratio_by_table)
 
@@ -257,7 +283,11 @@ def _overlap_floor(live: Snapshot, is_list: bool) -> float:
     rule = SKEW_RULE if is_list else SKEW_COSINE_RULE
     gates: Iterable[Mapping[str, Any]] = live.manifest.gates
     threshold = next((gate.get("threshold") for gate in gates if gate.get("rule") == rule), None)
-    return float(threshold) - THRESHOLD_LENIENCE if isinstance(threshold, int | float) else OVERLAP_FLOOR
+    return (
+        float(threshold) - THRESHOLD_LENIENCE
+        if isinstance(threshold, int | float)
+        else OVERLAP_FLOOR
+    )
 
 
 class SharedReport:
@@ -298,20 +328,31 @@ class SharedReport:
             await send_command("HSET", report_key, self._replica_name, orjson.dumps(own_part))
             await send_command("EXPIRE", report_key, REPORT_TTL_S)
             parts = {
-                replica_name: _parse_part(raw) for replica_name, raw in dict(await send_command("HGETALL", report_key)).items()
+                replica_name: _parse_part(raw)
+                for replica_name, raw in dict(await send_command("HGETALL", report_key)).items()
             }
-            sound_parts = {replica_name: part for replica_name, part in parts.items() if part is not None}
+            sound_parts = {
+                replica_name: part for replica_name, part in parts.items() if part is not None
+            }
             expired_replicas = [
-                replica_name for replica_name, part in sound_parts.items() if now_s - part["at"] > self._part_fresh_s
+                replica_name
+                for replica_name, part in sound_parts.items()
+                if now_s - part["at"] > self._part_fresh_s
             ]
             if expired_replicas:
                 await send_command("HDEL", report_key, *expired_replicas)
-            fresh_parts = [part for replica_name, part in sound_parts.items() if replica_name not in expired_replicas]
+            fresh_parts = [
+                part
+                for replica_name, part in sound_parts.items()
+                if replica_name not in expired_replicas
+            ]
             await self._count_worklist(now_s)
         except TierUnavailable:
             fresh_parts, self._worklist_size, self._reports_until_count = [], None, 0
         self._other_parts = [
-            replica_part for replica_part in fresh_parts if replica_part["replica"] != self._replica_name
+            replica_part
+            for replica_part in fresh_parts
+            if replica_part["replica"] != self._replica_name
         ]
 
     async def sign_off(self) -> None:
@@ -390,7 +431,9 @@ def summarise_parts(
     """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
     totals_by_cell = merge_cells(replica_part["cells"] for replica_part in replica_parts)
     total_cell = SampleTotals.of(cell_totals.to_json() for cell_totals in totals_by_cell.values())
-    drifted_tables = sorted({table for replica_part in replica_parts for table in replica_part["drift"]})
+    drifted_tables = sorted(
+        {table for replica_part in replica_parts for table in replica_part["drift"]}
+    )
     gigabytes = size_bytes / GIGABYTE
     return {
         "since": min(replica_part["since"] for replica_part in replica_parts),
@@ -398,7 +441,10 @@ def summarise_parts(
         "drift": bool(drifted_tables),
         "drifted": drifted_tables,
         "sentence": _sentence(total_cell, drifted_tables),
-        "by": [_cell_row(cell_key, cell_totals) for cell_key, cell_totals in sorted(totals_by_cell.items())],
+        "by": [
+            _cell_row(cell_key, cell_totals)
+            for cell_key, cell_totals in sorted(totals_by_cell.items())
+        ],
         "worklist": worklist,
         "read_share": read_share,
         "hits_per_gb": sum(replica_part["hits"] for replica_part in replica_parts) / gigabytes

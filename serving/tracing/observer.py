@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.process.log_setup import (RECORD_FIELDS_ATTRIBUTE)
+from serving.process.log_setup import RECORD_FIELDS_ATTRIBUTE
 from serving.requests.context import (
     CALLER_KEY,
     CURRENT_RECORD,
@@ -21,7 +21,7 @@ from serving.requests.context import (
     parse_parent,
 )
 from serving.requests.options import TIMING_HEADER
-from serving.tracing.response_peek import (count_sources)
+from serving.tracing.response_peek import count_sources
 
 if TYPE_CHECKING:
     from serving.tracing.otel_spans import Spans
@@ -169,7 +169,11 @@ def _read_request_headers(
 
 def accepted_id(sent_id: bytes | None) -> str | None:
     """A caller's own id: 1 to 128 letters, digits and `._~:+/=@-`; None for anything else, which no log shall hold."""
-    return sent_id.decode("ascii") if sent_id is not None and _VALID_REQUEST_ID_PATTERN.fullmatch(sent_id) else None
+    return (
+        sent_id.decode("ascii")
+        if sent_id is not None and _VALID_REQUEST_ID_PATTERN.fullmatch(sent_id)
+        else None
+    )
 
 
 def new_request_id() -> str:

@@ -120,7 +120,9 @@ class Routing:
     def find_arm(self, assignment_key: bytes) -> tuple[str, str] | None:
         """Return the running experiment and arm of the key; None without one."""
         experiment_name = self._experiment_owners.owner_of(assignment_key)
-        arm_owners = None if experiment_name is None else self._arm_owners_by_experiment.get(experiment_name)
+        arm_owners = (
+            None if experiment_name is None else self._arm_owners_by_experiment.get(experiment_name)
+        )
         arm_name = None if arm_owners is None else arm_owners.owner_of(assignment_key)
         return None if experiment_name is None or arm_name is None else (experiment_name, arm_name)
 
@@ -183,7 +185,9 @@ class ArmHolder:
         async with self._refresh_lock:
             follower = self.own_service.follower
             try:
-                newer_record = await self._in_thread(_read_newer_experiments, self._store, self.record.version)
+                newer_record = await self._in_thread(
+                    _read_newer_experiments, self._store, self.record.version
+                )
             except (LarderError, OSError, ValueError) as error:
                 follower.note_concern("experiments", StaleReason.EXPERIMENTS_UNREADABLE, str(error))
             else:
@@ -203,7 +207,9 @@ class ArmHolder:
 
     async def settled(self) -> None:
         """Wait until no namespace is being started or closed."""
-        while tasks := {arm.task for arm in self._arm_by_namespace.values() if arm.task is not None}:
+        while tasks := {
+            arm.task for arm in self._arm_by_namespace.values() if arm.task is not None
+        }:
             await asyncio.wait(tasks)
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -235,8 +241,12 @@ class ArmHolder:
     async def drain(self) -> None:
         """Sign off in all namespaces, and open no more."""
         self._is_ending = True
-        open_namespaces = [arm.namespace for arm in self._arm_by_namespace.values() if arm.namespace is not None]
-        await asyncio.gather(*(namespace.drain() for namespace in open_namespaces), return_exceptions=True)
+        open_namespaces = [
+            arm.namespace for arm in self._arm_by_namespace.values() if arm.namespace is not None
+        ]
+        await asyncio.gather(
+            *(namespace.drain() for namespace in open_namespaces), return_exceptions=True
+        )
 
     async def aclose(self) -> None:
         """Release all namespaces; none is opened again."""
@@ -257,7 +267,9 @@ class ArmHolder:
             elif arm.state is ArmState.FAILED and now_s >= arm.retry_at:
                 arm.enter(ArmState.STARTING)
                 self._begin_start(arm)
-        for arm in [arm for arm in self._arm_by_namespace.values() if arm.name not in named_namespaces]:
+        for arm in [
+            arm for arm in self._arm_by_namespace.values() if arm.name not in named_namespaces
+        ]:
             if arm.state is ArmState.SERVING:
                 arm.enter(ArmState.DRAINING)
                 arm.draining_since = now_s

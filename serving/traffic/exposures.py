@@ -155,7 +155,10 @@ class ExposureLog:
             arm_lines: list[dict[str, object]] = []
             remaining_exposures = PART_EXPOSURES_MAX
             for (experiment, arm), arm_hour in hour_by_arm.items():
-                requests_and_feedback = {"requests": arm_hour.requests, "feedback": dict(arm_hour.feedback)}
+                requests_and_feedback = {
+                    "requests": arm_hour.requests,
+                    "feedback": dict(arm_hour.feedback),
+                }
                 first_index = 0
                 while first_index < max(1, len(arm_hour.exposures)):
                     exposures = arm_hour.exposures[first_index : first_index + remaining_exposures]
@@ -163,9 +166,14 @@ class ExposureLog:
                         [exposure.key.decode(), round(exposure.at, 3)] for exposure in exposures
                     ]
                     experiment_and_arm = {"experiment": experiment, "arm": arm}
-                    arm_lines.append({**experiment_and_arm, **requests_and_feedback, "exposures": key_time_pairs})
+                    arm_lines.append(
+                        {**experiment_and_arm, **requests_and_feedback, "exposures": key_time_pairs}
+                    )
                     requests_and_feedback = {"requests": 0, "feedback": {}}
-                    first_index, remaining_exposures = first_index + max(1, len(exposures)), remaining_exposures - len(exposures)
+                    first_index, remaining_exposures = (
+                        first_index + max(1, len(exposures)),
+                        remaining_exposures - len(exposures),
+                    )
                     if not remaining_exposures:
                         self._add_part(hour, arm_lines)
                         arm_lines, remaining_exposures = [], PART_EXPOSURES_MAX

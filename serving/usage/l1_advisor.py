@@ -148,7 +148,10 @@ class L1Advisor(Collector):
         elapsed_s, self._stepped_at = now_s - self._stepped_at, now_s
         touches, is_whole = list(trace), len(trace) < TRACED_READS_MAX
         trace.clear()
-        earlier_counts, self._last_counts = self._last_counts, _hit_and_read_counts(self._tiers.counters)
+        earlier_counts, self._last_counts = (
+            self._last_counts,
+            _hit_and_read_counts(self._tiers.counters),
+        )
         miss_ratio_curve.age(0.5 ** (elapsed_s / HALF_LIFE_S))
         live = self._live()
         trace.begin_generation(None if live is None else live.generation)
@@ -157,7 +160,8 @@ class L1Advisor(Collector):
             miss_ratio_curve.restart()
         if is_whole:
             hit_count, reads = (
-                new_count - earlier_count for new_count, earlier_count in zip(self._last_counts, earlier_counts, strict=True)
+                new_count - earlier_count
+                for new_count, earlier_count in zip(self._last_counts, earlier_counts, strict=True)
             )
             miss_ratio_curve.count(hit_count, reads)
         else:  # nobody knows what was pushed out: these reads keep the order of keys, and count for nothing
@@ -170,7 +174,8 @@ class L1Advisor(Collector):
                 if trace.generation != self._curve_generation:  # a flip: the next step begins anew
                     return
             miss_ratio_curve.record_touches(
-                touches[first_index : first_index + _TOUCHES_PER_SLICE], self._tiers.local_tier.table_bytes_per_entry
+                touches[first_index : first_index + _TOUCHES_PER_SLICE],
+                self._tiers.local_tier.table_bytes_per_entry,
             )
             trace.sample_up_to(miss_ratio_curve.greatest_sampled_spot)
         earned_credit = FREE_TOUCHES_PER_S * elapsed_s + TOUCHES_PER_READ * (
@@ -217,12 +222,20 @@ class L1Advisor(Collector):
             for size_label, doublings in DOUBLINGS_BY_SIZE.items():
                 predicted_family.add_metric([size_label], curve.ratio(doublings))
         yield predicted_family
-        sampling_rate = self._tiers.access_trace.greatest_sampled_spot >= 0 and miss_ratio_curve.rate
+        sampling_rate = (
+            self._tiers.access_trace.greatest_sampled_spot >= 0 and miss_ratio_curve.rate
+        )
         for gauge_name, help_text, gauge_value in (
-            ("sampling_rate", "Share of keys that the advisor samples, 0 while it is off", sampling_rate),
+            (
+                "sampling_rate",
+                "Share of keys that the advisor samples, 0 while it is off",
+                sampling_rate,
+            ),
             ("sampled_keys", "Keys in the advisor's sample", miss_ratio_curve.keys),
         ):
-            yield GaugeMetricFamily(f"larder_l1_advisor_{gauge_name}", help_text, float(gauge_value))
+            yield GaugeMetricFamily(
+                f"larder_l1_advisor_{gauge_name}", help_text, float(gauge_value)
+            )
         yield CounterMetricFamily(
             "larder_l1_advisor_lost_steps",
             "Steps of the advisor whose reads came too fast to be counted",
@@ -249,7 +262,9 @@ def merge_curves(worker_reports: Iterable[Mapping[str, Any] | None]) -> dict[str
         return None
     budget_bytes, total_reads = reads_by_budget.most_common(1)[0]
     same_budget_reports = [
-        curve_report for curve_report in curve_reports if curve_report["budget_bytes"] == budget_bytes
+        curve_report
+        for curve_report in curve_reports
+        if curve_report["budget_bytes"] == budget_bytes
     ]
     weights = [
         curve_report["reads"] / total_reads if total_reads else 1 / len(same_budget_reports)
@@ -279,5 +294,9 @@ def format_size(size_bytes: int) -> str:
     """Size as text, rounded, in the largest binary unit that it fills."""
     for unit, unit_bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if (size_in_unit := size_bytes / (1 << unit_bits)) >= 1:
-            return f"{size_in_unit:.0f} {unit}" if size_in_unit >= 100 else f"{size_in_unit:.3g} {unit}"
+            return (
+                f"{size_in_unit:.0f} {unit}"
+                if size_in_unit >= 100
+                else f"{size_in_unit:.3g} {unit}"
+            )
     return f"{size_bytes} B"

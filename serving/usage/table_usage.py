@@ -14,7 +14,7 @@ from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
 from cache.usage.hot_keys import EntityName
 from serving.generations.snapshot import Snapshot
-from serving.metrics.collectors import (add_samples_by_label)
+from serving.metrics.collectors import add_samples_by_label
 from serving.metrics.registry import Metrics, counts_of
 from serving.requests.answers import STORED_SOURCES
 
@@ -43,7 +43,9 @@ class ReadHashes:
 
     def __init__(self) -> None:
         self.left_out = 0
-        self._hashes_by_table: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = defaultdict(list)
+        self._hashes_by_table: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = (
+            defaultdict(list)
+        )
         self._remaining_hashes = READ_HASHES_MAX
 
     def add(self, generation: str, table_name: str, entity_hashes: Sequence[int | bytes]) -> None:
@@ -57,7 +59,9 @@ class ReadHashes:
     def drain(self, generation: str) -> Mapping[str, HashBatches]:
         """Hashes by table of what was read of this generation since the last call; those of others are forgotten."""
         hashes_by_table = {
-            table: hash_batches for (hashes_generation, table), hash_batches in self._hashes_by_table.items() if hashes_generation == generation
+            table: hash_batches
+            for (hashes_generation, table), hash_batches in self._hashes_by_table.items()
+            if hashes_generation == generation
         }
         self._hashes_by_table.clear()
         self._remaining_hashes = READ_HASHES_MAX
@@ -68,13 +72,18 @@ def pack_hashes(hash_batches: HashBatches) -> list[bytes]:
     """Hashes as bytes, each once; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
     entity_hashes = set(chain.from_iterable(hash_batches))
     return [
-        entity_hash.to_bytes(8, "little") for entity_hash in entity_hashes if isinstance(entity_hash, int)
+        entity_hash.to_bytes(8, "little")
+        for entity_hash in entity_hashes
+        if isinstance(entity_hash, int)
     ]
 
 
 def split_hashes(packed_hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
     """Batches of the hashes that travel at once."""
-    return [packed_hashes[first_index : first_index + HASHES_PER_PFADD] for first_index in range(0, len(packed_hashes), HASHES_PER_PFADD)]
+    return [
+        packed_hashes[first_index : first_index + HASHES_PER_PFADD]
+        for first_index in range(0, len(packed_hashes), HASHES_PER_PFADD)
+    ]
 
 
 @dataclass(eq=False)
@@ -102,32 +111,52 @@ class TableUsage(Collector):
                 self._hits_before_release = stored_answers_by_table(self.metrics)
             self._release, self.read_count_by_table = release, {}
         # Taken here: what is remembered of requests is the event loop's own, and changes with each of them.
-        recent_names, hashes_by_table = list(self.list_recent_names()), self.reads.drain(live_snapshot.generation)
-        packed_hashes_by_table = await asyncio.to_thread(self._pack_by_table, live_snapshot, recent_names, hashes_by_table)
+        recent_names, hashes_by_table = (
+            list(self.list_recent_names()),
+            self.reads.drain(live_snapshot.generation),
+        )
+        packed_hashes_by_table = await asyncio.to_thread(
+            self._pack_by_table, live_snapshot, recent_names, hashes_by_table
+        )
         send_command, read_key_of = self.control.execute, self.control.keyspace.read
         try:
             for table, packed_hashes in packed_hashes_by_table.items():
                 for hash_batch in split_hashes(packed_hashes):
-                    await send_command("PFADD", read_key_of(live_snapshot.generation, table), *hash_batch)
-                await send_command("EXPIRE", read_key_of(live_snapshot.generation, table), READ_COUNTS_TTL_S)
+                    await send_command(
+                        "PFADD", read_key_of(live_snapshot.generation, table), *hash_batch
+                    )
+                await send_command(
+                    "EXPIRE", read_key_of(live_snapshot.generation, table), READ_COUNTS_TTL_S
+                )
             for table in live_snapshot.manifest.tables:
                 # An estimate: off by 0.8 % in the standard deviation, so it may exceed what there is.
-                read_count = int(await send_command("PFCOUNT", read_key_of(live_snapshot.generation, table)))
-                self.read_count_by_table[table] = min(read_count, record_count(live_snapshot, table))
+                read_count = int(
+                    await send_command("PFCOUNT", read_key_of(live_snapshot.generation, table))
+                )
+                self.read_count_by_table[table] = min(
+                    read_count, record_count(live_snapshot, table)
+                )
         except TierUnavailable:
             self.failed += 1
 
     def _pack_by_table(
-        self, live: Snapshot, recent_names: Sequence[EntityName], hashes_by_table: Mapping[str, HashBatches]
+        self,
+        live: Snapshot,
+        recent_names: Sequence[EntityName],
+        hashes_by_table: Mapping[str, HashBatches],
     ) -> dict[str, list[bytes]]:
         """Pack hashes of read entities, and of those requested without a read, as they were warmed before."""
-        packed_hashes_by_table = {table: pack_hashes(hash_batches) for table, hash_batches in hashes_by_table.items()}
+        packed_hashes_by_table = {
+            table: pack_hashes(hash_batches) for table, hash_batches in hashes_by_table.items()
+        }
         names_of_generation = {(live.generation, entity_name) for entity_name in recent_names}
         for _, (table_name, entity_id) in names_of_generation - self._reported_names:
             table = live.manifest.tables.get(table_name)
             if table is not None:
                 entity_hash = hash_id(entity_id, live.directories[table.entity].seed)
-                packed_hashes_by_table.setdefault(table_name, []).append(entity_hash.to_bytes(8, "little"))
+                packed_hashes_by_table.setdefault(table_name, []).append(
+                    entity_hash.to_bytes(8, "little")
+                )
         self._reported_names = names_of_generation
         return packed_hashes_by_table
 
@@ -141,9 +170,15 @@ class TableUsage(Collector):
     def read_share(self) -> float | None:
         """Share of the live generation's records that were read at least once; None when that is not known."""
         live = self.get_live_snapshot()
-        if live is None or not self.read_count_by_table or self._release != (live.generation, live.epoch):
+        if (
+            live is None
+            or not self.read_count_by_table
+            or self._release != (live.generation, live.epoch)
+        ):
             return None
-        return sum(self.read_count_by_table.values()) / max(1, sum(record_count(live, table) for table in self.read_count_by_table))
+        return sum(self.read_count_by_table.values()) / max(
+            1, sum(record_count(live, table) for table in self.read_count_by_table)
+        )
 
     def size_bytes(self) -> int:
         """Bytes of the live generation's pages."""
@@ -156,10 +191,18 @@ class TableUsage(Collector):
         live_tables = [] if live is None else [(live, table) for table in live.manifest.tables]
         hits = self.hits()
         text_and_numbers_by_gauge: Mapping[str, tuple[str, Mapping[str, float]]] = {
-            "records": ("Records of the live generation", {table: record_count(snapshot, table) for snapshot, table in live_tables}),
+            (
+                    "records"
+): ((
+                    "Records of the live generation"
+), {table: record_count(snapshot, table) for snapshot, table in live_tables}),
             "bytes": ("Bytes of its pages", {table: page_bytes(snapshot, table) for snapshot, table in live_tables}),
             "read_records": ("Of its records, those read at least once by any replica", self.read_count_by_table),
-            "hits": ("Answers from stored records since it is live", {table: hits.get(table, 0) for _, table in live_tables}),
+            (
+                    "hits"
+): ((
+                    "Answers from stored records since it is live"
+), {table: hits.get(table, 0) for _, table in live_tables}),
         }  # fmt: skip
         for gauge_name, (help_text, number_by_table) in text_and_numbers_by_gauge.items():
             family = GaugeMetricFamily(f"larder_table_{gauge_name}", help_text, labels=["table"])

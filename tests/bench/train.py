@@ -89,7 +89,10 @@ def run(config: Path, command: str) -> tuple[float, float]:
 def sizes(report: Report, options: Options) -> None:
     """Both programs over growing numbers of users."""
     for users in USERS_QUICK if options.quick else USERS:
-        with TemporaryDirectory() as folder_name, join_or_start_server(Path(folder_name) / "redis") as redis:
+        with (
+            TemporaryDirectory() as folder_name,
+            join_or_start_server(Path(folder_name) / "redis") as redis,
+        ):
             write(Path(folder_name) / "clicks.parquet", users)
             config = settings(Path(folder_name), redis.url)
             trained, training_gib = run(config, "train")

@@ -10,7 +10,7 @@ from setuptools import Distribution
 from starlette.applications import Starlette
 
 import serving.dashboard
-from serving.dashboard.attach import (DASHBOARD_PAGE)
+from serving.dashboard.attach import DASHBOARD_PAGE
 from serving.http.static_files import PAGE_HEADERS
 
 FOLDER = Path(str(serving.dashboard.__file__)).parent / "page"

@@ -20,7 +20,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import open_client
 from cache.store.releases import Pointer
 from cache.usage.hot_keys import COLD_WINDOW, window_number_of
-from infra.cli.check import (inspect_redis)
+from infra.cli.check import inspect_redis
 from precompute.bulk import readback, watch
 from precompute.bulk.headroom import unevictable_bytes
 from precompute.bulk.load import mark_loaded

@@ -20,7 +20,7 @@ from cache.errors import Refused
 from cache.format.manifest import Manifest, Table
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import describe_file, read_manifest
-from infra.demo.synthetic import (WorldSettings, synthesize)
+from infra.demo.synthetic import WorldSettings, synthesize
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import NightConfig, parse_time
 from precompute.reference.train import train_reference

@@ -16,7 +16,7 @@ from cache.process.command_line import (
     printable_lines,
 )
 from infra.cli.commands import SETTINGS_FILE
-from infra.cli.init.guesses import (Guesses, Role, guess_settings)
+from infra.cli.init.guesses import Guesses, Role, guess_settings
 from infra.cli.init.tables import discover_tables
 
 _OPTIONAL_ROLES: tuple[Role, ...] = ("timestamp", "weight")
@@ -74,14 +74,20 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     if not target_path.parent.is_dir():
         raise ConfigError(f"{args.output}: there is no folder {target_path.parent}")
     setting_guesses = guess_settings(*discover_tables(tables_folder, target_path.parent))
-    source_notes = _notes_on_first_rows(setting_guesses, target_path.parent) or _notes_on_text_files(setting_guesses, tables_folder)
+    source_notes = _notes_on_first_rows(
+        setting_guesses, target_path.parent
+    ) or _notes_on_text_files(setting_guesses, tables_folder)
     setting_guesses.notes += [note.replace(f"{tables_folder}{os.sep}", "") for note in source_notes]
     bundle_path = _find_bundle(tables_folder, target_path.parent)
     part_path = target_path.with_name(f"{target_path.name}.part")
     part_path.write_text(toml_text(setting_guesses, bundle_path), encoding="utf-8")
     part_path.replace(target_path)
     if args.json:
-        report = {"file": str(target_path), "bundle": bundle_path, **_guesses_to_json(setting_guesses)}
+        report = {
+            "file": str(target_path),
+            "bundle": bundle_path,
+            **_guesses_to_json(setting_guesses),
+        }
         print(printable_lines(json_text(report)))
     else:
         print(f"{os.path.relpath(target_path, working_folder)}: written")
@@ -113,7 +119,12 @@ def _notes_on_first_rows(setting_guesses: Guesses, base_folder: Path) -> list[st
     """Return notes on how a night would treat the first rows of the interactions."""
     interactions_table, column_by_role = setting_guesses.interactions, setting_guesses.columns
     user_column, item_column = column_by_role.get("user"), column_by_role.get("item")
-    if interactions_table is None or not user_column or not item_column or not setting_guesses.is_complete:
+    if (
+        interactions_table is None
+        or not user_column
+        or not item_column
+        or not setting_guesses.is_complete
+    ):
         return []
     from precompute.config.settings import Sources
     from precompute.sources.plausibility import first_rows_remarks
@@ -137,7 +148,9 @@ def _notes_on_text_files(setting_guesses: Guesses, folder: Path) -> list[str]:
 
     text_file_notes = []
     for text_file in sorted(
-        text_file for text_file in folder.iterdir() if text_file.name.lower().endswith(_TEXT_FILE_ENDINGS)
+        text_file
+        for text_file in folder.iterdir()
+        if text_file.name.lower().endswith(_TEXT_FILE_ENDINGS)
     ):
         try:
             demand_lines_of_ids(text_file)
@@ -156,7 +169,11 @@ def _find_bundle(folder: Path, base_folder: Path) -> str | None:
         ),
         None,
     )
-    return None if bundle_folder is None else Path(os.path.relpath(bundle_folder, base_folder)).as_posix()
+    return (
+        None
+        if bundle_folder is None
+        else Path(os.path.relpath(bundle_folder, base_folder)).as_posix()
+    )
 
 
 def _guesses_to_json(setting_guesses: Guesses) -> dict[str, Any]:
@@ -165,7 +182,8 @@ def _guesses_to_json(setting_guesses: Guesses) -> dict[str, Any]:
         "interactions": None if interactions_table is None else list(interactions_table.pattern),
         "columns": setting_guesses.columns,
         "features": {
-            entity: feature_table.pattern[0] for entity, feature_table in setting_guesses.features.items()
+            entity: feature_table.pattern[0]
+            for entity, feature_table in setting_guesses.features.items()
         },
         "category": setting_guesses.category,
         "notes": setting_guesses.notes,
@@ -176,7 +194,9 @@ def _guesses_to_json(setting_guesses: Guesses) -> dict[str, Any]:
 def _guess_lines(setting_guesses: Guesses, bundle_path: str | None) -> Iterator[str]:
     if (interactions_table := setting_guesses.interactions) is not None:
         columns_text = ", ".join(
-            f"{role} = {column_name}" for role, column_name in setting_guesses.columns.items() if column_name
+            f"{role} = {column_name}"
+            for role, column_name in setting_guesses.columns.items()
+            if column_name
         )
         yield f"  interactions   {interactions_table.title}: {columns_text}"
     for entity, feature_table in setting_guesses.features.items():
@@ -198,11 +218,16 @@ def toml_text(setting_guesses: Guesses, bundle_path: str | None) -> str:
         ]
     else:
         bundle_lines = [_toml_line("bundle", bundle_path, "a model that was found here")]
-    toml_lines = [_TOML_HEAD_TEXT, *bundle_lines, _TOML_MIDDLE_TEXT.strip("\n"), "", "[sources]", *_source_lines(setting_guesses)]
+    toml_lines = [
+        _TOML_HEAD_TEXT,
+        *bundle_lines,
+        _TOML_MIDDLE_TEXT.strip("\n"),
+        "",
+        "[sources]",
+        *_source_lines(setting_guesses),
+    ]
     if bundle_path is None and setting_guesses.items is not None:
-        comment = (
-            f"at most, of the model that `larder train` makes: there are only {setting_guesses.items} items"
-        )
+        comment = f"at most, of the model that `larder train` makes: there are only {setting_guesses.items} items"
         toml_lines += [
             "",
             "[reference]",
@@ -222,7 +247,10 @@ def _source_lines(setting_guesses: Guesses) -> Iterator[str]:
         "" if interactions_table.rows is None else f", {interactions_table.rows:,} rows"
     )
     columns_text = printable(", ".join(interactions_table.columns))
-    yield f"# {len(interactions_table.files)} file{'s' * (len(interactions_table.files) > 1)}, {size_text}; " f"columns: {columns_text}"
+    yield (
+        f"# {len(interactions_table.files)} file{'s' * (len(interactions_table.files) > 1)}, {size_text}; "
+        f"columns: {columns_text}"
+    )
     yield f"interactions = {json.dumps(list(interactions_table.pattern), ensure_ascii=False)}"
     if interactions_table.separator != ",":
         yield _toml_line("separator", interactions_table.separator, "between the fields of a row")
@@ -236,12 +264,18 @@ def _source_lines(setting_guesses: Guesses) -> Iterator[str]:
     for role in _OPTIONAL_ROLES:
         column_name = setting_guesses.columns.get(role)
         comment = {"timestamp": "when it happened", "weight": "0 or less: no interaction"}[role]
-        yield _toml_line(f"{role}_column", column_name or "", comment if column_name else _NO_COLUMN_TEXT_BY_ROLE[role])
+        yield _toml_line(
+            f"{role}_column",
+            column_name or "",
+            comment if column_name else _NO_COLUMN_TEXT_BY_ROLE[role],
+        )
     for entity, feature_table in setting_guesses.features.items():
         comment = "; items that are not in it are in no list" if entity == "item" else ""
         size_text = "" if feature_table.rows is None else f"{feature_table.rows:,} rows, "
         yield _toml_line(
-            f"{entity}_features", feature_table.pattern[0], f"{size_text}one for each {entity}{comment}"
+            f"{entity}_features",
+            feature_table.pattern[0],
+            f"{size_text}one for each {entity}{comment}",
         )
     if setting_guesses.category is not None:
         yield _toml_line(

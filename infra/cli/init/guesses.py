@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.cli.init.tables import (ColumnKind, FILE_ERRORS, FoundTable, are_unique)
+from infra.cli.init.tables import FILE_ERRORS, ColumnKind, FoundTable, are_unique
 from precompute.sources.plausibility import has_lists_of_ids
 
 Role = Literal["user", "item", "timestamp", "weight", "category"]
@@ -100,7 +100,9 @@ def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
     unfit_column_by_role: dict[Role, str] = {}
     for role, role_names in _COLUMN_NAMES_BY_ROLE.items():
         for column_name in _columns_by_role_name(
-            role, role_names, [column for column in kind_by_column if column not in column_by_role.values()]
+            role,
+            role_names,
+            [column for column in kind_by_column if column not in column_by_role.values()],
         ):
             if kind_by_column[column_name] in KINDS_BY_ROLE[role]:
                 column_by_role[role] = column_name
@@ -114,7 +116,8 @@ def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
         id_like_columns = [
             column
             for column in kind_by_column
-            if column not in column_by_role.values() and _is_like_an_id(column, kind_by_column[column])
+            if column not in column_by_role.values()
+            and _is_like_an_id(column, kind_by_column[column])
         ]
         if role in column_by_role:
             unfit_column_by_role.pop(role, None)
@@ -136,15 +139,23 @@ def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
     return ColumnRoles(column_by_role, tuple(guessed_roles), unfit_column_by_role, tuple(remarks))
 
 
-def _columns_by_role_name(role: Role, role_names: Sequence[str], column_names: Sequence[str]) -> list[str]:
+def _columns_by_role_name(
+    role: Role, role_names: Sequence[str], column_names: Sequence[str]
+) -> list[str]:
     """Return the columns that may have a role, the most likely first."""
-    matching_columns = [column for candidate_name in role_names for column in column_names if normalise_name(column) == candidate_name]
+    matching_columns = [
+        column
+        for candidate_name in role_names
+        for column in column_names
+        if normalise_name(column) == candidate_name
+    ]
     if role in ("user", "item"):
         # A number is an id as well: `customer_no`, `article_nr`.
         matching_columns += [
             column
             for column in column_names
-            if column not in matching_columns and _NUMBERED_NAME_PATTERN.sub("", normalise_name(column)) in role_names
+            if column not in matching_columns
+            and _NUMBERED_NAME_PATTERN.sub("", normalise_name(column)) in role_names
         ]
         # Of several words: `src_user_id`, `clicked_article`.
         name_endings = tuple(role_name for role_name in role_names if len(role_name) > 3)
@@ -154,7 +165,11 @@ def _columns_by_role_name(role: Role, role_names: Sequence[str], column_names: S
             if column not in matching_columns and normalise_name(column).endswith(name_endings)
         ]
     if role == "timestamp":
-        matching_columns += [column for column in column_names if column not in matching_columns and _TIME_NAME_PATTERN.search(column)]
+        matching_columns += [
+            column
+            for column in column_names
+            if column not in matching_columns and _TIME_NAME_PATTERN.search(column)
+        ]
     return matching_columns
 
 
@@ -164,7 +179,11 @@ def _is_like_an_id(column_name: str, column_kind: ColumnKind) -> bool:
         normalised_name in _COLUMN_NAMES_BY_ROLE[role]
         for role in ("timestamp", "weight", "category")
     )
-    return column_kind in KINDS_BY_ROLE["user"] and not has_other_role_name and normalised_name not in _NAMES_OF_NO_IDS
+    return (
+        column_kind in KINDS_BY_ROLE["user"]
+        and not has_other_role_name
+        and normalised_name not in _NAMES_OF_NO_IDS
+    )
 
 
 def describe_unfit_column(role: Role, column_name: str, column_kind: ColumnKind) -> str:
@@ -223,7 +242,8 @@ def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Gues
         _guess_interactions(setting_guesses, interaction_tables, roles_by_title)
     elif tables:
         found_table = max(
-            tables, key=lambda candidate_table: _id_column_count(roles_by_title[candidate_table.title])
+            tables,
+            key=lambda candidate_table: _id_column_count(roles_by_title[candidate_table.title]),
         )
         _guess_half_recognised(setting_guesses, found_table, roles_by_title[found_table.title])
     else:
@@ -245,36 +265,51 @@ def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Gues
             _guess_features(setting_guesses, found_table, roles_by_title[found_table.title])
         except FILE_ERRORS as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            setting_guesses.notes.append(f"{found_table.title} is not used: it cannot be read: {reason}")
+            setting_guesses.notes.append(
+                f"{found_table.title} is not used: it cannot be read: {reason}"
+            )
     setting_guesses.items = _item_count_if_few(setting_guesses)
-    if (interactions_table := setting_guesses.interactions) is not None and interactions_table.unread:
+    if (
+        interactions_table := setting_guesses.interactions
+    ) is not None and interactions_table.unread:
         # The next command names the file, too: a night without its rows would say nothing.
-        setting_guesses.interactions = replace(interactions_table, pattern=interactions_table.whole_pattern)
+        setting_guesses.interactions = replace(
+            interactions_table, pattern=interactions_table.whole_pattern
+        )
         setting_guesses.missing += [
-            f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern[:3])} or nothing: mend " "it, or move it away"
+            f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern[:3])} or nothing: mend "
+            "it, or move it away"
             for remark in interactions_table.unread
         ]
     return setting_guesses
 
 
 def _guess_interactions(
-    setting_guesses: Guesses, interaction_tables: list[FoundTable], roles_by_title: dict[str, ColumnRoles]
+    setting_guesses: Guesses,
+    interaction_tables: list[FoundTable],
+    roles_by_title: dict[str, ColumnRoles],
 ) -> None:
     interactions_table, *other_tables = interaction_tables
     column_roles = roles_by_title[interactions_table.title]
     setting_guesses.interactions = interactions_table
     setting_guesses.columns = {
-        column_name: column_roles.columns.get(column_name) for column_name in ("user", "item", "timestamp", "weight")
+        column_name: column_roles.columns.get(column_name)
+        for column_name in ("user", "item", "timestamp", "weight")
     }
     setting_guesses.notes += column_roles.remarks
     for role in column_roles.guessed:
         guess_reason = "it alone holds times" if role == "timestamp" else "no other is left"
         setting_guesses.notes.append(
-            f"column {column_roles.columns[role]!r} is taken for the {role} because {guess_reason}; if it is " "not, change " f"{role}_column"
+            f"column {column_roles.columns[role]!r} is taken for the {role} because {guess_reason}; if it is "
+            "not, change "
+            f"{role}_column"
         )
-    if (column_name := setting_guesses.columns["item"]) is not None and has_lists_of_ids(interactions_table.sample[column_name]):
+    if (column_name := setting_guesses.columns["item"]) is not None and has_lists_of_ids(
+        interactions_table.sample[column_name]
+    ):
         setting_guesses.notes.append(
-            f"column {column_name!r} seems to hold a whole history in each field: hardly one comes twice, and " "most hold " "several words. A row is one item of one user: write a row for each"
+            f"column {column_name!r} seems to hold a whole history in each field: hardly one comes twice, and "
+            "most hold several words. A row is one item of one user: write a row for each"
         )
     if (column_name := setting_guesses.columns["timestamp"]) is not None and (
         remark := _unreadable_times_reason(interactions_table.sample[column_name])
@@ -283,7 +318,9 @@ def _guess_interactions(
         setting_guesses.notes.append(f"column {column_name!r} {remark}")
     elif column_name is None:
         unassigned_columns = [
-            column for column in interactions_table.columns if column not in setting_guesses.columns.values()
+            column
+            for column in interactions_table.columns
+            if column not in setting_guesses.columns.values()
         ]
         if unassigned_columns:
             setting_guesses.notes.append(
@@ -306,23 +343,39 @@ def _guess_interactions(
 def _notes_on_folder_keys(found_table: FoundTable) -> list[str]:
     """Return a note on values in folders' names, as Hive writes them, that no column has; none without any."""
     folder_names = (folder_name for file in found_table.files for folder_name in file.parent.parts)
-    folder_keys = dict.fromkeys(folder_name.partition("=")[0] for folder_name in folder_names if "=" in folder_name)
-    keys_text = ", ".join(folder_key for folder_key in folder_keys if folder_key and folder_key not in found_table.columns)
+    folder_keys = dict.fromkeys(
+        folder_name.partition("=")[0] for folder_name in folder_names if "=" in folder_name
+    )
+    keys_text = ", ".join(
+        folder_key
+        for folder_key in folder_keys
+        if folder_key and folder_key not in found_table.columns
+    )
     if not keys_text:
         return []
     note = (
-        f"the folders of {found_table.title} have values of {keys_text} in their names, which are not read: " "write them into the " "files as a column"
+        f"the folders of {found_table.title} have values of {keys_text} in their names, which are not read: "
+        "write them into the files as a column"
     )
     return [note]
 
 
 def _item_count_if_few(setting_guesses: Guesses) -> int | None:
     """Return the number of items in the features or the first rows, if it is below FEW_ITEMS_END."""
-    interactions_table, item_column = setting_guesses.interactions, setting_guesses.columns.get("item")
-    if (item_table := setting_guesses.features.get("item")) is not None and item_table.rows is not None:
+    interactions_table, item_column = (
+        setting_guesses.interactions,
+        setting_guesses.columns.get("item"),
+    )
+    if (
+        item_table := setting_guesses.features.get("item")
+    ) is not None and item_table.rows is not None:
         item_count = item_table.rows
     elif (
-        interactions_table is not None and item_column is not None and _has_ids(interactions_table.sample[item_column], interactions_table.columns[item_column])
+        interactions_table is not None
+        and item_column is not None
+        and _has_ids(
+            interactions_table.sample[item_column], interactions_table.columns[item_column]
+        )
     ):
         item_count = pc.count_distinct(interactions_table.sample[item_column]).as_py()
     else:
@@ -339,7 +392,9 @@ def _has_ids(column: Any, column_kind: ColumnKind) -> bool:
     return bool(len(column) > column.null_count and column_kind in KINDS_BY_ROLE["item"])
 
 
-def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles) -> None:
+def _guess_half_recognised(
+    setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles
+) -> None:
     """Take the table with the most id columns for the interactions; its unrecognised columns are left to write."""
     setting_guesses.interactions = found_table
     setting_guesses.columns = {
@@ -347,19 +402,31 @@ def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, co
         for column_name in ("user", "item", "timestamp", "weight")
     }
     unfit_remark_by_role = {
-        role: describe_unfit_column(role, column_name, found_table.columns[column_name]) for role, column_name in column_roles.unfit.items()
+        role: describe_unfit_column(role, column_name, found_table.columns[column_name])
+        for role, column_name in column_roles.unfit.items()
     }
-    setting_guesses.notes += [remark for remark in column_roles.remarks if remark not in unfit_remark_by_role.values()]
-    setting_guesses.missing += [f"{found_table.title}: {remark}" for remark in unfit_remark_by_role.values()]
+    setting_guesses.notes += [
+        remark for remark in column_roles.remarks if remark not in unfit_remark_by_role.values()
+    ]
+    setting_guesses.missing += [
+        f"{found_table.title}: {remark}" for remark in unfit_remark_by_role.values()
+    ]
     setting_guesses.notes += _notes_on_folder_keys(found_table)
-    if list_columns := [column_name for column_name in found_table.columns if _is_list_column(found_table, column_name)]:
+    if list_columns := [
+        column_name
+        for column_name in found_table.columns
+        if _is_list_column(found_table, column_name)
+    ]:
         setting_guesses.notes.append(
-            f"column {list_columns[0]!r} of {found_table.title} holds lists: a row is one item of one user, so " "write a row for each " "of a list's values (in pandas explode, in SQL unnest)"
+            f"column {list_columns[0]!r} of {found_table.title} holds lists: a row is one item of one user, so "
+            "write a row for each of a list's values (in pandas explode, in SQL unnest)"
         )
     for role in ("user", "item"):
         if role not in column_roles.columns and role not in column_roles.unfit:
             setting_guesses.missing.append(
-                f"[sources] {role}_column: none of the columns of {found_table.title} " f"({', '.join(found_table.columns)}) is called " f"like one; write the name of the column of {role} ids"
+                f"[sources] {role}_column: none of the columns of {found_table.title} "
+                f"({', '.join(found_table.columns)}) is called like one; write the name of the column of "
+                f"{role} ids"
             )
 
 
@@ -368,7 +435,9 @@ def _is_list_column(table: FoundTable, column_name: str) -> bool:
     return bool(pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type))
 
 
-def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles) -> None:
+def _guess_features(
+    setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles
+) -> None:
     """Add a table with one row for each item, or user, to the features if a night can read it."""
     for entity in ("item", "user"):
         role: Role = "item" if entity == "item" else "user"
@@ -376,7 +445,8 @@ def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_ro
             continue
         if len(found_table.columns) == 2 and "vector" in found_table.columns.values():
             setting_guesses.notes.append(
-                f"{found_table.title} looks like vectors of {entity}s, and is not used: `larder import vectors` " "makes a " "folder of vectors"
+                f"{found_table.title} looks like vectors of {entity}s, and is not used: `larder import vectors` "
+                "makes a folder of vectors"
             )
             return
         title_clause, interactions_column = (
@@ -396,7 +466,9 @@ def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_ro
                 f"its ids are in {id_column!r}, those of the interactions in {interactions_column!r}: "
                 "give both the same name"
             )
-        elif not are_unique(found_table, id_column if interactions_column is None else interactions_column):
+        elif not are_unique(
+            found_table, id_column if interactions_column is None else interactions_column
+        ):
             remark = "some ids come twice: only one row of each would count"
         elif len(found_table.files) > 1:
             remark = f"it is {len(found_table.files)} files: make it one"
@@ -417,7 +489,11 @@ def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_ro
 def _unreadable_times_reason(column: Any) -> str | None:
     """Return the reason why a night cannot read a column's times; None if it can."""
     arrow_type = column.type
-    if pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type) or pa.types.is_null(arrow_type):
+    if (
+        pa.types.is_timestamp(arrow_type)
+        or pa.types.is_date(arrow_type)
+        or pa.types.is_null(arrow_type)
+    ):
         return None
     if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type):
         if (pc.mean(pc.greater(column, SECONDS_MAX)).as_py() or 0) > 0.5:
@@ -437,9 +513,9 @@ def _unreadable_times_reason(column: Any) -> str | None:
 def _notes_on_weight(table: FoundTable, weight_column: str) -> list[str]:
     sample_weights = table.sample[weight_column]
     remark = f"rows with {weight_column!r} above 0 are interactions, all alike: 5 is no more than 1"
-    if not (pa.types.is_integer(sample_weights.type) or pa.types.is_floating(sample_weights.type)) or not len(
-        sample_weights
-    ):
+    if not (
+        pa.types.is_integer(sample_weights.type) or pa.types.is_floating(sample_weights.type)
+    ) or not len(sample_weights):
         return [remark]
     nonpositive_count = pc.sum(pc.less_equal(sample_weights, 0)).as_py() or 0
     nonpositive_share_text = (
@@ -447,6 +523,8 @@ def _notes_on_weight(table: FoundTable, weight_column: str) -> list[str]:
         if nonpositive_count
         else ""
     )
-    low_ratings_remark = "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
+    low_ratings_remark = (
+        "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
+    )
     is_rating = normalise_name(weight_column) in ("rating", "ratings", "score", "stars", "overall")
     return [f"{remark}{nonpositive_share_text}{low_ratings_remark if is_rating else ''}"]

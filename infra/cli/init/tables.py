@@ -103,7 +103,10 @@ def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], 
     unread_looks: list[_FileLook] = []
     folder_walk = _FolderWalk(folder, base_folder)
     paths = list(folder_walk)
-    table_files, remarks = [path for path in paths if _ending(path)][:FILES_MAX], list(folder_walk.remarks)
+    table_files, remarks = (
+        [path for path in paths if _ending(path)][:FILES_MAX],
+        list(folder_walk.remarks),
+    )
     for path in table_files:
         file_look = _look_at_safely(path, partial(_look_at, path))
         if file_look.is_table:
@@ -119,7 +122,10 @@ def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], 
         for unread_look in unread_looks
         if unread_look not in chain.from_iterable(unread_by_key.values())
     ]
-    tables = [_build_table(file_looks, base_folder, unread_by_key[group_key]) for group_key, file_looks in file_looks_by_key.items()]
+    tables = [
+        _build_table(file_looks, base_folder, unread_by_key[group_key])
+        for group_key, file_looks in file_looks_by_key.items()
+    ]
     remarks += _remarks_on_unused_files(paths, base_folder, is_all=not tables)
     return sorted(tables, key=lambda table: -table.size_bytes), remarks
 
@@ -136,7 +142,9 @@ def are_unique(table: FoundTable, column: str) -> bool:
         )
     else:
         column_values = table.sample[column]
-    return bool(len(column_values) and pc.count_distinct(column_values).as_py() == len(column_values))
+    return bool(
+        len(column_values) and pc.count_distinct(column_values).as_py() == len(column_values)
+    )
 
 
 class _FileLook(NamedTuple):
@@ -157,25 +165,42 @@ _GroupKey = tuple[str, str, tuple[str, ...]]
 
 
 def _unread_looks_by_group(
-    file_looks_by_key: Mapping[_GroupKey, Sequence[_FileLook]], unread_looks: Sequence[_FileLook], folder: Path
+    file_looks_by_key: Mapping[_GroupKey, Sequence[_FileLook]],
+    unread_looks: Sequence[_FileLook],
+    folder: Path,
 ) -> dict[_GroupKey, list[_FileLook]]:
     """Return the files that cannot be read by the table that they belong to.
 
     That is the table whose files alone lie in their folder, or one of whose files there has the same name but for its
     digits. A lone file of Parquet in the inspected `folder` may be of items or users as well, which CSV never is.
     """
-    unread_by_key: dict[_GroupKey, list[_FileLook]] = {group_key: [] for group_key in file_looks_by_key}
-    for unread_look in (unread_look for unread_look in unread_looks if unread_look.remark != NOT_UTF_8_NAME):
+    unread_by_key: dict[_GroupKey, list[_FileLook]] = {
+        group_key: [] for group_key in file_looks_by_key
+    }
+    for unread_look in (
+        unread_look for unread_look in unread_looks if unread_look.remark != NOT_UTF_8_NAME
+    ):
         neighbours_by_key = {
-            group_key: [file_look.path for file_look in file_looks if file_look.path.parent == unread_look.path.parent]
+            group_key: [
+                file_look.path
+                for file_look in file_looks
+                if file_look.path.parent == unread_look.path.parent
+            ]
             for group_key, file_looks in file_looks_by_key.items()
         }
         neighbour_keys = [group_key for group_key, paths in neighbours_by_key.items() if paths]
         alike_keys = [
-            group_key for group_key in neighbour_keys if any(_stem_without_digits(path) == _stem_without_digits(unread_look.path) for path in neighbours_by_key[group_key])
+            group_key
+            for group_key in neighbour_keys
+            if any(
+                _stem_without_digits(path) == _stem_without_digits(unread_look.path)
+                for path in neighbours_by_key[group_key]
+            )
         ]
         is_folder_of_one = len(neighbour_keys) == 1 and (
-            len(neighbours_by_key[neighbour_keys[0]]) > 1 or unread_look.path.parent != folder or unread_look.format == "csv"
+            len(neighbours_by_key[neighbour_keys[0]]) > 1
+            or unread_look.path.parent != folder
+            or unread_look.format == "csv"
         )
         if len(alike_keys) == 1 or is_folder_of_one:
             unread_by_key[(alike_keys or neighbour_keys)[0]].append(unread_look)
@@ -196,13 +221,18 @@ class _FolderWalk:
 
     def __iter__(self) -> Iterator[Path]:
         root_depth = len(self._folder.parts)
-        for dirpath, subfolder_names, file_names in os.walk(self._folder, onerror=self._note_unlisted):
+        for dirpath, subfolder_names, file_names in os.walk(
+            self._folder, onerror=self._note_unlisted
+        ):
             folder = Path(dirpath)
             folder_entries = [FolderEntry(name, is_folder=True) for name in subfolder_names]
-            folder_entries += _list_metadata_entries(folder) if "metadata" in subfolder_names else []
+            folder_entries += (
+                _list_metadata_entries(folder) if "metadata" in subfolder_names else []
+            )
             for table_kind in table_kind_by_folder(folder_entries).values():
                 self.remarks.append(
-                    f"{_relative_text(folder, self._base)} is {table_kind}, and is not read: its log says which " "of its files " "count; " "write its rows as Parquet files into a folder of their own"
+                    f"{_relative_text(folder, self._base)} is {table_kind}, and is not read: its log says which "
+                    "of its files count; write its rows as Parquet files into a folder of their own"
                 )
                 subfolder_names[:], file_names[:] = [], []
             subfolders = sorted(
@@ -238,14 +268,16 @@ def _look_at_safely(path: Path, look_at_file: Callable[[], _FileLook]) -> _FileL
     except UnicodeEncodeError:
         failure_reason = NOT_UTF_8_NAME
     except UnicodeDecodeError:
-        failure_reason = "is not UTF-8: convert it from its encoding, " "e.g. with iconv -f latin1 (or -f shift_jis) -t utf-8"
+        failure_reason = "is not UTF-8: convert it from its encoding, e.g. with iconv -f latin1 (or -f shift_jis) -t utf-8"
     except FILE_ERRORS as error:
         error_lines = str(error).splitlines() or [type(error).__name__]
         failure_reason = f"cannot be read: {error_lines[0]}"
     return _FileLook(path, _FORMAT_BY_ENDING[_ending(path)], remark=failure_reason, is_table=False)
 
 
-def _remarks_on_unused_files(paths: Sequence[Path], base_folder: Path, *, is_all: bool) -> Iterator[str]:
+def _remarks_on_unused_files(
+    paths: Sequence[Path], base_folder: Path, *, is_all: bool
+) -> Iterator[str]:
     """Yield remarks on unused files: their apparent content, and a remedy.
 
     Unless `is_all`, only on those that hold data by their names, since there are other tables.
@@ -255,8 +287,14 @@ def _remarks_on_unused_files(paths: Sequence[Path], base_folder: Path, *, is_all
         if not _ending(path) and (is_all or is_unreadable_data_name(path.name)):
             paths_by_reason[_unused_file_reason(path)].append(path)
     for reason, unused_files in paths_by_reason.items():
-        names_text = ", ".join(_relative_text(path, base_folder) for path in unused_files[:_NAMED_FILES_MAX])
-        more_text = f" (and {len(unused_files) - _NAMED_FILES_MAX} more)" if len(unused_files) > _NAMED_FILES_MAX else ""
+        names_text = ", ".join(
+            _relative_text(path, base_folder) for path in unused_files[:_NAMED_FILES_MAX]
+        )
+        more_text = (
+            f" (and {len(unused_files) - _NAMED_FILES_MAX} more)"
+            if len(unused_files) > _NAMED_FILES_MAX
+            else ""
+        )
         yield f"{names_text}{more_text} {reason}"
 
 
@@ -280,7 +318,10 @@ def _unused_file_reason(path: Path) -> str:
     if separator_sign is not None:
         ending = ".tsv" if separator_sign == "\t" else ".csv"
         return (
-            f"is not taken: its name does not say its format: it looks like rows with {separator_in_words(separator_sign)} ""between "f"their fields: rename it to {ending}, and put a line of column names above if there is none"
+            "is not taken: its name does not say its format: it looks like rows with "
+            f"{separator_in_words(separator_sign)} "
+            "between "
+            f"their fields: rename it to {ending}, and put a line of column names above if there is none"
         )
     return (
         "is not taken: its name does not say its format: Parquet, CSV, TSV and lines of ids are read, of names that "
@@ -299,7 +340,9 @@ def _look_at(path: Path) -> _FileLook:
         return _look_at_csv(path)
     with pa.parquet.ParquetFile(path) as parquet_file:
         column_names = tuple(parquet_file.schema_arrow.names)
-        file_look = _FileLook(path, "parquet", columns=column_names, rows=parquet_file.metadata.num_rows)
+        file_look = _FileLook(
+            path, "parquet", columns=column_names, rows=parquet_file.metadata.num_rows
+        )
         if repeated_names_remark := _repeated_names_remark(column_names):
             return file_look._replace(remark=repeated_names_remark, is_table=False)
         batch = next(parquet_file.iter_batches(SAMPLE_ROWS), None) if file_look.rows else None
@@ -370,7 +413,12 @@ def _look_at_csv(path: Path) -> _FileLook:
     if not len(sample) and odd_rows:
         first_odd_row = odd_rows[0]
         return file_look._replace(
-            remark=f"has {first_odd_row.expected_columns} column names and {first_odd_row.actual_columns} fields in each row: is there "f"{separator_in_words(separator)} behind the last one, one within a value that has no quotes around it, ""or a ""line above the column names? Write as many fields as names",
+            remark=(
+                f"has {first_odd_row.expected_columns} column names and {first_odd_row.actual_columns} fields in "
+                f"each row: is there {separator_in_words(separator)} behind the last one, one within a value "
+                "that has no quotes around it, "
+                "or a line above the column names? Write as many fields as names"
+            ),
             is_table=False,
         )
     if remark := _unreadable_csv_reason(column_names, separator):
@@ -403,8 +451,12 @@ def _without_header(sample: Any) -> tuple[Any, int]:
         return sample, 0
     header_mask = None
     for column_name in sample.column_names:
-        column_name_mask = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample[column_name]), column_name), False)
-        header_mask = column_name_mask if header_mask is None else pc.and_(header_mask, column_name_mask)
+        column_name_mask = pc.fill_null(
+            pc.equal(pc.utf8_trim_whitespace(sample[column_name]), column_name), False
+        )
+        header_mask = (
+            column_name_mask if header_mask is None else pc.and_(header_mask, column_name_mask)
+        )
     header_row_count = pc.sum(header_mask).as_py() or 0
     return (sample.filter(pc.invert(header_mask)) if header_row_count else sample), header_row_count
 
@@ -444,20 +496,27 @@ def _unreadable_csv_reason(column_names: Sequence[str], separator: str) -> str |
         return f"has one column, {column_names[0]!r}: {ROW_IN_QUOTES_REMEDY}"
     if len(column_names) == 1:
         return (
-            f"has one column, {column_names[0]!r}: if a row's fields stand between another sign than a comma, a " "semicolon, a " "tab or a bar, name the file in [sources] interactions and the sign in separator; is the first line a " "title? Leave it out"
+            f"has one column, {column_names[0]!r}: if a row's fields stand between another sign than a "
+            "comma, a "
+            "semicolon, a tab or a bar, name the file in [sources] interactions and the sign in separator; "
+            "is the first line a title? Leave it out"
         )
     if is_like_a_row(column_names):
         return NO_COLUMN_NAMES_REASON
     return None
 
 
-def _build_table(file_looks: Sequence[_FileLook], base_folder: Path, unread_looks: Sequence[_FileLook]) -> FoundTable:
+def _build_table(
+    file_looks: Sequence[_FileLook], base_folder: Path, unread_looks: Sequence[_FileLook]
+) -> FoundTable:
     """Build the table of files with the same columns; its kinds are those of the first one with rows."""
     first_look = next((file for file in file_looks if len(file.sample)), file_looks[0])
     file_paths = [file.path for file in file_looks]
     row_counts = [file.rows for file in file_looks]
     kind_by_column = {
-        name: _column_kind(first_look.sample.schema.field(name).type, first_look.sample[name], first_look.format)
+        name: _column_kind(
+            first_look.sample.schema.field(name).type, first_look.sample[name], first_look.format
+        )
         for name in first_look.columns
     }
     return FoundTable(
@@ -470,7 +529,9 @@ def _build_table(file_looks: Sequence[_FileLook], base_folder: Path, unread_look
         sum(path.stat().st_size for path in file_paths),
         first_look.separator,
         tuple(f"{_relative_text(look.path, base_folder)} {look.remark}" for look in unread_looks),
-        _shortest_pattern(sorted([*file_paths, *(look.path for look in unread_looks)]), base_folder) if unread_looks else (),
+        _shortest_pattern(sorted([*file_paths, *(look.path for look in unread_looks)]), base_folder)
+        if unread_looks
+        else (),
     )
 
 
@@ -479,10 +540,16 @@ def _shortest_pattern(file_paths: list[Path], base_folder: Path) -> tuple[str, .
     if len(file_paths) > 1:
         top_folder = Path(os.path.commonpath([path.parent for path in file_paths]))
         endings = {path.name[-len(_ending(path)) :] for path in file_paths}
-        wildcards = [f"{subfolders_wildcard}*{ending}" for ending in endings for subfolders_wildcard in ("", "**/")]
+        wildcards = [
+            f"{subfolders_wildcard}*{ending}"
+            for ending in endings
+            for subfolders_wildcard in ("", "**/")
+        ]
         for wildcard in wildcards if len(endings) == 1 else ():
             pattern = (PurePosixPath(_relative_text(top_folder, base_folder)) / wildcard).as_posix()
-            if _files_of_pattern(pattern, base_folder) == {os.path.realpath(path) for path in file_paths}:
+            if _files_of_pattern(pattern, base_folder) == {
+                os.path.realpath(path) for path in file_paths
+            }:
                 return (pattern,)
     return tuple(_relative_text(path, base_folder) for path in file_paths)
 
@@ -505,7 +572,11 @@ def _column_kind(arrow_type: Any, column_values: Any, file_format: str) -> Colum
         return "integer"
     if pa.types.is_floating(arrow_type):
         return "float"
-    if pa.types.is_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type) or pa.types.is_large_list(arrow_type):
+    if (
+        pa.types.is_list(arrow_type)
+        or pa.types.is_fixed_size_list(arrow_type)
+        or pa.types.is_large_list(arrow_type)
+    ):
         return "vector" if pa.types.is_floating(arrow_type.value_type) else "other"
     if pa.types.is_string(arrow_type):
         return "integer" if is_digits(column_values) else "text"

@@ -21,12 +21,17 @@ from cache.model.tower import Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.records import ABSENT_FLAGS, NO_ITEM, are_nightly, dequantize
 from cache.store.artefacts import generation_path
-from precompute.builds.seal import (WITHOUT_INTERACTIONS_FACT)
+from precompute.builds.seal import WITHOUT_INTERACTIONS_FACT
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.bundles.index import (vector_lengths)
+from precompute.bundles.index import vector_lengths
 from precompute.gates.evidence.user_sample import UserSample, sample_users
-from precompute.partitions.catalogue import (ITEM_FEATURES_FILE, ItemFeatures, item_id_texts, ordinals_of_texts)
-from precompute.partitions.marks import (marks_file_path)
+from precompute.partitions.catalogue import (
+    ITEM_FEATURES_FILE,
+    ItemFeatures,
+    item_id_texts,
+    ordinals_of_texts,
+)
+from precompute.partitions.marks import marks_file_path
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.input_samples import draw_histories
 from precompute.scoring.towers import bind_inputs, select_usable_inputs
@@ -339,7 +344,9 @@ class Evidence:
         """Return the inputs of items for an item model."""
         features, _ = self.item_features(model.spec).of(ordinals)
         return bind_inputs(
-            model.spec, features=features, item_indices=self.items.model_indices_of(Ordinals(ordinals))
+            model.spec,
+            features=features,
+            item_indices=self.items.model_indices_of(Ordinals(ordinals)),
         )
 
     def usable_item_ordinals(self, model: BundleModel) -> NDArray[np.int64]:

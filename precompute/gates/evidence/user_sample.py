@@ -15,10 +15,23 @@ from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.ids import FINGERPRINT_SEED
 from cache.format.manifest import EntitySet
-from precompute.partitions.marks import (marked_mask)
-from precompute.partitions.shard_files import (HASH_COLUMN, USER_VECTORS_KIND, file_kinds_in, read_batches, read_stream, shard_paths, user_naming_kinds)
-from precompute.partitions.shard_input import (ShardInput, join_shard_inputs, scratch_folder, slice_shard)
-from precompute.partitions.user_tables import (VECTOR_COLUMN)
+from precompute.partitions.marks import marked_mask
+from precompute.partitions.shard_files import (
+    HASH_COLUMN,
+    USER_VECTORS_KIND,
+    file_kinds_in,
+    read_batches,
+    read_stream,
+    shard_paths,
+    user_naming_kinds,
+)
+from precompute.partitions.shard_input import (
+    ShardInput,
+    join_shard_inputs,
+    scratch_folder,
+    slice_shard,
+)
+from precompute.partitions.user_tables import VECTOR_COLUMN
 from precompute.sources.columns import text_hashes
 
 SHARDS_MAX: Final = 16
@@ -86,7 +99,8 @@ def read_seen_pairs(folder: Path, shard: int, user_names: Sequence[str]) -> set[
     for batch in read_batches(folder / f"{shard:04d}.rows"):
         matching_rows = batch.filter(pc.is_in(batch.column(HASH_COLUMN), value_set=hashes))
         user_hashes, chosen_ordinals = (
-            matching_rows.column(column_name).to_pylist() for column_name in (HASH_COLUMN, "ordinal")
+            matching_rows.column(column_name).to_pylist()
+            for column_name in (HASH_COLUMN, "ordinal")
         )
         seen_pairs |= {
             (user_by_hash[user_hash], ordinal)
@@ -254,7 +268,9 @@ def _count_by_missing_input(
     user_table: Any, interaction_counts: NDArray[np.int64], feature_table: Any
 ) -> dict[str, int]:
     """Count users by their missing input: a history, or the first feature without a value."""
-    feature_rows = pc.index_in(user_table.column(HASH_COLUMN), feature_table.column(HASH_COLUMN)).combine_chunks()
+    feature_rows = pc.index_in(
+        user_table.column(HASH_COLUMN), feature_table.column(HASH_COLUMN)
+    ).combine_chunks()
     lacks_any = np.zeros(len(interaction_counts), np.bool_)
     users_by_missing_input: dict[str, int] = {}
     if without_history_count := int((interaction_counts == 0).sum()):

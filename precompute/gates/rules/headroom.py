@@ -11,7 +11,7 @@ from cache.control.control_keys import Replica
 from cache.l2.resp import info_number
 from cache.l2.sync_clients import compute_keyspace_shares, primary_clients
 from precompute.bulk.headroom import sum_mapped_bytes, unevictable_bytes
-from precompute.config.settings import (peak_generation_count)
+from precompute.config.settings import peak_generation_count
 from precompute.gates.evidence.candidate import Candidate, Measurement, at_least, at_most, integrity
 
 

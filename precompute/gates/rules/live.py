@@ -13,7 +13,11 @@ from cache.format.manifest import Manifest, Table
 from cache.model.agreement import jaccard
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS, dequantize
-from precompute.bundles.held_out import (COMPARED_ITEMS_MAX, SHARE_ABOVE_RANDOM_FACT, shares_above_random)
+from precompute.bundles.held_out import (
+    COMPARED_ITEMS_MAX,
+    SHARE_ABOVE_RANDOM_FACT,
+    shares_above_random,
+)
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -27,7 +31,7 @@ from precompute.gates.evidence.evidence import Scan, compared_depth, select_spre
 from precompute.gates.evidence.user_sample import read_seen_pairs, sampled_shards
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
-from precompute.sources.plausibility import (JUDGED_ROWS_MIN)
+from precompute.sources.plausibility import JUDGED_ROWS_MIN
 
 LIVE_RECORDS_AT_ONCE: Final = 200
 """Records that are read from Redis in one round trip."""

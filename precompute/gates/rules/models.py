@@ -15,9 +15,9 @@ from cache.model.predictor import ModelPrecision, open_warmed
 from cache.model.ranking import Metric, unit_rows
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
-from precompute.bundles.agreement import (NEWEST_OVERLAP_FACT, list_overlaps)
+from precompute.bundles.agreement import NEWEST_OVERLAP_FACT, list_overlaps
 from precompute.bundles.bundle import BundleModel
-from precompute.bundles.index import (iterate_tiles)
+from precompute.bundles.index import iterate_tiles
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -29,7 +29,7 @@ from precompute.gates.evidence.candidate import (
     worst_of,
 )
 from precompute.gates.evidence.evidence import select_spread_rows
-from precompute.partitions.catalogue import (item_id_texts, needs_item_index)
+from precompute.partitions.catalogue import item_id_texts, needs_item_index
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
@@ -81,7 +81,9 @@ def vocabulary(candidate: Candidate) -> Measurement:
     expected_indices = pinned_bundle.vocabulary.find_positions(item_id_texts(items))
     if needs_item_index(pinned_bundle) and (expected_indices < 0).any():
         return none_of(int((expected_indices < 0).sum()), "items that the model does not know")
-    model_indices = np.asarray(items.model_indices_of(Ordinals(np.arange(items.count, dtype=np.int64))))
+    model_indices = np.asarray(
+        items.model_indices_of(Ordinals(np.arange(items.count, dtype=np.int64)))
+    )
     if wrong_count := int((model_indices != expected_indices).sum()):
         return none_of(wrong_count, "items with another model index than the bundle gives them")
     vocabulary_digest, live = pinned_bundle.vocabulary_digest, candidate.live

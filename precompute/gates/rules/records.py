@@ -22,12 +22,12 @@ from precompute.gates.evidence.candidate import (
     not_measured,
 )
 from precompute.gates.evidence.user_sample import read_user_ids, sampled_shards
-from precompute.partitions.catalogue import (item_id_texts)
+from precompute.partitions.catalogue import item_id_texts
 from precompute.sources.columns import text_hashes
 from precompute.sources.plausibility import unknown_item_share
-from precompute.sources.readers import (EVENT_INTERACTIONS_SOURCE)
-from precompute.sources.unusable import (UNKNOWN_ITEMS_NAMED_FIELD, find_worst_source)
-from precompute.sources.vocabulary import (CHUNK_ROWS_MAX)
+from precompute.sources.readers import EVENT_INTERACTIONS_SOURCE
+from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, find_worst_source
+from precompute.sources.vocabulary import CHUNK_ROWS_MAX
 
 VECTORS_AT_ONCE: Final = 16_384
 
@@ -313,7 +313,10 @@ def _count_out_of_place(candidate: Candidate, table: Table) -> int:
         candidate.evidence.directories[table.entity],
     )
     counts = [part.count for part in table.parts]
-    if counts != [len(part) for part in directory.hash_parts] or scan.record_count != directory.count:
+    if (
+        counts != [len(part) for part in directory.hash_parts]
+        or scan.record_count != directory.count
+    ):
         return int(max(1, abs(scan.record_count - directory.count)))
     return 0
 

@@ -23,7 +23,7 @@ from precompute.gates.evidence.candidate import (
 from precompute.gates.evidence.evidence import select_spread_rows
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.towers import select_usable_inputs
-from precompute.sources.columns import (to_raw_ids)
+from precompute.sources.columns import to_raw_ids
 
 SKEW_SAMPLE: Final = 200
 
@@ -148,7 +148,10 @@ def _prepare_sample(
             # Whoever brought a vector along was not answered by the tower.
             user_rows = user_rows[~users.has_vector[user_rows]]
         user_rows = select_spread_rows(user_rows, SKEW_SAMPLE)
-        positions, raw_ids = evidence.users.positions[user_rows], to_raw_ids(users.ids.take(user_rows))
+        positions, raw_ids = (
+            evidence.users.positions[user_rows],
+            to_raw_ids(users.ids.take(user_rows)),
+        )
         live_inputs = [
             LiveInput(
                 history=tuple(

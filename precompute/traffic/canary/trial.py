@@ -62,7 +62,10 @@ def start(
     ):
         generation_id = generation or _newest_verified(releases.control)
         canary = _pointer_canary(releases.control)
-        traffic_percent, former_percent = config.canary.percent if percent is None else percent, None
+        traffic_percent, former_percent = (
+            config.canary.percent if percent is None else percent,
+            None,
+        )
         if canary is not None and canary.generation == generation_id:
             traffic_percent = canary.percent if percent is None else percent
             former_percent = canary.percent if traffic_percent != canary.percent else None
@@ -91,7 +94,9 @@ def start(
                 )  # fmt: skip
         else:
             StagingNote(releases.control).clear(attempt, generation_id)
-    restart_note = f"the share was {former_percent:g} %, so counting starts anew" if former_percent else None
+    restart_note = (
+        f"the share was {former_percent:g} %, so counting starts anew" if former_percent else None
+    )
     return {
         "generation": generation_id,
         "percent": traffic_percent,
@@ -181,9 +186,14 @@ def publish_or_abandon(config: NightConfig, generation: str, *, attempt: str) ->
             return {"generation": generation, "published": True}
         canary = None if pointer is None else pointer.canary
         has_ended = canary is None or canary.generation != generation
-        if has_ended and (abandonment := _abandonment_by(releases, attempt, generation)) is not None:
+        if (
+            has_ended
+            and (abandonment := _abandonment_by(releases, attempt, generation)) is not None
+        ):
             raise Refused(f"{generation} was abandoned: {abandonment.reason}", rule="canary")
-        comparison = compare(releases.control.replicas(), _demand_running_canary(releases.control, generation))
+        comparison = compare(
+            releases.control.replicas(), _demand_running_canary(releases.control, generation)
+        )
         verdict, reasons = decide(comparison, config.canary)
         if verdict == "undecided":
             raise Conflict(

@@ -226,7 +226,10 @@ def _top_columns(
 
 
 def _name_column(item_names: IdBytes) -> Column:
-    return Column(((len(item_names.offset_bytes) // 4 - 1, 0),), (b"", item_names.offset_bytes, item_names.joined_ids))
+    return Column(
+        ((len(item_names.offset_bytes) // 4 - 1, 0),),
+        (b"", item_names.offset_bytes, item_names.joined_ids),
+    )
 
 
 def _vector_column(

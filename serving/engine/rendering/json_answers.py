@@ -87,7 +87,9 @@ class StaticTail:
         stamp, data_until = snapshot.stamp, snapshot.manifest.data_until
         if depends_on_attributes:
             stamp = snapshot.values_stamp
-        return ReadyAnswer(stamp, head, self._tail, data_until, entity_name, request, user_events=events)
+        return ReadyAnswer(
+            stamp, head, self._tail, data_until, entity_name, request, user_events=events
+        )
 
 
 def ready_with_events(

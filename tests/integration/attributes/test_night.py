@@ -14,7 +14,7 @@ from cache.events.event import Event
 from cache.format.manifest import Manifest
 from cache.format.stream_position import Position
 from precompute.builds.build import Build
-from precompute.builds.reports import (BEGIN_REPORT)
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.config.settings import FacetConfig, FilterConfig, NightConfig, TableConfig
 from precompute.events.files import EventValues
 from precompute.reuse.inputs import VALUES_REASON

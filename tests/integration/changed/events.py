@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
-from precompute.builds.reports import (BEGIN_REPORT)
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.config.settings import TableConfig
 from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
-from precompute.partitions.digests import (item_digests_path)
+from precompute.partitions.digests import item_digests_path
 from precompute.reference.train import train_reference
 from precompute.reuse.base import OTHER_BUNDLE_REASON, OTHER_SETTINGS_REASON
 from precompute.reuse.inputs import (

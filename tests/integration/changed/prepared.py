@@ -11,13 +11,21 @@ import numpy as np
 from cache.control.control_keys import Control
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build
-from precompute.builds.reports import (BEGIN_REPORT, INDEX_REPORT, IndexReport, QUANTIZE_REPORT, QuantizeReport, file_entry, shard_report_name)
-from precompute.builds.seal import (write_manifest)
+from precompute.builds.reports import (
+    BEGIN_REPORT,
+    INDEX_REPORT,
+    QUANTIZE_REPORT,
+    IndexReport,
+    QuantizeReport,
+    file_entry,
+    shard_report_name,
+)
+from precompute.builds.seal import write_manifest
 from precompute.features import scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement
 from precompute.partitions.catalogue import open_items
 from precompute.partitions.digests import Digests
-from precompute.partitions.shard_files import (PARTITION_FOLDER)
+from precompute.partitions.shard_files import PARTITION_FOLDER
 from precompute.partitions.shard_input import ShardInput, read_shard
 from precompute.reuse.identity import identity
 from precompute.scoring.copies import inputs_path, pair_with_digests

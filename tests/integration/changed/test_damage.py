@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from cache.store.artefacts import generation_path
-from precompute.builds.reports import (shard_report_name)
+from precompute.builds.reports import shard_report_name
 from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
-from precompute.partitions.catalogue import (ITEM_IDS_FILE, ITEM_VECTORS_FILE, directory_file_path)
-from precompute.partitions.digests import (item_digests_path)
-from precompute.partitions.partition import (POPULARITY_FILE, UNKNOWN_ITEMS_FILE)
+from precompute.partitions.catalogue import ITEM_IDS_FILE, ITEM_VECTORS_FILE, directory_file_path
+from precompute.partitions.digests import item_digests_path
+from precompute.partitions.partition import POPULARITY_FILE, UNKNOWN_ITEMS_FILE
 from precompute.scoring.copies import inputs_path
 from tests.integration.changed import events
 from tests.integration.changed.month import Month, spoil
@@ -20,7 +20,15 @@ from tests.integration.changed.worlds import reference
 FILES = (
     "tables/user_topk/0000.pages", "tables/user_topk.in_stock/0001.pages", "tables/item_similar/0000.pages",
     "tables/item_vector/0001.pages", "tables/user_affinity/0001.pages", "directory/user/0000.u64",
-    directory_file_path("item", 1), "seen/0000.ends", "seen/0001.items", f"{ATTRIBUTES_FOLDER}/0000.values", ITEM_VECTORS_FILE, ITEM_IDS_FILE,
+    directory_file_path((
+            "item"
+), 1), (
+            "seen/0000.ends"
+), (
+            "seen/0001.items"
+), (
+            f"{ATTRIBUTES_FOLDER}/0000.values"
+), ITEM_VECTORS_FILE, ITEM_IDS_FILE,
     inputs_path(0), item_digests_path("item_tower"), POPULARITY_FILE, UNKNOWN_ITEMS_FILE, "work/partition/0000.rows",
     "work/partition/0001.ids", "work/partition/0001.features",
 )  # fmt: skip

@@ -11,14 +11,14 @@ from rich.markup import render
 from cache.errors import Conflict
 from cache.store.artefacts import read_manifest
 from precompute.bulk.governor import Governor
-from precompute.cli.parser import (build_command_parser)
+from precompute.cli.parser import build_command_parser
 from precompute.config.progress import quiet
-from precompute.config.settings import (NightConfig, peak_generation_count)
+from precompute.config.settings import NightConfig, peak_generation_count
 from precompute.planning.capacity import find_limits
 from precompute.releases.recovery import restore
 from precompute.traffic import experiments
 from precompute.traffic.experiment_command import free_namespaces
-from precompute.traffic.experiments import (ArmOption, ExperimentOption, compute_arm_rooms)
+from precompute.traffic.experiments import ArmOption, ExperimentOption, compute_arm_rooms
 from tests.integration.experiments.arms import arms, live_of
 from tests.integration.fleet import control_of
 from tests.integration.nights import publish_night
@@ -94,9 +94,9 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     )
     experiments.stop(own_config, "also")
     with control_of(own_config) as control:
-        assert [arm_room.namespace for arm_room in compute_arm_rooms(own_config, control.client)] == [
-            two.namespace
-        ]
+        assert [
+            arm_room.namespace for arm_room in compute_arm_rooms(own_config, control.client)
+        ] == [two.namespace]
     live = live_of(first_arm_config)
     freed = free_namespaces(own_config, "ranker")
     assert freed == {

@@ -21,7 +21,7 @@ from cache.records import NO_ITEM, decode_record
 from cache.store.night_failure import last_failure
 from precompute.builds.build import CUT_FORMAT, Build
 from precompute.builds.reports import BEGIN_REPORT, InputFields
-from precompute.cli.commands import (inputs_change_name)
+from precompute.cli.commands import inputs_change_name
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.partition import PartitionJob
@@ -173,7 +173,9 @@ def test_a_file_from_the_future_names_no_generation(config):
     """A clock that was ahead when files were copied: each night after that one was refused as older than it."""
     os.utime(config.path("interactions.parquet"), (4_000_000_000, 4_000_000_000))
 
-    build = begin.run(config, data_until=None, run_after=None, named=inputs_change_name(config, None))
+    build = begin.run(
+        config, data_until=None, run_after=None, named=inputs_change_name(config, None)
+    )
 
     with open_releases(config) as releases:
         clock_time = datetime.fromtimestamp(releases.clock(), UTC)

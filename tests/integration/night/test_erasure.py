@@ -29,7 +29,13 @@ from precompute.builds.build import record_copies
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure.command import erase
-from precompute.erasure.erasing import (ErasureStatus, begin_erasing, drop_overlays, readmit_entity, settle_erasures)
+from precompute.erasure.erasing import (
+    ErasureStatus,
+    begin_erasing,
+    drop_overlays,
+    readmit_entity,
+    settle_erasures,
+)
 from precompute.partitions import catalogue
 from precompute.releases import moves
 from precompute.releases.recovery import restore

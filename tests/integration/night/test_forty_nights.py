@@ -20,7 +20,7 @@ from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer
 from cache.store.releases import all_releases
 from precompute.config.progress import Progress
-from precompute.config.settings import (NightConfig, peak_generation_count)
+from precompute.config.settings import NightConfig, peak_generation_count
 from precompute.gates.judge import GATES
 from precompute.planning.capacity import CapacityLimits, find_limits
 from precompute.planning.forecast import forecast, judge_forecast

@@ -17,7 +17,7 @@ from cache.process.redis_server import join_or_start_server
 from cache.store.artefacts import read_manifest
 from cache.store.releases import all_releases
 from precompute.bulk.load import unlink_pages
-from precompute.bulk.reload import (find_damaged_pages)
+from precompute.bulk.reload import find_damaged_pages
 from precompute.config.settings import ReferenceConfig
 from precompute.gates.judge import GATES, LIVE_FILES_RULE, OVERRIDABLE_RULES
 from precompute.steps import verify

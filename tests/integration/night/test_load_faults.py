@@ -25,7 +25,14 @@ from cache.store.releases import all_releases
 from precompute.builds.build import Build
 from precompute.builds.reports import LOAD_REPORT, BuildId
 from precompute.builds.seal import write_manifest
-from precompute.bulk.load import (PageStream, Part, count_loaded_pages, page_keys, parts_of, unlink_pages)
+from precompute.bulk.load import (
+    PageStream,
+    Part,
+    count_loaded_pages,
+    page_keys,
+    parts_of,
+    unlink_pages,
+)
 from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
 from precompute.releases import moves

@@ -37,7 +37,7 @@ from cache.store.artefacts import ArtefactStore, read_manifest, sha256_of
 from cache.store.releases import all_releases
 from precompute.builds.build import Build, record_copies
 from precompute.builds.reports import ASSEMBLE_REPORT, BEGIN_REPORT, BuildId
-from precompute.bulk.headroom import (REDIS_USED_SHARE_MAX)
+from precompute.bulk.headroom import REDIS_USED_SHARE_MAX
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import GateThresholds, Sources, TableConfig

@@ -15,7 +15,7 @@ from cache.model.agreement import SKEW_RULE
 from cache.quality.probe import PROBE_FACT, Probe
 from cache.records import decode_record
 from precompute.builds.build import Build
-from precompute.builds.reports import (BEGIN_REPORT)
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.planning.sampling import draw_sample
 from precompute.steps import begin
 from tests.integration import nights

@@ -15,8 +15,8 @@ from cache.usage.hot_keys import COLD_WINDOW, window_number_of
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure.erasing import begin_erasing
-from precompute.partitions.holdout import (HOLDOUT_FILE)
-from precompute.usage.worklist import (WorklistRow, make_rows, read_cold_counts, worklist)
+from precompute.partitions.holdout import HOLDOUT_FILE
+from precompute.usage.worklist import WorklistRow, make_rows, read_cold_counts, worklist
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import Running, eventually, serving
 from tests.opened import open_generation

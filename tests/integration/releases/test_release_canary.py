@@ -11,7 +11,7 @@ from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import newest_release
 from precompute.releases import moves
-from precompute.releases.recovery import (_describe_ended_overrides, restore_redis)
+from precompute.releases.recovery import _describe_ended_overrides, restore_redis
 from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile
 

@@ -15,7 +15,7 @@ from cache.format.seen_items import SeenItems, UserInput
 from cache.format.stream_position import Position
 from cache.store.artefacts import read_manifest
 from precompute.config.settings import NightConfig
-from precompute.events.files import (last_taken_position)
+from precompute.events.files import last_taken_position
 from tests.integration import nights
 from tests.integration.changed.month import Month, spoil
 from tests.integration.taking.clicking import click, draw_mixed_events, microseconds

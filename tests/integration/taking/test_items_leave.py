@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.events.event import Event
-from precompute.builds.reports import (BEGIN_REPORT)
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.reuse.inputs import NAMED_ITEM_GONE_REASON
 from tests.integration.changed.month import Month, scored
 from tests.integration.taking.clicking import click, microseconds, take_all_events

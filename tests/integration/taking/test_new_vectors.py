@@ -16,8 +16,8 @@ from precompute.builds.build import Build
 from precompute.builds.reports import BEGIN_REPORT
 from precompute.bundles.bundle_store import bundles_from_tables
 from precompute.config.settings import NightConfig, TableConfig
-from precompute.erasure.erasing import (begin_erasing, settle_erasures)
-from precompute.events.event_trials import (BEYOND_TABLE_REASON, WRONG_WIDTH_REASON)
+from precompute.erasure.erasing import begin_erasing, settle_erasures
+from precompute.events.event_trials import BEYOND_TABLE_REASON, WRONG_WIDTH_REASON
 from precompute.releases.release_log import open_releases
 from precompute.steps import take_events
 from tests.integration import nights

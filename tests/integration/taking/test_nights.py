@@ -11,8 +11,8 @@ from cache.config.events import EventsConfig
 from cache.errors import ConfigError
 from cache.events.event import Event
 from cache.format.stream_position import STREAM_BEGINNING, Position
-from precompute.builds.build import (Build, data_until_of)
-from precompute.builds.reports import (BEGIN_REPORT)
+from precompute.builds.build import Build, data_until_of
+from precompute.builds.reports import BEGIN_REPORT
 from precompute.events import files as event_files
 from precompute.events import stream
 from precompute.events.files import EVENTS_FOLDER

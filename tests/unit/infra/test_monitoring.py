@@ -13,9 +13,9 @@ from cache.config.night import CanaryConfig, GateThresholds
 from cache.tiers.l1 import Absence
 from precompute.gates.judge import INTEGRITY_RULES, OVERRIDABLE_RULES
 from serving.dashboard.document import INBOX_WARN_S, REJECTED_WARN, STREAM_WARN
-from serving.events.counts import (ACCEPTED, ERASED, REFUSAL_REASONS, REPEATED)
-from serving.metrics.collectors import (COUNTED_MISS_REASONS)
-from serving.metrics.registry import (POINTER_LOOK_OUTCOMES, STAGES)
+from serving.events.counts import ACCEPTED, ERASED, REFUSAL_REASONS, REPEATED
+from serving.metrics.collectors import COUNTED_MISS_REASONS
+from serving.metrics.registry import POINTER_LOOK_OUTCOMES, STAGES
 from serving.requests.answers import FALLBACK_SOURCES, STORED_SOURCES, Source
 from serving.traffic.canary import ARMS
 from tests.exposed import labels

@@ -23,7 +23,7 @@ from cache.l2.resp import (
     reply_excerpt,
 )
 from cache.l2.sync_clients import clone_client, open_client
-from infra.cli.check import (LACK_EFFECT_BY_COMMAND, NEEDED_COMMANDS)
+from infra.cli.check import LACK_EFFECT_BY_COMMAND, NEEDED_COMMANDS
 from tests.forged.proxy import Order, forging
 from tests.forged_redis import forged_redis
 

@@ -22,7 +22,7 @@ from infra.cli.commands import (
     help_page,
 )
 from infra.cli.night_commands import parsers_by_command
-from serving.__main__ import (_MODULE_BY_COMMAND)
+from serving.__main__ import _MODULE_BY_COMMAND
 from tests.unit.test_layering import ROOT
 
 HIDDEN = """

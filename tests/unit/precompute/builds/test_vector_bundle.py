@@ -16,10 +16,14 @@ from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
 from precompute.adapters import vector_bundle
-from precompute.adapters.vector_bundle import (make_vector_bundle)
-from precompute.adapters.vectors import (fold_vectors_model)
+from precompute.adapters.vector_bundle import make_vector_bundle
+from precompute.adapters.vectors import fold_vectors_model
 from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_store import (bundle_made_of, bundles_from_tables, remove_bundles_with_items)
+from precompute.bundles.bundle_store import (
+    bundle_made_of,
+    bundles_from_tables,
+    remove_bundles_with_items,
+)
 from precompute.config.settings import NightConfig, Sources
 from precompute.sources.erasures import ErasedEntities
 from tests.unit.precompute.adapters.written import item_vectors
@@ -260,7 +264,9 @@ def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: Nig
     }
     for name, event_vectors in vectors.items():
         key = hashlib.sha256(name.encode()).hexdigest()
-        make = partial(make_vector_bundle, config, interactions_before=None, event_vectors=event_vectors)
+        make = partial(
+            make_vector_bundle, config, interactions_before=None, event_vectors=event_vectors
+        )
         with bundle_made_of(store, key, make) as bundle:
             digests[name] = bundle.digest
     store.local(f"bundles/{digests['damaged']}/items.parquet").write_bytes(b"{")
@@ -268,7 +274,9 @@ def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: Nig
     assert remove_bundles_with_items(store, []) == 0
     assert remove_bundles_with_items(store, [b"nobody", b"new"]) == 2
 
-    assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == [digests["without"]]
+    assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == [
+        digests["without"]
+    ]
     files = [file for file in store.local("bundles").rglob("*") if file.is_file()]
     assert {file.parent.name for file in files} == {"bundles", digests["without"]}
     assert not any(np.full(DIMS, 0.25, "f4").tobytes() in file.read_bytes() for file in files)

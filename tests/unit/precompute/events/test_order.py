@@ -14,7 +14,7 @@ from cache.config.events import EventsConfig
 from cache.events.event import Event
 from cache.format.stream_position import Position
 from precompute.config.settings import NightConfig, Sources, parse_time
-from precompute.events.files import (encode_events, read_event_interactions)
+from precompute.events.files import encode_events, read_event_interactions
 from precompute.partitions.digests import digest_users
 from precompute.partitions.night_input import FurtherInput, NightInput
 from precompute.partitions.partition import EarlierPartition, PartitionJob, PartitionResult

@@ -24,16 +24,30 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.records import Layout, encode_numbers
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions import shard_files
-from precompute.partitions.grouping import (order_if_distinct, positions_of_hashes)
+from precompute.partitions.grouping import order_if_distinct, positions_of_hashes
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.night_input import NightInput
 from precompute.partitions.partition import PartitionJob
-from precompute.partitions.shard_files import (BASE_FILE_KINDS, HASH_COLUMN, PARTITION_FOLDER, ShardFiles, first_hash, read_stream, shard_of, user_naming_kinds)
-from precompute.partitions.shard_input import (ShardInput, count_distinct_ids, read_shard, slice_shard)
+from precompute.partitions.shard_files import (
+    BASE_FILE_KINDS,
+    HASH_COLUMN,
+    PARTITION_FOLDER,
+    ShardFiles,
+    first_hash,
+    read_stream,
+    shard_of,
+    user_naming_kinds,
+)
+from precompute.partitions.shard_input import (
+    ShardInput,
+    count_distinct_ids,
+    read_shard,
+    slice_shard,
+)
 from precompute.scoring import input_samples
 from precompute.scoring.pages import PageFile
 from precompute.scoring.towers import select_usable_inputs
-from precompute.sources.features import (read_feature_values)
+from precompute.sources.features import read_feature_values
 from precompute.sources.readers import Interactions, read_interactions
 
 USERS = ["007", "7", "ü/1", "u4", "u5"]
@@ -275,7 +289,14 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_BYTES_MAX", 6_000)
 
     slices = slice_shard(folder, 0, 1, tmp_path / "scratch")
-    namings = slice_shard(folder, 0, 1, tmp_path / "naming", slice_rows_max=3, file_kinds=user_naming_kinds(BASE_FILE_KINDS))
+    namings = slice_shard(
+        folder,
+        0,
+        1,
+        tmp_path / "naming",
+        slice_rows_max=3,
+        file_kinds=user_naming_kinds(BASE_FILE_KINDS),
+    )
 
     assert len(slices.numbers) >= 2
     assert read_stream(tmp_path / f"naming/{namings.numbers[0]:04d}.features").column_names == [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cache.errors import Refused
 from cache.records import Layout
-from precompute.config.settings import (GateThresholds, NightConfig, peak_generation_count)
+from precompute.config.settings import GateThresholds, NightConfig, peak_generation_count
 from precompute.planning.capacity import CapacityLimits, RedisNode, demand_room, judge_capacity
 from precompute.planning.forecast import gpu_seconds, resize_lists
 from precompute.planning.sizes import REPORTS_BYTES, NightShape, Pages

@@ -2,7 +2,7 @@
 
 import pytest
 
-from precompute.builds.reports import (BaseEntry, NO_BASE_ENTRY)
+from precompute.builds.reports import NO_BASE_ENTRY, BaseEntry
 from precompute.reuse.base import NO_VERIFIED_BASE_REASON, OTHER_BUNDLE_REASON
 from precompute.reuse.reasons import base_in_words, users_in_words
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from cache.tiers.reads import DescribedEnum, MissReason
-from serving.metrics.collectors import (COUNTED_MISS_REASONS)
+from serving.metrics.collectors import COUNTED_MISS_REASONS
 from serving.requests.reasons import PUBLIC_MISS_REASONS, LiveReason, StaleReason
 from tests.unit.test_layering import ROOT
 

@@ -12,7 +12,14 @@ from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
-from cache.format.manifest import FACET_PREFIX, IncludedEvents, NamedFilter, Producer, Table, TablePart
+from cache.format.manifest import (
+    FACET_PREFIX,
+    IncludedEvents,
+    NamedFilter,
+    Producer,
+    Table,
+    TablePart,
+)
 from cache.records import Layout, encode_topk
 from cache.tiers.reads import SnapshotView
 from serving.engine.entity import find_plain_record_key, with_filter_table

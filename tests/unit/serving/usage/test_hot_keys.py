@@ -20,7 +20,7 @@ from cache.usage.hot_keys import (
 )
 from serving.engine.answer_observer import RECENT_NAMES_MAX, RecentNames
 from serving.generations.snapshot import Snapshot
-from serving.usage.hot_keys import (HotKeySketch, REPORTED_NAMES_MAX)
+from serving.usage.hot_keys import REPORTED_NAMES_MAX, HotKeySketch
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
 

@@ -12,7 +12,15 @@ from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from cache.tiers.reads import Counters
 from cache.tiers.tiered import TieredCache
 from serving.generations.snapshot import Snapshot
-from serving.usage.l1_advisor import (BUSY_SAMPLING_RATE, FREE_TOUCHES_PER_S, L1Advisor, SAMPLED_READS_MIN, STEP_S, TOUCHES_PER_READ, TOUCHES_PER_S)
+from serving.usage.l1_advisor import (
+    BUSY_SAMPLING_RATE,
+    FREE_TOUCHES_PER_S,
+    SAMPLED_READS_MIN,
+    STEP_S,
+    TOUCHES_PER_READ,
+    TOUCHES_PER_S,
+    L1Advisor,
+)
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
 
