@@ -131,7 +131,7 @@ class AnswerBuilder:
             exclusions += (case.history_in(snapshot).item_numbers,)
         column, raw = snapshot.changed_facets.get(table.name), case.entity.raw
         if column is not None and raw is not None and record.items is not None:
-            outdated_ordinals = record.items[~column.have(raw.decode(), record.items)]
+            outdated_ordinals = record.items[~column.mask_having_text(raw.decode(), record.items)]
             exclusions += (frozenset(outdated_ordinals.tolist()),)
         exclusions += self._newer_event_items(case, snapshot, source)
         filter_mask, reranker = context.filter_mask(snapshot), context.reranker(snapshot)
