@@ -96,4 +96,4 @@ class _Files:
 
 
 class _Tiers:
-    local, trace, counters = LocalTier(1), AccessTrace(), Counters()
+    local_tier, access_trace, counters = LocalTier(1), AccessTrace(), Counters()

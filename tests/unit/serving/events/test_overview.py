@@ -27,7 +27,7 @@ def overview(
     """A worker whose Redis keeps events as it says, and whose live generation has them up to a position."""
     published = None if published_until is None else SimpleNamespace(until=published_until)
     live = SimpleNamespace(manifest=SimpleNamespace(events=published))
-    users = type("Users", (list,), {"last": Position(20, 1).number})([1, 2, 3])
+    users = type("Users", (list,), {"last_number": Position(20, 1).number})([1, 2, 3])
     follower = SimpleNamespace(
         newer_events=SimpleNamespace(users=users, size_bytes=900),
         lag_s=lambda: 0.12345, held_bytes_max=1_000,

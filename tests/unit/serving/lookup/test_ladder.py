@@ -633,7 +633,7 @@ class FakeSeenItems:
     def __init__(self, *ordinals: int) -> None:
         self.ordinals = np.array(ordinals, np.int64)
 
-    def of(self, position: int) -> NDArray[np.int64]:
+    def ordinals_of(self, position: int) -> NDArray[np.int64]:
         """The same of each."""
         assert position >= 0
         return self.ordinals

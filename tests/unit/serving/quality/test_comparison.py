@@ -14,7 +14,7 @@ from tests.unit.serving.world import World, ask, entity, ids
 class Had:
     """Items that every user of the world had by the night."""
 
-    def of(self, position: int) -> NDArray[np.int64]:
+    def ordinals_of(self, position: int) -> NDArray[np.int64]:
         """The same of each."""
         assert position >= 0
         return np.array([4, 5], np.int64)

@@ -39,7 +39,7 @@ class Filtering:
     def get_cached(self, _filter: Any) -> None:
         return None
 
-    def cost(self, _filter: Any) -> int:
+    def evaluation_cost(self, _filter: Any) -> int:
         return self._cost
 
     def evaluate(self, filter_: str) -> str:

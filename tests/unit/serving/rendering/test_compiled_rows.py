@@ -55,8 +55,8 @@ def snapshot(names: Sequence[str], blocked: Sequence[int] = ()) -> Any:
     offsets = np.cumsum([0, *map(len, raws)]).astype(np.uint64)
     items = SimpleNamespace(
         count=len(names),
-        lent=SharedIdArrays(np.frombuffer(b"".join(raws), np.uint8), offsets),
-        texts=ItemJsonTexts(len(names), ids_of, longest),
+        shared_ids=SharedIdArrays(np.frombuffer(b"".join(raws), np.uint8), offsets),
+        json_texts=ItemJsonTexts(len(names), ids_of, longest),
     )
     return SimpleNamespace(items=items, blocked_ordinals=np.array(blocked, np.int64))
 

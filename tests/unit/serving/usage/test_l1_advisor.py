@@ -31,8 +31,8 @@ class Tiers:
     """What the advisor watches, driven by hand."""
 
     def __init__(self, l1_bytes: int) -> None:
-        self.local = LocalTier(l1_bytes)
-        self.trace = AccessTrace()
+        self.local_tier = LocalTier(l1_bytes)
+        self.access_trace = AccessTrace()
         self.counters = Counters()
 
 
@@ -54,8 +54,8 @@ class Worker:
     def read(self, *keys: int, size: int = 1_000) -> None:
         for key in keys:
             self.tiers.counters.l1_records += 1
-            if self.spot(key) <= self.tiers.trace.greatest_sampled_spot:
-                self.tiers.trace.append((self.spot(key), size))
+            if self.spot(key) <= self.tiers.access_trace.greatest_sampled_spot:
+                self.tiers.access_trace.append((self.spot(key), size))
 
     async def step(self, seconds: float = STEP_S) -> None:
         self.clock.tick(seconds)
@@ -114,8 +114,8 @@ async def test_nothing_is_said_before_there_was_enough_traffic(worker: Worker) -
 async def test_the_place_in_the_table_counts(worker: Worker) -> None:
     for number in range(40):
         key = LocalKey("g", "t", number)
-        worker.tiers.local.put(key, Entry(bytes(600), number))
-    slot_bytes = worker.tiers.local.table_bytes_per_entry
+        worker.tiers.local_tier.put(key, Entry(bytes(600), number))
+    slot_bytes = worker.tiers.local_tier.table_bytes_per_entry
     report = await worker.reading(list(range(200)) * 2)
 
     at_budget = next(point for point in report["curve"] if point["bytes"] == 100_000)
@@ -132,7 +132,7 @@ async def test_a_flip_starts_the_sample_again_and_keeps_what_was_counted(worker:
 
     assert after is not None and after["sampled"] == 0
     assert after["hit_ratio"] == pytest.approx(report_before["hit_ratio"])
-    assert worker.tiers.trace.greatest_sampled_spot == HASH_SPACE - 1
+    assert worker.tiers.access_trace.greatest_sampled_spot == HASH_SPACE - 1
 
 
 async def test_a_busy_service_is_sampled_in_part_an_idle_one_whole(worker: Worker) -> None:
@@ -140,13 +140,13 @@ async def test_a_busy_service_is_sampled_in_part_an_idle_one_whole(worker: Worke
     for _ in range(60):
         worker.read(*(worker.rng.randrange(500) for _ in range(60)))
         await worker.step()
-    idle = worker.tiers.trace.greatest_sampled_spot + 1
+    idle = worker.tiers.access_trace.greatest_sampled_spot + 1
     for _ in range(60):
         worker.read(*(worker.rng.randrange(500) for _ in range(400)))
         await worker.step()
 
     assert idle == HASH_SPACE
-    assert worker.tiers.trace.greatest_sampled_spot + 1 == BUSY_SAMPLING_RATE * HASH_SPACE
+    assert worker.tiers.access_trace.greatest_sampled_spot + 1 == BUSY_SAMPLING_RATE * HASH_SPACE
 
 
 async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
@@ -156,7 +156,7 @@ async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
         worker.read(*(worker.rng.randrange(20_000) for _ in range(12_000)))
         await worker.step()
 
-    rate = (worker.tiers.trace.greatest_sampled_spot + 1) / HASH_SPACE
+    rate = (worker.tiers.access_trace.greatest_sampled_spot + 1) / HASH_SPACE
     reads_per_s = 12_000 / STEP_S
     allowed_per_s = FREE_TOUCHES_PER_S + TOUCHES_PER_READ * reads_per_s
     assert allowed_per_s < TOUCHES_PER_S
@@ -174,14 +174,14 @@ async def test_a_step_that_lost_reads_counts_none_of_them_and_says_so(worker: Wo
 
     assert worker.advisor.lost_step_count == 1
     assert after is not None and after["hit_ratio"] == pytest.approx(report_before["hit_ratio"])
-    assert worker.tiers.trace.greatest_sampled_spot + 1 <= BUSY_SAMPLING_RATE * HASH_SPACE
+    assert worker.tiers.access_trace.greatest_sampled_spot + 1 <= BUSY_SAMPLING_RATE * HASH_SPACE
 
 
 async def test_switched_off_it_samples_nothing_and_says_nothing() -> None:
     worker = Worker(keys_max=0)
     worker.read(*range(1_000))
 
-    assert not worker.tiers.trace and worker.advisor.step_s == 0.0
+    assert not worker.tiers.access_trace and worker.advisor.step_s == 0.0
     assert worker.advisor.to_json() is None
     samples = [sample for family in worker.advisor.collect() for sample in family.samples]
     assert {sample.name: sample.value for sample in samples} == {
