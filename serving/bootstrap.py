@@ -61,7 +61,8 @@ async def running(
     store_threads = StoreThreads()
     host_headroom = HostHeadroom(config.store().local(""), store_threads)
     open_held_namespace = partial(
-        open_namespace, cores=service_components.cores, host=host_headroom, staging_executor=staging_executor, in_thread=store_threads,
+        open_namespace, cores=service_components.cores, host=host_headroom, staging_executor=staging_executor,
+        in_thread=store_threads,
         loops=loops,
     )  # fmt: skip
     own_namespace = open_held_namespace(
@@ -138,8 +139,10 @@ async def running(
 
     replica = Replica(
         config=config, name=replica_name, fleet_name=replica_name if peers is None else peers.replica, metrics=metrics,
-        loops=loops, in_thread=store_threads, own_namespace=own_namespace, l1_tier=service_components.local, executor=service_components.executor,
-        batcher=service_components.batcher, inference=service_components.inference, admission=service_components.admission, nights=nights,
+        loops=loops, in_thread=store_threads, own_namespace=own_namespace, l1_tier=service_components.local,
+        executor=service_components.executor,
+        batcher=service_components.batcher, inference=service_components.inference,
+        admission=service_components.admission, nights=nights,
         releases=releases, service=service, open_namespace=open_beside,
     )  # fmt: skip
     hooks = replica.hooks

@@ -397,7 +397,8 @@ def check_redis(config: "NightConfig") -> CheckResult:
             )
     if refused_commands and not may_only_serve:
         return "to do", _missing_rights_text(server_url, config.namespace, refused_commands)
-    summary = f"{url_without_password(server_url)}{'' if config.redis_url else ', of `larder redis` or another command'}; "
+    origin_text = "" if config.redis_url else ", of `larder redis` or another command"
+    summary = f"{url_without_password(server_url)}{origin_text}; "
     summary += ", ".join(map(str, redis_kinds))
     lacking_commands = sorted(
         {lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.without}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Run the import; return exit code 0; raise SourceError or ConfigError if no folder was written."""
     args = argument_parser(prog).parse_args(argv)
-    from precompute.config.console import err_console
+    from precompute.config.console import err_console, progress_bars
 
     with progress_bars(err_console, is_quiet=args.json) as progress:
         progress("import", 0, 0)

@@ -359,7 +359,10 @@ def _readable_log_line(json_line: str) -> str:
     for error in log_entry.get("error_detail") or ():
         readable_text += f"\n    {error.get('exc_type')}: {error.get('exc_value')}"
         for stack_frame in (error.get("frames") or [])[-3:]:
-            readable_text += f"\n        {stack_frame.get('filename')}:{stack_frame.get('lineno')} {stack_frame.get('name')}"
+            readable_text += (
+                f"\n        {stack_frame.get('filename')}:{stack_frame.get('lineno')} "
+                f"{stack_frame.get('name')}"
+            )
     return readable_text
 
 

@@ -266,8 +266,10 @@ def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     try:
         with _quiet_export():
             program = torch.onnx.export(
-                tower, tuple(map(torch.from_numpy, array_by_input.values())), dynamo=True, dynamic_shapes=(dynamic_shapes,),
-                input_names=list(array_by_input), output_names=[spec.output], opset_version=EXPORT_OPSET, external_data=False,
+                tower, tuple(map(torch.from_numpy, array_by_input.values())), dynamo=True,
+                dynamic_shapes=(dynamic_shapes,),
+                input_names=list(array_by_input), output_names=[spec.output], opset_version=EXPORT_OPSET,
+                external_data=False,
                 verbose=False,
                 optimize=False,
             )  # fmt: skip

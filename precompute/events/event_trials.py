@@ -94,7 +94,8 @@ def read_event_values(
     item_values_with_ids = _with_item_id_features(config, bundle, event_values)
     usable_item_values = _usable_values(config, bundle, "item", item_values_with_ids, unusable)
     return NightValues(
-        usable_user_values, usable_item_values, event_values.items, event_values.event_item_ids, _unlisted_ids(config, event_values.event_item_ids),
+        usable_user_values, usable_item_values, event_values.items, event_values.event_item_ids,
+        _unlisted_ids(config, event_values.event_item_ids),
         digest_of_event_values(usable_user_values, input_columns_by_kind["user"]),
     )  # fmt: skip
 

@@ -280,7 +280,8 @@ def judge_forecast(
 ) -> list[Any]:
     """Return the verdicts on a forecast within these limits."""
     return judge_capacity(
-        limits, config.gates, generation_count=peak_generation_count(config.keep), redis_bytes=night_forecast.redis_bytes,
+        limits, config.gates, generation_count=peak_generation_count(config.keep),
+        redis_bytes=night_forecast.redis_bytes,
         mapped_bytes=night_forecast.shape.mapped_bytes, disk_bytes=night_forecast.shape.disk_bytes,
     )  # fmt: skip
 

@@ -328,7 +328,8 @@ def _begin(
         }  # fmt: skip
         unusable = UnusableRows(erased_entities.users | erased_entities.items)
         night = BegunNight(
-            build, bundle, prior, cut_text, erased_entities, known_fields, night_further_input, input_files, progress, unusable,
+            build, bundle, prior, cut_text, erased_entities, known_fields, night_further_input, input_files,
+            progress, unusable,
             early_remarks=rolled_back_remarks,
         )  # fmt: skip
         _prepare(night, sources_digest)

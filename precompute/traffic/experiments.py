@@ -556,7 +556,8 @@ def compute_arm_rooms(config: NightConfig, client: "redis.Redis") -> tuple[ArmRo
             sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests
         ]
         rooms.append(ArmRoom(
-            namespace, arm_texts, len(manifests), page_count, sum(page_bytes_by_generation), max(page_bytes_by_generation, default=0),
+            namespace, arm_texts, len(manifests), page_count, sum(page_bytes_by_generation),
+            max(page_bytes_by_generation, default=0),
             max(mapped_bytes_by_generation, default=0),
         ))  # fmt: skip
     return tuple(rooms)

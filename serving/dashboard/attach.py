@@ -88,7 +88,8 @@ def attach(replica: Replica) -> Dashboard:
     dashboard = Dashboard(
         own_namespace.components.remote.control, GenerationHistory(own_namespace.store, replica.releases.read_records),
         worker_name=replica.name, is_on=config.observe and config.dashboard_s > 0, read_counts=read_counts,
-        read_worker_state=read_worker_state, bucket_bounds=metrics.answer_seconds.bounds, nights=replica.nights, clock=own_namespace.clock,
+        read_worker_state=read_worker_state, bucket_bounds=metrics.answer_seconds.bounds, nights=replica.nights,
+        clock=own_namespace.clock,
         advisor=lambda: read_report("advisor"), quality=lambda: read_report("quality"),
         list_experiments=lambda: read_report("arms") or (), events=lambda: read_report("events"),
         in_thread=replica.in_thread,

@@ -125,7 +125,8 @@ class Dashboard:
             dashboard_document = build_document(
                 reading, schedule=schedule, archive=self._archive_rows, roles=roles,
                 generations_at=self._generations_at,
-                bucket_bounds=self._bounds, advisor=_call_provider(merge_advice), quality=quality, experiment_rows=experiment_rows,
+                bucket_bounds=self._bounds, advisor=_call_provider(merge_advice), quality=quality,
+                experiment_rows=experiment_rows,
             )  # fmt: skip
             return orjson.dumps(dashboard_document, option=orjson.OPT_SERIALIZE_NUMPY)
 

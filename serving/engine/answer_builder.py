@@ -137,7 +137,9 @@ class AnswerBuilder:
             exclusions += (pending.history_in(snapshot).item_numbers,)
         current_values, entity_id = snapshot.changed_facets.get(table.name), pending.entity.raw
         if current_values is not None and entity_id is not None and record.items is not None:
-            outdated_ordinals = record.items[~current_values.mask_having_text(entity_id.decode(), record.items)]
+            outdated_ordinals = record.items[
+                ~current_values.mask_having_text(entity_id.decode(), record.items)
+            ]
             exclusions += (frozenset(outdated_ordinals.tolist()),)
         exclusions += self._newer_event_items(pending, snapshot, source)
         filter_mask, reranker = context.filter_mask(snapshot), context.reranker(snapshot)

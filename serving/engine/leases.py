@@ -10,7 +10,13 @@ from typing import TypeVar
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
-from cache.l2.commands import LEASE_DONE_PREFIX, LeaseMark, LeaseSwap, LeaseTake
+from cache.l2.commands import (
+    GIVEN_BACK_LEASE_VALUE,
+    LEASE_DONE_PREFIX,
+    LeaseMark,
+    LeaseSwap,
+    LeaseTake,
+)
 from cache.l2.data_plane import DataPlane
 from cache.tiers.reads import Hit, RecordKey, SnapshotView
 from cache.tiers.tiered import TieredCache

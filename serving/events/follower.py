@@ -221,7 +221,10 @@ class EventFollower:
         """Forget the events of newly blocked owners, and read again those of unblocked ones."""
         newer_events = self.newer_events
         if blocklist is not self._blocklist:
-            previous_owners, self._blocked_owners = self._blocked, _blocked_owners(blocklist)
+            previous_owners, self._blocked_owners = (
+                self._blocked_owners,
+                _owners_in_blocklist(blocklist),
+            )
             self._blocklist = blocklist
             self._unblocked_owners = _EventOwners(
                 (self._unblocked_owners.user_ids | previous_owners.user_ids)

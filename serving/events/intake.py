@@ -595,7 +595,8 @@ class EventParts:
             redis, EventReader(keyspace, events_config, get_new_item_inputs),
             Acceptor(redis, keyspace, bounds, get_newest_position, loops=loops),
             Acceptor(redis, keyspace, bounds, get_newest_position, ACCEPT_SCRIPT_AT_MAXMEMORY, loops),
-            RejectionQueue(redis, keyspace, counts, events_config.rejected), counts, get_blocklist, time.time, time.monotonic,
+            RejectionQueue(redis, keyspace, counts, events_config.rejected), counts, get_blocklist, time.time,
+            time.monotonic,
         )  # fmt: skip
         return cls(redis, intake, Inbox(redis, keyspace, intake, consumer_name, loops))
 

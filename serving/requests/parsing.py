@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from cache.errors import InvalidId
-from cache.format.ids import ID_BYTES_MAX, canonical_id
+from cache.format.ids import ID_BYTES_MAX, canonical_id, have_id_lengths
 from cache.native import loader
 from serving.arrow.reader import UnsupportedStream, read_frame
 from serving.arrow.schema import Field, MalformedStream

@@ -268,7 +268,10 @@ def _look_at_safely(path: Path, look_at_file: Callable[[], _FileLook]) -> _FileL
     except UnicodeEncodeError:
         failure_reason = NOT_UTF_8_NAME
     except UnicodeDecodeError:
-        failure_reason = "is not UTF-8: convert it from its encoding, e.g. with iconv -f latin1 (or -f shift_jis) -t utf-8"
+        failure_reason = (
+            "is not UTF-8: convert it from its encoding, e.g. with iconv -f latin1 (or -f shift_jis) "
+            "-t utf-8"
+        )
     except FILE_ERRORS as error:
         error_lines = str(error).splitlines() or [type(error).__name__]
         failure_reason = f"cannot be read: {error_lines[0]}"

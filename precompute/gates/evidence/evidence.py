@@ -285,8 +285,8 @@ class Evidence:
     @cached_property
     def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
         """Ordinals of items with the longest vectors (head), the shortest, new against the live one, and any."""
-        vector_lengths = vector_lengths(self.items.vectors)
-        by_descending_length = np.argsort(-vector_lengths, kind="stable")
+        lengths = vector_lengths(self.items.vectors)
+        by_descending_length = np.argsort(-lengths, kind="stable")
         spread_ordinals = np.unique(
             np.linspace(0, self.items.count - 1, 2 * STRATUM_ITEMS_MAX).astype(np.int64)
         )
