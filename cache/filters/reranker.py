@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.attributes import NO_CODE, NO_FLAG, NO_TIME, AttributeColumn, ItemAttributes
-from cache.filters.filtering import unknown_attribute
+from cache.filters.filtering import unknown_attribute_error
 from cache.filters.reranking import Diversify, Reranking
 from cache.model.filter_mask import FilterMask
 
@@ -116,7 +116,7 @@ def _column(diversify: Diversify, attributes: ItemAttributes | None) -> Attribut
     column = None if attributes is None else attributes.columns.get(diversify.attribute)
     if column is None:
         kind_by_attribute = {} if attributes is None else attributes.kinds
-        raise unknown_attribute(diversify.attribute, kind_by_attribute, "diversify.attribute")
+        raise unknown_attribute_error(diversify.attribute, kind_by_attribute, "diversify.attribute")
     return column
 
 

@@ -321,8 +321,8 @@ def check_bundle(config: "NightConfig") -> CheckResult:
             newest_digest = handovers[-1].digest[:12]
             remedy = f"run `larder hand-over {bundle_folder}` for this one, or remove the folder"
             return (
+                "to do",
                 (
-                    "to do"
                     f"{bundle_folder} holds {bundle.digest[:12]}, but nights use {newest_digest}, which followed "
                     f"it: {remedy}"
                 ),
@@ -476,8 +476,8 @@ def check_events(config: "NightConfig") -> CheckResult:
         durability, eviction_policy = asyncio.run(_read_durability(server_url, config))
     except LarderError as error:
         return (
+            "to do",
             (
-                "to do"
                 f"{url_without_password(server_url)} cannot be used: {error.message}; is LARDER_EVENTS_URL "
                 "right, "
                 "and does it run?"
@@ -556,8 +556,8 @@ def check_store(config: "NightConfig") -> CheckResult:
     store.demand_write_once()
     generation_count = len(store.names("generations"))
     return (
+        "ok",
         (
-            "ok"
             f"{config.artifacts}: {generation_count} generation{'s' * (generation_count != 1)} in namespace "
             f"{config.namespace}"
         ),
@@ -588,8 +588,8 @@ def check_airflow(_config: "NightConfig") -> CheckResult:
         if state in ("older", "changed", "foreign", "missing"):
             return "to do", f"{target}: {_DAG_FILE_STATE_TEXTS[state]}; `larder dags install`"
     return (
+        "ok",
         (
-            "ok"
             f"{len(state_by_target)} DAGs in {Path(airflow_dags_folder)}, Airflow "
             f"{installed_version or 'of unknown version'}"
         ),

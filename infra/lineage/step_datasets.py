@@ -409,15 +409,15 @@ def _totals_by_table(manifest: Manifest | None) -> Iterable[tuple[str, Mapping[s
 
 
 _DATASETS_BY_STEP: Final[Mapping[str, Callable[[FinishedStep], StepDatasets]]] = {
-    (
-            "take_events"
-): _take_events_datasets, (
-            "begin"
-): _begin_datasets, (
-            "embed_items"
-): _embed_items_datasets, (
-            "score"
-): _score_datasets,
-    "assemble": _assemble_datasets, "index": _index_datasets, "quantize": _quantize_datasets, "load": _load_datasets,
-    "verify": _verify_datasets, "publish": _publish_datasets, "warm": _warm_datasets,
-}  # fmt: skip
+    "take_events": _take_events_datasets,
+    "begin": _begin_datasets,
+    "embed_items": _embed_items_datasets,
+    "score": _score_datasets,
+    "assemble": _assemble_datasets,
+    "index": _index_datasets,
+    "quantize": _quantize_datasets,
+    "load": _load_datasets,
+    "verify": _verify_datasets,
+    "publish": _publish_datasets,
+    "warm": _warm_datasets,
+}

@@ -259,14 +259,16 @@ def from_classifier(
             entity="item",
         )
         bundle = write_bundle(
-            staging_folder, name=table, version="1", dims=len(labels), item_ids=list(labels), user_tower=user_tower,
+            staging_folder,
+            name=table,
+            version="1",
+            dims=len(labels),
+            item_ids=list(labels),
+            user_tower=user_tower,
             item_tower=item_model,
-            values={table: labelled_model}, training={(
-                    "imported"
-): (
-                    "classifier"
-), COLUMNS_OF_INPUTS_KEY: columns_by_input},
-        )  # fmt: skip
+            values={table: labelled_model},
+            training={"imported": "classifier", COLUMNS_OF_INPUTS_KEY: columns_by_input},
+        )
         tower = Tower.open(bundle.values[table].path, spec)
         is_complete_row = np.stack(
             [_complete_row_mask(column) for column in column_by_input.values()]

@@ -111,15 +111,23 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
         inputs_digest=begin_report["inputs_digest"],
         entity_sets={
             "user": _entity_set(
-                "user", begin_report["user_seed"], [report["users"]["directory"] for report in shard_reports]
+                "user",
+                begin_report["user_seed"],
+                [report["users"]["directory"] for report in shard_reports],
             ),
-            "item": _entity_set("item", begin_report["item_seed"], [
-                file_entry(build.describe(catalogue.directory_file_path((
-                        "item"
-), shard))) for shard in range(config.shards)
-            ]),
+            "item": _entity_set(
+                "item",
+                begin_report["item_seed"],
+                [
+                    file_entry(build.describe(catalogue.directory_file_path("item", shard)))
+                    for shard in range(config.shards)
+                ],
+            ),
         }
-        | {f"{FACET_PREFIX}{name}": _facet_entity_set(name, facet) for name, facet in facet_by_name.items()},
+        | {
+            f"{FACET_PREFIX}{name}": _facet_entity_set(name, facet)
+            for name, facet in facet_by_name.items()
+        },
         items=ItemFiles(
             ids=build.describe(catalogue.ITEM_IDS_FILE),
             offsets=build.describe(catalogue.ITEM_OFFSETS_FILE),
@@ -128,12 +136,21 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
             count=begin_report["items"],
             dims=bundle.dims,
             attributes={
-                name: Attribute(kind, **{file_field: build.describe(file) for file_field, file in path_by_field.items()})
+                name: Attribute(
+                    kind,
+                    **{
+                        file_field: build.describe(file)
+                        for file_field, file in path_by_field.items()
+                    },
+                )
                 for name, (kind, path_by_field) in files_by_attribute.items()
             },
         ),
         tables=_manifest_tables(config, bundle, shard_reports)
-        | {name: _facet_table(config, name, facet["table"]) for name, facet in facet_by_name.items()},
+        | {
+            name: _facet_table(config, name, facet["table"])
+            for name, facet in facet_by_name.items()
+        },
         models={name: _manifest_model(entry) for name, entry in quantize_report["models"].items()},
         indexes={
             name: Index(entry["metric"], entry["kind"], Artefact(**entry["file"]), entry["recall"])
@@ -141,8 +158,10 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
         },
         defaults=build.describe("defaults.json"),
         timings={
-            "begin": begin_report["seconds"], "embed_items": embed_report["seconds"],
-            "index": index_report["seconds"], "quantize": quantize_report["seconds"],
+            "begin": begin_report["seconds"],
+            "embed_items": embed_report["seconds"],
+            "index": index_report["seconds"],
+            "quantize": quantize_report["seconds"],
             "score": scoring_seconds(shard_reports),
         },
         gates=(),  # `verify` adds its verdicts
@@ -150,30 +169,48 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
             "users_in_source": begin_report["users"],
             FEATURE_ONLY_USERS_FACT: begin_report.get(FEATURE_ONLY_USERS_FACT, False),
             "users_scored": sum(report["users"]["scored"] for report in shard_reports),
-            "users_without_input": sum(report["users"]["without_input"] for report in shard_reports),
+            "users_without_input": sum(
+                report["users"]["without_input"] for report in shard_reports
+            ),
             "short_lists": sum(report["users"]["short"] for report in shard_reports),
             "interactions": begin_report["interactions"],
             **({} if config.sources.interactions else {WITHOUT_INTERACTIONS_FACT: True}),
             "interactions_with_unknown_items": begin_report["unknown_items"],
-            **({UNKNOWN_ITEMS_NAMED_FIELD: named_items} if (named_items := begin_report.get(UNKNOWN_ITEMS_NAMED_FIELD)) else {}),
+            **(
+                {UNKNOWN_ITEMS_NAMED_FIELD: named_items}
+                if (named_items := begin_report.get(UNKNOWN_ITEMS_NAMED_FIELD))
+                else {}
+            ),
             "items_without_vector": begin_report["items_without_vector"],
             HISTORY_LIMIT: config.history_limit,
             "inputs": begin_report["inputs"],
-            "unusable": merge_reports([begin_report.get("unusable", {}), *(
-                scores.get("unusable", {}) for report in shard_reports for scores in (report["users"], report["items"])
-            )]),
+            "unusable": merge_reports(
+                [
+                    begin_report.get("unusable", {}),
+                    *(
+                        scores.get("unusable", {})
+                        for report in shard_reports
+                        for scores in (report["users"], report["items"])
+                    ),
+                ]
+            ),
             **({"remarks": begin_report["remarks"]} if begin_report.get("remarks") else {}),
             "vocabulary_digest": bundle.vocabulary_digest,
-            **{name: fact for collect_facts in fact_collectors for name, fact in collect_facts(build, shard_reports).items()},
+            **{
+                name: fact
+                for collect_facts in fact_collectors
+                for name, fact in collect_facts(build, shard_reports).items()
+            },
         },
         seen=tuple(
             SeenPart.of(Artefact(**seen_file) for seen_file in report["users"]["seen"])
-            for report in shard_reports if report["users"].get("seen")
+            for report in shard_reports
+            if report["users"].get("seen")
         ),
         filters=_named_filters(config, bundle, shard_reports),
         events=_events_read(config, begin_report),
         format=manifest_format_of(config, bundle),
-    )  # fmt: skip
+    )
     build.store.write(manifest_path, manifest.to_bytes())
     return manifest
 

@@ -68,21 +68,19 @@ def read_event_values(
     cut (Unix seconds).
     """
     input_columns_by_kind: dict[EntityKind, set[str]] = {
-        entity_kind: {str(input_spec.column) for input_spec in feature_inputs(bundle, entity_kind)} for entity_kind in ((
-                "user"
-), (
-                "item"
-))
-    }  # fmt: skip
+        entity_kind: {str(input_spec.column) for input_spec in feature_inputs(bundle, entity_kind)}
+        for entity_kind in ("user", "item")
+    }
     oldest_counted_number = counted_behind_number(config.events.keep_values_days, cut_s)
     event_values = EventValues.read(
-        event_files, {"user": erased.users, "item": erased.items},
-        {**input_columns_by_kind, (
-                "item"
-): input_columns_by_kind[(
-                "item"
-)] | {*config.sources.item_attributes}}, oldest_counted_number,
-    )  # fmt: skip
+        event_files,
+        {"user": erased.users, "item": erased.items},
+        {
+            **input_columns_by_kind,
+            "item": input_columns_by_kind["item"] | {*config.sources.item_attributes},
+        },
+        oldest_counted_number,
+    )
     if config.sources.item_vectors:
         vector_by_item = newest_vector_by_item(event_files, oldest_counted_number)
         _note_left_out_vectors(
@@ -273,9 +271,14 @@ class _ModelTrial:
         )
         zero_index = np.zeros(len(complete_rows), np.int64)
         inputs = bind_inputs(
-            spec, histories=Histories(np.arange(len(complete_rows) + 1), zero_index), item_indices=zero_index,
-            features={name: feature_values.numbers[complete_rows] for name, feature_values in values_by_feature.items()},
-        )  # fmt: skip
+            spec,
+            histories=Histories(np.arange(len(complete_rows) + 1), zero_index),
+            item_indices=zero_index,
+            features={
+                name: feature_values.numbers[complete_rows]
+                for name, feature_values in values_by_feature.items()
+            },
+        )
         return complete_rows, *run_isolating_failures(self.tower, inputs)
 
     def left_out(self, values_by_entity: EntityValues, unusable: UnusableRows) -> Iterator[bytes]:

@@ -412,18 +412,23 @@ def _partition_users(night: BegunNight) -> UserFields:
     computes_feature_only = _computes_feature_only_users(config, bundle, partition_result)
     answers_feature_only = computes_feature_only or not bundle.needs_history
     return {
-        (
-                "user_seed"
-): partition_result.seed, (
-                "users"
-): partition_result.users - (0 if answers_feature_only else partition_result.featured),
-        "featured": partition_result.featured, FEATURE_ONLY_USERS_FACT: computes_feature_only,
-        "answers_without_history": bundle.answers_without_history, "interactions": interaction_counts.interactions,
-        "unknown_items": interaction_counts.unknown_items, "late": interaction_counts.late,
+        "user_seed": partition_result.seed,
+        "users": partition_result.users
+        - (0 if answers_feature_only else partition_result.featured),
+        "featured": partition_result.featured,
+        FEATURE_ONLY_USERS_FACT: computes_feature_only,
+        "answers_without_history": bundle.answers_without_history,
+        "interactions": interaction_counts.interactions,
+        "unknown_items": interaction_counts.unknown_items,
+        "late": interaction_counts.late,
         "unusable": merge_reports([night.unusable_rows.to_json(), partition_result.unusable]),
-        "base": {**prior.facts, "took_over": partition_result.took_over, "read_because": full_read_reason},
+        "base": {
+            **prior.facts,
+            "took_over": partition_result.took_over,
+            "read_because": full_read_reason,
+        },
         "rows": interaction_counts.rows.to_json(),
-    }  # fmt: skip
+    }
 
 
 def _gather_remarks(night: BegunNight) -> RemarkFields:

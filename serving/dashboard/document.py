@@ -124,11 +124,7 @@ _REUSE_SCHEMA = _object_schema(
     "the share copied and the seconds of scoring spared; null: it does not say",
     users=_COUNTS_SCHEMA, share=_nullable_schema(
             "number"
-), spared_s={(
-            "type"
-): (
-            "number"
-)}, base=_nullable_schema(
+), spared_s={"type": "number"}, base=_nullable_schema(
             "string"
 ),
     why={"type": "string"}, read_because={"type": "string"},
@@ -207,26 +203,15 @@ DASHBOARD_SCHEMA: Json = _object_schema(
     earlier=_object_schema("Earlier", "The hour before that", answers=_ANSWER_COUNTS_SCHEMA),
     totals=_object_schema(
         "Totals", "Since the start of each worker that runs: the sums of what /metrics tells on every replica",
-        requests={(
-                "type"
-): (
-                "integer"
-)}, answers=_ANSWER_COUNTS_SCHEMA, misses=_COUNTS_SCHEMA, entities={(
-                "type"
-): (
-                "integer"
-)},
+        requests={"type": "integer"}, answers=_ANSWER_COUNTS_SCHEMA, misses=_COUNTS_SCHEMA,
+        entities={"type": "integer"},
     ),
     generations_at=_nullable_schema("number", "When generations and nights were read"),
     generations=_list_schema(
         _object_schema(
             "Generation", "Newest first",
             generation={"type": "string"}, state=_nullable_schema("string"), epoch=_nullable_schema("integer"),
-            role=_nullable_schema((
-                    "string"
-), (
-                    "Of those that this replica holds"
-)), published_at=_nullable_schema(
+            role=_nullable_schema("string", "Of those that this replica holds"), published_at=_nullable_schema(
                     "number"
 ),
             data_until=_nullable_schema(
@@ -721,12 +706,10 @@ def _check_refused(body: Body) -> Iterator[Finding]:
             gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"
         ]
         yield Finding(
-            (
-                "warn"
-                f"Generation {newest_refused['generation']} was refused by "
-                f"{', '.join(failed_rules) or 'a gate'}, what is live "
-                "stays.Read the gate's reason below; if it is right all the same: larder override, then verify."
-            ),
+            "warn",
+            f"Generation {newest_refused['generation']} was refused by {', '.join(failed_rules) or 'a gate'}, "
+            "what is live stays.",
+            "Read the gate's reason below; if it is right all the same: larder override, then verify.",
         )
 
 
@@ -841,11 +824,9 @@ def _check_events(body: Body) -> Iterator[Finding]:
         )
     if refused_count := event_fields["refused"].get("events_full"):
         yield Finding(
-            (
-                "bad"
-                f"The stream of events is full: events were refused {_count_text(refused_count, 'time')} in the "
-                "last minutes."
-            ),
+            "bad",
+            f"The stream of events is full: events were refused {_count_text(refused_count, 'time')} in the last "
+            "minutes.",
             _STREAM_ADVICE,
         )
     elif (

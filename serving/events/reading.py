@@ -218,18 +218,18 @@ class EventReader:
             event_time_us,
             None if user is None else read_id(user, f"{field_path}.user"),
             None if item is None else read_id(item, f"{field_path}.item"),
-            _read_event_type(event_fields["type"], f"{field_path}.type") if "type" in event_fields else None,
+            _read_event_type(event_fields["type"], f"{field_path}.type")
+            if "type" in event_fields
+            else None,
             1.0 if weight is None else _read_number(weight, f"{field_path}.weight"),
-            _read_attributes(event_fields[(
-                    "attributes"
-)], (
-                    f"{field_path}.attributes"
-)) if (
-                    "attributes"
-) in event_fields else None,
-            None if raw_features is None else read_features(raw_features, f"{field_path}.features", EVENT_BYTES_MAX),
+            _read_attributes(event_fields["attributes"], f"{field_path}.attributes")
+            if "attributes" in event_fields
+            else None,
+            None
+            if raw_features is None
+            else read_features(raw_features, f"{field_path}.features", EVENT_BYTES_MAX),
             None if vector is None else _read_vector(vector, f"{field_path}.vector"),
-        )  # fmt: skip
+        )
 
 
 def _refuse_erased(user: object, blocklist: Blocklist) -> None:

@@ -107,9 +107,10 @@ class FilterEvaluator:
                 )
             if pending_answer.table.is_facet and options.filter is not None:
                 raise unprocessable(
-                    "invalid_filter"
+                    "invalid_filter",
                     f"{pending_answer.table.name} is a facet, whose values have no vector to find more by: ask another "
-                    "tablefilter",
+                    "table",
+                    "filter",
                 )
         await self._set_mask_and_reranker(served.live, context)
         if served.previous is not None:

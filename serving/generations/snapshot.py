@@ -36,7 +36,7 @@ Part = TypeVar("Part")
 class ItemValues(Protocol):
     """Values of one attribute of a generation's items, as they are now."""
 
-    def have(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
+    def mask_having_text(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
         """Return a mask of the items that have the text as a value."""
 
 

@@ -18,20 +18,26 @@ from tests.integration.changed.prepared import Prepared
 from tests.integration.changed.worlds import reference
 
 FILES = (
-    "tables/user_topk/0000.pages", "tables/user_topk.in_stock/0001.pages", "tables/item_similar/0000.pages",
-    "tables/item_vector/0001.pages", "tables/user_affinity/0001.pages", "directory/user/0000.u64",
-    directory_file_path((
-            "item"
-), 1), (
-            "seen/0000.ends"
-), (
-            "seen/0001.items"
-), (
-            f"{ATTRIBUTES_FOLDER}/0000.values"
-), ITEM_VECTORS_FILE, ITEM_IDS_FILE,
-    inputs_path(0), item_digests_path("item_tower"), POPULARITY_FILE, UNKNOWN_ITEMS_FILE, "work/partition/0000.rows",
-    "work/partition/0001.ids", "work/partition/0001.features",
-)  # fmt: skip
+    "tables/user_topk/0000.pages",
+    "tables/user_topk.in_stock/0001.pages",
+    "tables/item_similar/0000.pages",
+    "tables/item_vector/0001.pages",
+    "tables/user_affinity/0001.pages",
+    "directory/user/0000.u64",
+    directory_file_path("item", 1),
+    "seen/0000.ends",
+    "seen/0001.items",
+    f"{ATTRIBUTES_FOLDER}/0000.values",
+    ITEM_VECTORS_FILE,
+    ITEM_IDS_FILE,
+    inputs_path(0),
+    item_digests_path("item_tower"),
+    POPULARITY_FILE,
+    UNKNOWN_ITEMS_FILE,
+    "work/partition/0000.rows",
+    "work/partition/0001.ids",
+    "work/partition/0001.features",
+)
 REPORTS = (
     f"work/{shard_report_name(0)}.json", "work/embed_items.json", "work/begin.json", "manifest.json",
 )  # fmt: skip

@@ -116,14 +116,14 @@ async def test_accepted_events_outlive_a_restart_of_their_server(tmp_path: Path)
     path = tmp_path / "redis.sock"
     url = f"unix://larder-reader:reads@{path}"
     with started(EVENTS_SERVER, tmp_path, path) as process:
-        assert poll_until(lambda: answering(path)), process.tail()
+        assert poll_until(lambda: answering(path)), process.log_tail()
         async with intake(url, KEYS) as running_intake:
             answer = await running_intake.accept_events(event(1), event(2))
             assert answer["accepted"] == 2
 
     # When it starts again over the same folder
     with started(EVENTS_SERVER, tmp_path, path) as process:
-        assert poll_until(lambda: answering(path)), process.tail()
+        assert poll_until(lambda: answering(path)), process.log_tail()
         with client(path, "larder-reader", "reads") as reader:
             stream_length = reader.xlen(KEYS.events)
         async with intake(url, KEYS) as running_intake:
