@@ -249,7 +249,7 @@ def assignment_key(
 
 
 class EventNames:
-    """Kinds of feedback that a process counts separately: the first `COUNTED_EVENTS_MAX` and `always_counted`."""
+    """Kinds of feedback counted separately: the first `COUNTED_EVENTS_MAX` and `always_counted`; others are `other`."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

@@ -281,7 +281,7 @@ async def test_a_collector_that_is_away_delays_no_answer(
     night: NightConfig, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("serving.tracing.otel_spans._CLOSE_S", 0.2)
+    monkeypatch.setattr("serving.tracing.otel_spans._CLOSE_TIMEOUT_S", 0.2)
     async with serving(night, traces=True, traces_share=1.0) as service:
         assert (await service.get(PATH + users[0]))["id"] == users[0]
 

@@ -31,7 +31,7 @@ def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
 def make_document(reading: FleetReading, **changes: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "schedule": {"age_s": None, "due_at": 0.0, "missing": False}, "archive": ([], []),
-        "roles": {}, "bounds": BOUNDS, "advisor": None, "quality": None,
+        "roles": {}, "bucket_bounds": BOUNDS, "advisor": None, "quality": None,
     }  # fmt: skip
     return build_document(reading, **(parts | changes))
 

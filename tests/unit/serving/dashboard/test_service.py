@@ -124,7 +124,7 @@ async def test_a_table_that_a_slow_store_leaves_old_carries_its_time(
         return []
 
     monkeypatch.setattr(board.store, "names", names)
-    monkeypatch.setattr("serving.dashboard.service._ARCHIVE_WAIT_S", 0.01)
+    monkeypatch.setattr("serving.dashboard.service._ARCHIVE_WAIT_MAX_S", 0.01)
     board.clock.tick(600)
     body = await board.data()
     gate.set()
@@ -146,14 +146,14 @@ async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
         return await ask_all(commands)
 
     monkeypatch.setattr(board.redis, "execute_all", hangs)
-    monkeypatch.setattr("serving.dashboard.service.DATA_S", 0.01)
+    monkeypatch.setattr("serving.dashboard.service.DATA_WAIT_MAX_S", 0.01)
     board.clock.tick(READ_INTERVAL_S)
     for _ in range(3):
         with pytest.raises(Problem, match=r"within 0.01 s"):
             await board.dashboard.data()
     assert len(readings) == 1
     gate.set()
-    monkeypatch.setattr("serving.dashboard.service.DATA_S", 5.0)
+    monkeypatch.setattr("serving.dashboard.service.DATA_WAIT_MAX_S", 5.0)
     assert (await board.data())["whole"]
 
 
