@@ -109,8 +109,7 @@ def unreadable_reason(name: str, version: object, document_name: str = "") -> st
     )
     document_words = document_name or f"the {name}"
     return (
-        f"{document_words} has {name} format {version}, this release ({THIS_RELEASE}) reads {format_.reads}; "
-        f"{remedy}"
+        f"{document_words} has {name} format {version}, this release ({THIS_RELEASE}) reads {format_.reads}; {remedy}"
     )
 
 

@@ -97,27 +97,19 @@ HEADER_FIELDS: Final = (
     HeaderField("exponent", "i1", "b", 15),  # power of two of float16 numbers
 )
 
-HEADER_DTYPE: Final = np.dtype(
-    [(header_field.name, header_field.dtype) for header_field in HEADER_FIELDS]
-)
+HEADER_DTYPE: Final = np.dtype([(header_field.name, header_field.dtype) for header_field in HEADER_FIELDS])
 
-OFFSET_BY_FIELD: Final = {
-    header_field.name: header_field.offset for header_field in HEADER_FIELDS
-} | {
+OFFSET_BY_FIELD: Final = {header_field.name: header_field.offset for header_field in HEADER_FIELDS} | {
     "payload": HEADER_BYTES,
     "format_shift": FORMAT_SHIFT,
 }
 """Offsets by name, in bytes, and the shift of the format in the flags, which the C sources have to agree with."""
 
-unpack_header = struct.Struct(
-    "<" + "".join(header_field.code for header_field in HEADER_FIELDS)
-).unpack_from
+unpack_header = struct.Struct("<" + "".join(header_field.code for header_field in HEADER_FIELDS)).unpack_from
 """Function from a record to the header's numbers, in their order."""
 
 _FLAGS_OFFSET: Final = OFFSET_BY_FIELD["flags"]
-_FINGERPRINT_SLICE: Final = slice(
-    OFFSET_BY_FIELD["fingerprint"], OFFSET_BY_FIELD["fingerprint"] + 8
-)
+_FINGERPRINT_SLICE: Final = slice(OFFSET_BY_FIELD["fingerprint"], OFFSET_BY_FIELD["fingerprint"] + 8)
 
 
 @dataclass(frozen=True)  # no slots: what follows from the fields is kept beside them
@@ -138,9 +130,7 @@ class Layout:
         if self.precision == "i1" and self.kind != "vector":
             raise ConfigError(f"a {self.kind} record is stored as f2 or f4, not i1")
         if not 1 <= self.width <= 65535:
-            raise ConfigError(
-                f"a record holds 1 to 65535 numbers, not {self.width}", width=self.width
-            )
+            raise ConfigError(f"a record holds 1 to 65535 numbers, not {self.width}", width=self.width)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -161,9 +151,7 @@ def _layout_dtype(kind: Kind, width: int, precision: Precision) -> np.dtype[Any]
         leading_fields = [("items", ORDINAL_DTYPE, (width,))]
     elif precision == "i1":
         leading_fields = [("scale", SCALE_DTYPE)]
-    return np.dtype(
-        [*header, *leading_fields, ("numbers", NUMBER_DTYPE_BY_PRECISION[precision], (width,))]
-    )
+    return np.dtype([*header, *leading_fields, ("numbers", NUMBER_DTYPE_BY_PRECISION[precision], (width,))])
 
 
 def peek_fingerprint(record: bytes | memoryview) -> int:
@@ -253,9 +241,7 @@ def unfit_rows(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_
     return unfit_mask
 
 
-def dequantize(
-    layout: Layout, records: NDArray[Any], dtype: type[np.floating[Any]]
-) -> NDArray[Any]:
+def dequantize(layout: Layout, records: NDArray[Any], dtype: type[np.floating[Any]]) -> NDArray[Any]:
     """Numbers[n, width] of records[n], unused slots included, in float32 or float64."""
     numbers = records["numbers"].astype(dtype)
     if layout.precision == "f2":
@@ -295,9 +281,7 @@ def _halves(numbers: NDArray[np.float32], exponents: NDArray[np.int32]) -> NDArr
     return np.ldexp(numbers.astype(np.float64), exponents[:, None]).astype(np.float16)
 
 
-def _check_no_underflow(
-    layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]
-) -> None:
+def _check_no_underflow(layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]) -> None:
     lost_mask = _underflow_mask(layout, numbers, halves)
     if lost_mask.any():
         row = int(np.flatnonzero(lost_mask.any(axis=1))[0])
@@ -308,9 +292,7 @@ def _check_no_underflow(
         )
 
 
-def _underflow_mask(
-    layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]
-) -> NDArray[np.bool_]:
+def _underflow_mask(layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]) -> NDArray[np.bool_]:
     lost_mask: NDArray[np.bool_] = (halves == 0) & (numbers != 0)
     if layout.kind == "vector":
         lost_mask &= (halves == 0).all(axis=1)[:, None]
@@ -357,9 +339,7 @@ def encode_numbers(
     return records
 
 
-def absent_records(
-    layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int
-) -> NDArray[Any]:
+def absent_records(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int) -> NDArray[Any]:
     """Records[n] of entities that have one in another table of their directory, but no answer in this one."""
     records = _blank_records(layout, fingerprints, scored_at, 0)
     records["flags"] = ABSENT_FLAGS
@@ -368,9 +348,7 @@ def absent_records(
     return records
 
 
-def _blank_records(
-    layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int, flags: Flags
-) -> NDArray[Any]:
+def _blank_records(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int, flags: Flags) -> NDArray[Any]:
     records = np.zeros(len(fingerprints), layout.dtype)
     records["fingerprint"] = fingerprints
     records["scored_at"] = scored_at
@@ -398,9 +376,7 @@ class Record(NamedTuple):
         return {name: True for name, bit in BIT_BY_ANSWER_FLAG.items() if self.flags & bit}
 
 
-def decode_record(
-    layout: Layout, record: bytes | memoryview, item_count: int | None = None
-) -> Record:
+def decode_record(layout: Layout, record: bytes | memoryview, item_count: int | None = None) -> Record:
     """The record in `record`; raises CorruptArtefact for a wrong length, format or count and for damaged numbers.
 
     Who knows the catalogue says how many items it has: no ordinal may reach that.
@@ -425,9 +401,7 @@ def decode_record(
     if layout.kind == "topk":
         items = np.frombuffer(record, ORDINAL_DTYPE, layout.width, HEADER_BYTES)[:count]
         if count and item_count is not None and np.maximum.reduce(items) >= item_count:
-            raise CorruptArtefact(
-                f"a record names item {int(items.max())} of {item_count}", rule="ordinal"
-            )
+            raise CorruptArtefact(f"a record names item {int(items.max())} of {item_count}", rule="ordinal")
     return Record(
         fingerprint=fingerprint,
         scored_at=scored_at,
@@ -437,9 +411,7 @@ def decode_record(
     )
 
 
-def _numbers_of(
-    layout: Layout, record: bytes | memoryview, count: int, exponent: int
-) -> NDArray[np.float32]:
+def _numbers_of(layout: Layout, record: bytes | memoryview, count: int, exponent: int) -> NDArray[np.float32]:
     """The first `count` numbers of one record, float32[count]; infinite where they exceed float32."""
     width, precision = layout.width, layout.precision
     number_dtype = NUMBER_DTYPE_BY_PRECISION[precision]
@@ -452,9 +424,7 @@ def _numbers_of(
     with np.errstate(over="ignore", invalid="ignore"):  # who asked judges what overflows
         if precision == "f2":
             return np.ldexp(numbers, exponent)
-        scaled_numbers: NDArray[np.float32] = (
-            numbers * np.frombuffer(record, SCALE_DTYPE, 1, HEADER_BYTES)[0]
-        )
+        scaled_numbers: NDArray[np.float32] = numbers * np.frombuffer(record, SCALE_DTYPE, 1, HEADER_BYTES)[0]
         return scaled_numbers
 
 

@@ -55,9 +55,7 @@ CANARY_TIME_MAX = timedelta(days=2)
     max_active_runs=1,
     params={
         "generation": Param(None, type=["null", "string"], title="Generation to try"),
-        "percent": Param(
-            None, type=["null", "number"], exclusiveMinimum=0, maximum=100, title="Percent"
-        ),
+        "percent": Param(None, type=["null", "number"], exclusiveMinimum=0, maximum=100, title="Percent"),
     },
     default_args={
         "retries": 2,

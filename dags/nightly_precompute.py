@@ -157,9 +157,7 @@ def nightly_precompute() -> None:
         from precompute.config.settings import night_config
         from precompute.steps import score
 
-        with note_failure_of_step(
-            config := night_config(), f"score, shard {shard}", build["generation"]
-        ):
+        with note_failure_of_step(config := night_config(), f"score, shard {shard}", build["generation"]):
             return score.run_shard(config, build, shard)
 
     @task(multiple_outputs=False)

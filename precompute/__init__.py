@@ -11,9 +11,7 @@ _cache_spec = find_spec("cache")
 if _cache_spec is None or Path(_cache_spec.origin or "") != _own_cache_path:
     # The name is a common one: a cache.py in the working folder, or another distribution's, would be found first.
     _foreign_location = (
-        None
-        if _cache_spec is None
-        else _cache_spec.origin or list(_cache_spec.submodule_search_locations or ())
+        None if _cache_spec is None else _cache_spec.origin or list(_cache_spec.submodule_search_locations or ())
     )
     raise ImportError(
         f"Larder's precompute found another package named cache, {_foreign_location}: set PYTHONSAFEPATH=1, start in "

@@ -12,9 +12,7 @@ if __name__ == "__main__":
         print(f"larder: {line}", file=sys.stderr)
         sys.exit(2)
     # The libraries of a command take up to two seconds to load; until then an interrupt has nothing to undo.
-    signal.signal(
-        signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was begun\n"), os._exit(130))
-    )
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was begun\n"), os._exit(130)))
 
 import argparse
 import atexit
@@ -45,10 +43,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     try:
         run_command = arguments.run.import_command()
         _set_interrupt_handler(_raise_interrupt)
-        overrides = {
-            name: getattr(arguments, name)
-            for name in ("namespace", "artifacts", "state", "bundle", "shards")
-        }
+        overrides = {name: getattr(arguments, name) for name in ("namespace", "artifacts", "state", "bundle", "shards")}
         config = night_config(arguments.config, **overrides)
         with (
             interrupts_never_swallowed(_raise_interrupt),
@@ -57,16 +52,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         ):
             _check_store(config, arguments)
             command_result = run_command(config, arguments, progress)
-        command_output = (
-            command_result
-            if isinstance(command_result, CommandOutput)
-            else CommandOutput(command_result)
-        )
+        command_output = command_result if isinstance(command_result, CommandOutput) else CommandOutput(command_result)
         is_mapping = isinstance(command_output.content, Mapping)
         print_output(
-            json_text(command_output.content)
-            if arguments.json and is_mapping
-            else command_output.content,
+            json_text(command_output.content) if arguments.json and is_mapping else command_output.content,
             out_console,
         )
     except KeyboardInterrupt:

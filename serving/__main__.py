@@ -60,9 +60,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
     argv = sys.argv[1:] if arguments is None else list(arguments)
     if argv and argv[0] in _MODULE_BY_COMMAND:
-        command: Callable[[Sequence[str]], int] = importlib.import_module(
-            _MODULE_BY_COMMAND[argv[0]]
-        ).main
+        command: Callable[[Sequence[str]], int] = importlib.import_module(_MODULE_BY_COMMAND[argv[0]]).main
         return command(argv[1:])
     options = argument_parser(prog).parse_args(argv)
     if missing_extra_message := missing_extra(prog, "serving", *SERVING_MODULES):
@@ -76,9 +74,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         config = ServingConfig.load(
             os.environ,
@@ -126,15 +122,9 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to bind, 0 = any free one (default 8000)")
-    parser.add_argument(
-        "--workers", type=int, help="processes that answer, each with an L1 of its own (default 1)"
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="let others reach the service without a token"
-    )
-    parser.add_argument(
-        "--log-level", default="info", choices=["debug", "info", "warning", "error"]
-    )
+    parser.add_argument("--workers", type=int, help="processes that answer, each with an L1 of its own (default 1)")
+    parser.add_argument("--insecure", action="store_true", help="let others reach the service without a token")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
 
 
@@ -160,24 +150,16 @@ def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
     Returns False if it could not be asked or filled.
     """
     try:
-        client = open_client(
-            config.redis_url, protocol=2, socket_timeout=2.0, retry=Retry(NoBackoff(), 0)
-        )
+        client = open_client(config.redis_url, protocol=2, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
     except ValueError as error:
         raise ConfigError(f"REDIS_URL cannot be used: {error}", field="redis_url") from error
     except (redis.RedisError, RedisClusterException) as error:
-        log.warning(
-            "no node of the Redis Cluster answers (%s): starting from the newest release", error
-        )
+        log.warning("no node of the Redis Cluster answers (%s): starting from the newest release", error)
         return False
     try:
         policies = [_eviction_policy(server) for server in primary_clients(client).values()]
         if evicting_policy := next(
-            (
-                eviction_policy
-                for eviction_policy in policies
-                if eviction_policy.startswith("allkeys")
-            ),
+            (eviction_policy for eviction_policy in policies if eviction_policy.startswith("allkeys")),
             None,
         ):
             raise ConfigError(
@@ -272,15 +254,11 @@ def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> 
 
 def _supervise(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
     announce = functools.partial(_announce, listener, config.scheme)
-    with tempfile.TemporaryDirectory(
-        prefix="larder-"
-    ) as workers_folder:  # nobody else may enter it
+    with tempfile.TemporaryDirectory(prefix="larder-") as workers_folder:  # nobody else may enter it
         if config.tokens_file:  # twice as many columns as workers, for a rolling restart
             QuotaTable.create(Path(workers_folder) / QUOTAS_FILE_NAME, 2 * config.workers + 8)
         spawner = WorkerSpawner(listener, Path(workers_folder), config.redis_url, log_level)
-        return asyncio.run(
-            WorkerSupervisor(config.workers, spawner, config.drain_s, announce).run()
-        )
+        return asyncio.run(WorkerSupervisor(config.workers, spawner, config.drain_s, announce).run())
 
 
 if __name__ == "__main__":

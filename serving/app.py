@@ -87,9 +87,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
     async def refuse(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         detail = str(error.detail) if isinstance(error, HTTPException) else "internal error"
-        response = refusal_response(
-            Problem(status, _CODE_BY_STATUS.get(status, "http_error"), detail)
-        )
+        response = refusal_response(Problem(status, _CODE_BY_STATUS.get(status, "http_error"), detail))
         headers = getattr(error, "headers", None) or {}
         if "Allow" in headers:
             response.headers["Allow"] = _with_head(headers["Allow"])
@@ -117,9 +115,7 @@ def fast_lookups(service: LookupService, is_traced: TraceJudge | None) -> FastPa
     return FastLookups(service, is_traced=is_traced)
 
 
-def make_server(
-    app: AsgiApp, config: ServingConfig, log_level: str, announce: Callable[[], None]
-) -> Server:
+def make_server(app: AsgiApp, config: ServingConfig, log_level: str, announce: Callable[[], None]) -> Server:
     """Create a server for the application; it calls `announce` once it answers.
 
     With `fast_http` its connections answer lookups themselves, and have bounds of their own; else uvicorn's do.
@@ -127,9 +123,7 @@ def make_server(
     tls: TlsWatch | None = app.state.tls
     server_arguments = config.drain_s, announce, tls, config.head_timeout_s, app.state.loops
     if not config.fast_http:
-        return Server(
-            settings_of(app, config, log_level, Http1Protocol, tls), None, *server_arguments
-        )
+        return Server(settings_of(app, config, log_level, Http1Protocol, tls), None, *server_arguments)
     from serving.http.lookup_connection import SharedState, connection_factory
 
     shared = SharedState(app, config.bounds(raise_file_limit(config.connections_max)))

@@ -53,9 +53,7 @@ class ServiceComponents:
     loops: BackgroundLoops
 
     @classmethod
-    def of(
-        cls, config: ServingConfig, name: str, loops: BackgroundLoops | None = None
-    ) -> "ServiceComponents":
+    def of(cls, config: ServingConfig, name: str, loops: BackgroundLoops | None = None) -> "ServiceComponents":
         """All parts, `name` for a replica; nothing is connected yet. `loops` run the background."""
         loops = BackgroundLoops() if loops is None else loops
         metrics = Metrics()
@@ -141,9 +139,7 @@ def _build_namespace_components(
     )
     negative_cache = NegativeCache(config.negative_entries, config.negative_ttl_s)
     tiers = TieredCache(local, negative_cache, remote, loops=loops)
-    lease_manager = LeaseManager(
-        remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name
-    )
+    lease_manager = LeaseManager(remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name)
     inferences = LiveInferences(
         batcher,
         tiers,

@@ -17,9 +17,7 @@ from serving.http.schemas import QUERY_OPTION_SCHEMAS
 from serving.requests.reasons import PUBLIC_MISS_REASONS, LiveReason, StaleReason
 
 API_PAGE: Final = Path(__file__).parents[1] / "docs/reference/http-api.md"
-_SECTION_PATTERN = re.compile(
-    r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL
-)
+_SECTION_PATTERN = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL)
 
 
 def _markdown_table(header_cells: tuple[str, ...], row_cells: Iterable[tuple[str, ...]]) -> str:
@@ -59,21 +57,12 @@ def generated_sections() -> Mapping[str, str]:
                 for option_name, option_schema in QUERY_OPTION_SCHEMAS.items()
             ),
         ),
-        "reason": _enum_table(
-            "reason", ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_MISS_REASONS)
-        ),
-        "live": _enum_table(
-            "live", ((live_reason, live_reason.meaning) for live_reason in LiveReason)
-        ),
-        "stale": _enum_table(
-            "stale", ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason)
-        ),
+        "reason": _enum_table("reason", ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_MISS_REASONS)),
+        "live": _enum_table("live", ((live_reason, live_reason.meaning) for live_reason in LiveReason)),
+        "stale": _enum_table("stale", ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason)),
         "codes": _markdown_table(
             ("status", "code", "meaning"),
-            (
-                (str(error.status), f"`{code}`", error.meaning)
-                for code, error in refusal_codes(_operations()).items()
-            ),
+            ((str(error.status), f"`{code}`", error.meaning) for code, error in refusal_codes(_operations()).items()),
         ),
     }
 
@@ -82,9 +71,7 @@ def page_with_sections(page_text: str) -> str:
     """Return the page with its generated parts made anew."""
     section_by_name = generated_sections()
     return _SECTION_PATTERN.sub(
-        lambda section_match: (
-            section_match[1] + section_by_name[section_match[2]] + section_match[4]
-        ),
+        lambda section_match: section_match[1] + section_by_name[section_match[2]] + section_match[4],
         page_text,
     )
 

@@ -21,9 +21,7 @@ from serving.process.supervisor import READY_MESSAGE
 
 def main(arguments: Sequence[str]) -> int:
     """Arguments: listening and control file descriptors, the workers' folder, slot, log level; 2 for bad settings."""
-    listener, control_socket = (
-        socket.socket(fileno=int(descriptor)) for descriptor in arguments[:2]
-    )
+    listener, control_socket = (socket.socket(fileno=int(descriptor)) for descriptor in arguments[:2])
     workers_folder, slot, log_level = Path(arguments[2]), int(arguments[3]), arguments[4]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -33,9 +31,7 @@ def main(arguments: Sequence[str]) -> int:
 
         def announce() -> None:
             control_socket.setblocking(False)
-            asyncio.get_running_loop().add_reader(
-                control_socket, _follow_parent, server, control_socket
-            )
+            asyncio.get_running_loop().add_reader(control_socket, _follow_parent, server, control_socket)
             with contextlib.suppress(OSError):
                 control_socket.send(READY_MESSAGE)
 

@@ -18,9 +18,7 @@ ROOT: Final = Path(__file__).parents[1]
 TABLE: Final = Path(__file__).with_suffix(".tsv")
 TOPS: Final = ("cache", "serving", "precompute", "dags", "infra")
 SUFFIXES: Final = (".py", ".c", ".h", ".js", ".css", ".html")
-FEATURE_NAMES: Final = frozenset(
-    name for names in (*FEATURES.values(), *NIGHT_FEATURES.values()) for name in names
-)
+FEATURE_NAMES: Final = frozenset(name for names in (*FEATURES.values(), *NIGHT_FEATURES.values()) for name in names)
 
 
 class Row(NamedTuple):
@@ -52,9 +50,7 @@ def lines_by_area(lines_by_path: Iterable[tuple[str, int]]) -> Counter[str]:
 def lines_of_tree(root: Path = ROOT) -> Counter[str]:
     """Count the lines of the working tree's source."""
     paths = [path for top in TOPS for path in (root / top).rglob("*") if path.suffix in SUFFIXES]
-    return lines_by_area(
-        (path.relative_to(root).as_posix(), path.read_bytes().count(b"\n")) for path in paths
-    )
+    return lines_by_area((path.relative_to(root).as_posix(), path.read_bytes().count(b"\n")) for path in paths)
 
 
 def lines_of_commit(commit: str) -> Counter[str] | None:

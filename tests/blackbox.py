@@ -45,9 +45,7 @@ class Shop:
     folder: Path
     environ: dict[str, str]
 
-    def run(
-        self, *arguments: str, timeout_s: float = 240.0, **more: str
-    ) -> "subprocess.CompletedProcess[str]":
+    def run(self, *arguments: str, timeout_s: float = 240.0, **more: str) -> "subprocess.CompletedProcess[str]":
         """Run `larder` with these words, and variables of its environment in capitals; returns how it ended."""
         return subprocess.run(
             [LARDER, *arguments], cwd=self.folder, env=self.environ | more,

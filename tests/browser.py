@@ -108,9 +108,7 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; a promise is waited for."""
-        evaluation = self.call(
-            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
-        )
+        evaluation = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in evaluation:
             raise BrowserError(json.dumps(evaluation["exceptionDetails"])[:2000])
         return evaluation["result"].get("value")
@@ -127,9 +125,7 @@ class Browser:
         """Goes to a page and waits until all of it is loaded; events of the page before are gone."""
         self.clear()
         self.call("Page.navigate", url=url)
-        self.wait_until(
-            f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
-        )
+        self.wait_until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     def clear(self) -> None:
         """Forgets what console and network told."""
@@ -191,17 +187,13 @@ class Browser:
                 "error",
                 "warning",
             ):
-                messages.append(
-                    f"{event_parameters['entry']['text']} {event_parameters['entry'].get('url', '')}"
-                )
+                messages.append(f"{event_parameters['entry']['text']} {event_parameters['entry'].get('url', '')}")
         return messages
 
     def requested_urls(self) -> list[str]:
         """Every URL that was asked for."""
         self.run("0")
-        request_events = [
-            event for event in self.events if event["method"] == "Network.requestWillBeSent"
-        ]
+        request_events = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in request_events]
 
     def _read(self, give_up: float) -> dict[str, Any]:

@@ -45,9 +45,7 @@ class Call:
     @property
     def goes_on(self) -> bool:
         """Whether it calls into other modules of ours, at any depth."""
-        return any(
-            call.goes_on or not (call.observes or call.module == self.module) for call in self.calls
-        )
+        return any(call.goes_on or not (call.observes or call.module == self.module) for call in self.calls)
 
 
 @dataclass(frozen=True)

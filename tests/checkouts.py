@@ -53,9 +53,7 @@ class Checkout:
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Variables without settings of the surrounding shell, and without any other checkout on the path."""
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
-        }
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
         inherited.pop("REDIS_URL", None)
         return {**inherited, **environ, "PYTHONPATH": str(self.root)}
 
@@ -75,9 +73,7 @@ def frozen_commit(file: Path = FROZEN_FILE) -> str:
             "tests/contract/frozen_commit` has the last one"
         ) from None
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
-        raise NoCheckout(
-            f"{file} must hold the full id of a commit, 40 hex digits, not {commit[:60]!r}"
-        )
+        raise NoCheckout(f"{file} must hold the full id of a commit, 40 hex digits, not {commit[:60]!r}")
     return commit
 
 
@@ -134,9 +130,7 @@ def _build(checkout: Checkout) -> None:
     if foreign:
         raise NoCheckout(f"{checkout.root} imports {', '.join(foreign)}, which is not its own")
     if not list(checkout.root.glob("cache/**/*.so")):
-        raise NoCheckout(
-            f"{checkout.root} has no compiled parts: does this machine have a C compiler?"
-        )
+        raise NoCheckout(f"{checkout.root} has no compiled parts: does this machine have a C compiler?")
 
 
 def _python_of(folder: Path) -> Path:

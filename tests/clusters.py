@@ -122,9 +122,7 @@ class TestCluster:
 
     def of_slot(self, slot: int) -> Node:
         """Who serves a slot, as the nodes themselves say."""
-        for first, last, (_, port, *_), *_ in self.nodes[0].client.execute_command(
-            "CLUSTER", "SLOTS"
-        ):
+        for first, last, (_, port, *_), *_ in self.nodes[0].client.execute_command("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == port)
         raise AssertionError(f"nobody serves {slot}")
@@ -151,9 +149,7 @@ class TestCluster:
     def meet(self) -> bool:
         """Introduce all to the first; whether they are well then. A busy machine may cut a handshake short."""
         for node in self.nodes[1:]:
-            self.nodes[0].client.execute_command(
-                "CLUSTER MEET", "127.0.0.1", node.open_port, node.bus
-            )
+            self.nodes[0].client.execute_command("CLUSTER MEET", "127.0.0.1", node.open_port, node.bus)
         return poll_until(self.well, 3.0)
 
     def well(self) -> bool:

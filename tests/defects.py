@@ -103,9 +103,7 @@ def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
 
 def _retries_publish_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(moves, "pointer_of_attempt", lambda *_arguments: None)
-    patch.setitem(
-        states.TRANSITIONS, "publish", dict.fromkeys([*GenerationState], GenerationState.LIVE)
-    )
+    patch.setitem(states.TRANSITIONS, "publish", dict.fromkeys([*GenerationState], GenerationState.LIVE))
     patch.setitem(states.STATES_BY_ACTION, "publish", frozenset(GenerationState))
 
 

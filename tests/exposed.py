@@ -69,9 +69,7 @@ def labels() -> dict[str, set[str]]:
     label_names_by_series: dict[str, set[str]] = {}
     for collector in [*metrics.registry._collector_to_names, *custom_collectors]:
         if isinstance(collector, MetricWrapperBase):
-            label_names_by_series |= _series(
-                collector._name, str(collector._type), collector._labelnames
-            )
+            label_names_by_series |= _series(collector._name, str(collector._type), collector._labelnames)
             continue
         for family in collector.collect():
             label_names_by_series |= _series(family.name, family.type, family._labelnames)  # type: ignore[attr-defined]

@@ -101,9 +101,7 @@ class FakeRemote:
             await self.gate.wait()
         return [self.fails_with or answer for answer in answers]
 
-    def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
-    ) -> asyncio.Future[T]:
+    def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
         """A future of what `keep` makes of what is there."""
 
         async def read_and_keep() -> T:
@@ -116,9 +114,7 @@ class FakeRemote:
             return self._answer_lease(read)
         assert isinstance(read, Read), read
         if isinstance(read, OverlayRead):
-            payload, expires_at = self.overlays.get(
-                (read.generation, read.table, read.hash_hex), (b"", 0.0)
-            )
+            payload, expires_at = self.overlays.get((read.generation, read.table, read.hash_hex), (b"", 0.0))
             left_s = expires_at - self.timer()
             return Overlay(payload, min(left_s, self.left_at_most_s)) if left_s > 0 else None
         page = self.pages.get((read.generation, read.table, read.page_number), b"")
@@ -147,9 +143,7 @@ class FakeRemote:
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
         """Answers at once, as `SET NX GET PX` and the compare-and-set would; takes `lease_s` of a fake clock."""
-        completed_future: asyncio.Future[bytes | TierUnavailable | None] = (
-            asyncio.get_running_loop().create_future()
-        )
+        completed_future: asyncio.Future[bytes | TierUnavailable | None] = asyncio.get_running_loop().create_future()
         completed_future.set_result(self._answer_lease(command))
         return completed_future
 
@@ -201,9 +195,7 @@ class FakeRemote:
 class Night:
     """A vector table of `count` users, "user-0" and on: what a loaded generation looks like to a reader."""
 
-    def __init__(
-        self, count: int = 40, *, dims: int = 4, records_per_page: int = 8, table: str = "vectors"
-    ) -> None:
+    def __init__(self, count: int = 40, *, dims: int = 4, records_per_page: int = 8, table: str = "vectors") -> None:
         self.ids = [f"user-{number}" for number in range(count)]
         self.seed = 7
         raws = [canonical_id(user_id) for user_id in self.ids]
@@ -241,9 +233,7 @@ class Night:
         """What the live path would compute for `id_`."""
         prints = np.array([fingerprint(canonical_id(id_))], np.uint64)
         vectors = np.full((1, self.layout.width), value, np.float32)
-        return encode_numbers(
-            self.layout, prints, vectors, 1_700_000_100, flags=FLAG_LIVE
-        ).tobytes()
+        return encode_numbers(self.layout, prints, vectors, 1_700_000_100, flags=FLAG_LIVE).tobytes()
 
     def load(self, remote: FakeRemote, generation: str = GENERATION) -> None:
         """Puts its pages where `remote` finds them."""

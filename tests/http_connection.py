@@ -61,10 +61,7 @@ class HttpConnection:
 
 def _head(answer: bytes) -> tuple[int, int, bool]:
     first, *lines = answer.decode("latin-1").split("\r\n")
-    headers = {
-        name.strip().lower(): value.strip()
-        for name, _, value in (line.partition(":") for line in lines)
-    }
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if "content-length" not in headers:
         raise ConnectionError(f"an answer without Content-Length: {first}")
     closing = headers.get("connection", "").lower() == "close"
@@ -92,9 +89,7 @@ class ServiceCounts:
         sources: Counter[str] = Counter()
         missed: Counter[str] = Counter()
         entities = errors = 0
-        for sample in chain.from_iterable(
-            family.samples for family in text_string_to_metric_families(text)
-        ):
+        for sample in chain.from_iterable(family.samples for family in text_string_to_metric_families(text)):
             match sample.name:
                 case "larder_entities_total":
                     entities += int(sample.value)
@@ -110,17 +105,11 @@ class ServiceCounts:
         """Contradictions of these counters to each other or to what callers saw."""
         contradictions = []
         if self.entities != entities:
-            contradictions.append(
-                f"/metrics counts {self.entities} entities, callers sent {entities}"
-            )
+            contradictions.append(f"/metrics counts {self.entities} entities, callers sent {entities}")
         if sum(self.sources.values()) != self.entities:
-            contradictions.append(
-                f"sources sum to {sum(self.sources.values())}, not {self.entities}"
-            )
+            contradictions.append(f"sources sum to {sum(self.sources.values())}, not {self.entities}")
         if {k: v for k, v in self.sources.items() if v} != {k: v for k, v in sources.items() if v}:
-            contradictions.append(
-                f"/metrics counts {dict(self.sources)}, callers saw {dict(sources)}"
-            )
+            contradictions.append(f"/metrics counts {dict(self.sources)}, callers saw {dict(sources)}")
         stored_count = sum(self.sources.get(source, 0) for source in STORED_SOURCES)
         if sum(self.missed.values()) != self.entities - stored_count:
             contradictions.append(

@@ -44,9 +44,7 @@ from tests.memory import MemoryRedis, MemoryStore
 
 KEYS = Keyspace("life")
 START = 1_800_000_000.0
-GENERATIONS = tuple(
-    f"2026010{day}T000000Z-{variant * 12}" for day in range(1, 7) for variant in "ab"
-)
+GENERATIONS = tuple(f"2026010{day}T000000Z-{variant * 12}" for day in range(1, 7) for variant in "ab")
 LAST = f"20270101T000000Z-{'0' * 12}"
 PAGE = b"x" * 8
 GRACE_S = 60.0
@@ -208,9 +206,7 @@ class Life:
         """As a process of its own has it."""
         control = Control(self.redis, KEYS)  # type: ignore[arg-type]
         releases = Releases(self.store, control)
-        releases._release_by_number = (
-            self.release_by_number
-        )  # records never change, so parsing them once is enough
+        releases._release_by_number = self.release_by_number  # records never change, so parsing them once is enough
         return releases
 
     def run(self) -> None:
@@ -287,9 +283,7 @@ class Life:
             }[name]  # fmt: skip
             self.started_operations.append((name, arguments))
         is_move = name in ("publish", "roll_back", "canary", "end_canary", "restore", "retire")
-        self._start(
-            name, arguments, pauses=rng.choice([0.0, 0.1, 0.2, 0.4] if is_move else [0.0, 0.0, 0.2])
-        )
+        self._start(name, arguments, pauses=rng.choice([0.0, 0.1, 0.2, 0.4] if is_move else [0.0, 0.0, 0.2]))
 
     def _start(self, name: str, arguments: tuple[Any, ...], *, pauses: float) -> None:
         about = arguments[0] if arguments and arguments[0] in GENERATIONS else None
@@ -422,9 +416,7 @@ class Life:
             for record in all_releases_unwatched(self)
             if record.generation == generation and record.action in ("pin", "unpin")
         ]
-        if (
-            age == self.disasters and written[-1] == "pin"
-        ):  # nobody lifted it while this was under way
+        if age == self.disasters and written[-1] == "pin":  # nobody lifted it while this was under way
             self.pins[generation] = expires_at
 
     def _do_unpin(self, generation: str, attempt: str) -> None:
@@ -443,9 +435,7 @@ class Life:
 
     def _do_restore(self, attempt: str) -> None:
         age = self.disasters
-        restore_module.restore_redis(
-            self.releases(), attempt=attempt, chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
-        )
+        restore_module.restore_redis(self.releases(), attempt=attempt, chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S)
         if age == self.disasters and not any(actor.age < age for actor in self.actors):
             self.whole_since = age
 
@@ -479,9 +469,7 @@ class Life:
                 reader.is_cut_off = False
             case "restart":
                 self._silence(reader)
-                self.readers[self.readers.index(reader)] = Reader(
-                    reader.name, alive_since=self.step
-                )
+                self.readers[self.readers.index(reader)] = Reader(reader.name, alive_since=self.step)
             case "wipe":
                 self.redis.data.clear()
                 self.disasters += 1
@@ -518,20 +506,14 @@ class Life:
         if reader.last_pointer is None:
             with self.unwatched():
                 newest_record = newest_release(self.store)
-            if newest_record is not None and (
-                pointer is None or pointer.epoch < newest_record.epoch
-            ):
+            if newest_record is not None and (pointer is None or pointer.epoch < newest_record.epoch):
                 pointer = pointer_of_release(newest_record)
         if pointer is not None and judge_pointer(pointer, reader.last_pointer) == "newer":
             assert reader.last_pointer is None or pointer.epoch > reader.last_pointer.epoch
             for generation in (pointer.generation, pointer.canary and pointer.canary.generation):
-                assert generation not in self.retired, (
-                    f"a reader was led to {generation}, which is retired"
-                )
+                assert generation not in self.retired, f"a reader was led to {generation}, which is retired"
             if self._is_whole():
-                assert pointer.generation not in self.bad_generations, (
-                    f"a reader was led to {pointer}"
-                )
+                assert pointer.generation not in self.bad_generations, f"a reader was led to {pointer}"
             named_generations = (
                 pointer.generation, pointer.previous, pointer.canary and pointer.canary.generation,
             )  # fmt: skip
@@ -594,9 +576,7 @@ class Life:
             case "publish":
                 if generation not in self.passed:
                     # A refusal that Redis lost, written down too late for this publisher to see it.
-                    is_late = not is_calm and not self._was_judged_bad(
-                        generation, intent=move_record
-                    )
+                    is_late = not is_calm and not self._was_judged_bad(generation, intent=move_record)
                     assert is_late, "published without having passed verification"
                     self.passed.add(generation)
                     self.bad_generations.discard(generation)
@@ -614,9 +594,7 @@ class Life:
             case "roll_back":
                 assert generation in self.passed, "rolled back to what never passed"
                 assert generation not in self.bad_generations, "rolled back to a bad generation"
-                superseded_at_move = self.superseded.get(
-                    generation, self.moves
-                )  # a lost move left it already
+                superseded_at_move = self.superseded.get(generation, self.moves)  # a lost move left it already
                 jumped = [
                     superseded_generation
                     for superseded_generation, move_number in self.superseded.items()
@@ -642,9 +620,7 @@ class Life:
                 assert generation not in self.bad_generations, "restored a bad generation"
                 assert generation in self.lived or not is_calm, "restored what never was live"
             case _:
-                assert was is not None and generation == was.generation, (
-                    "a canary made something live"
-                )
+                assert was is not None and generation == was.generation, "a canary made something live"
         if was is not None and generation != was.generation and move_record.action != "roll_back":
             self.superseded[was.generation] = self.moves
         self.superseded.pop(generation, None)
@@ -656,9 +632,7 @@ class Life:
     def _was_judged_bad(self, generation: str, *, intent: Release) -> bool:
         """By a record that was in the store before this intent."""
         history = all_releases_unwatched(self)
-        judged = fold_releases(
-            [record for record in history if record.number < intent.number]
-        ).state(generation)
+        judged = fold_releases([record for record in history if record.number < intent.number]).state(generation)
         return judged in (
             GenerationState.REFUSED,
             GenerationState.ROLLED_BACK,
@@ -684,17 +658,11 @@ class Life:
             self.bad_generations.discard(generation)
         elif is_by_operation and state in (GenerationState.REFUSED, GenerationState.ABANDONED):
             # Who looked before a Redis was lost may mark what has gone live since; the records say that it is.
-            if (
-                not self.disasters
-                or fold_releases(all_releases_unwatched(self)).live_generation != generation
-            ):
+            if not self.disasters or fold_releases(all_releases_unwatched(self)).live_generation != generation:
                 self.passed.discard(generation)
                 self.bad_generations.add(generation)
         elif is_by_operation and state is GenerationState.RETIRED and self.current is not None:
-            if (
-                fold_releases(all_releases_unwatched(self)).state(generation)
-                is not GenerationState.RETIRED
-            ):
+            if fold_releases(all_releases_unwatched(self)).state(generation) is not GenerationState.RETIRED:
                 self.decided[generation] = self.current.step
         elif is_by_operation and state in (GenerationState.SUPERSEDED, GenerationState.ROLLED_BACK):
             self.left_at[generation] = row["at"], self.disasters + self.jumps
@@ -723,12 +691,7 @@ class Life:
         decision_step = min(actor.step, self.decided.get(generation, actor.step))
         for reader in self.readers:
             is_alive = members.get(reader.payload, 0.0) >= self.now_s - REPLICA_DEAD_S
-            if (
-                is_alive
-                and reader.alive_since < decision_step
-                and self._is_whole()
-                and not self.jumps
-            ):
+            if is_alive and reader.alive_since < decision_step and self._is_whole() and not self.jumps:
                 assert generation not in reader.held_generations, (
                     f"{command} of {generation}, which {reader.name} holds"
                 )
@@ -771,9 +734,7 @@ class Life:
         self.current = Actor("end", 0.0, self.disasters, self.step, self.days)
         ledger = releases.ledger()
         if ledger.live_generation is not None:
-            restore_module.restore_redis(
-                releases, attempt="shell", chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
-            )
+            restore_module.restore_redis(releases, attempt="shell", chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S)
             self.whole_since = self.disasters
         self._check()
         self._do_night(LAST, "the last night", True)
@@ -815,9 +776,7 @@ def _copied(data: dict[str, Any]) -> dict[str, Any]:
 
 def states_of(states: Any, state: GenerationState) -> list[str]:
     """Generations in a state."""
-    return [
-        generation for generation, generation_state in states.items() if generation_state is state
-    ]
+    return [generation for generation, generation_state in states.items() if generation_state is state]
 
 
 def all_releases_unwatched(life: Life) -> list[Release]:

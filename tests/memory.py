@@ -54,9 +54,7 @@ class MemoryStore(ArtefactStore):
         if (children := self._folders.get(path)) is None:
             start = f"{path}/"
             inside = {
-                file_path[len(start) :].split("/", 1)[0]
-                for file_path in self.files
-                if file_path.startswith(start)
+                file_path[len(start) :].split("/", 1)[0] for file_path in self.files if file_path.startswith(start)
             }
             children = self._folders[path] = sorted(inside)
         return children
@@ -84,9 +82,7 @@ class MemoryRedis:
     script takes effect, but its caller sees a broken connection.
     """
 
-    def __init__(
-        self, keys: Keyspace, clock: Callable[[], float], watch: Watch = unwatched
-    ) -> None:
+    def __init__(self, keys: Keyspace, clock: Callable[[], float], watch: Watch = unwatched) -> None:
         self.keys, self.clock, self.watch = keys, clock, watch
         self.data: dict[str, Any] = {}
         self.loses_reply = False
@@ -160,9 +156,7 @@ class MemoryRedis:
         """Remove a member."""
         self.data.get(name, {}).pop(member, None)
 
-    def zrangebyscore(
-        self, name: str, low: float, high: float, *, withscores: bool
-    ) -> list[tuple[bytes, float]]:
+    def zrangebyscore(self, name: str, low: float, high: float, *, withscores: bool) -> list[tuple[bytes, float]]:
         """Members between two scores, by score."""
         self.watch("zrangebyscore", name)
         scores = self.data.get(name, {}).items()
@@ -207,10 +201,7 @@ class MemoryRedis:
         if stored_pointer is not None:
             pointer = orjson.loads(stored_pointer)
             if str(pointer["epoch"]).encode() != expected:
-                is_own = all(
-                    pointer[field_name] == to[field_name]
-                    for field_name in ("attempt", "generation")
-                )
+                is_own = all(pointer[field_name] == to[field_name] for field_name in ("attempt", "generation"))
                 is_same = _canary(pointer) == _canary(to)
                 if is_own and is_same and pointer["epoch"] > int(expected):
                     return [1, stored_pointer]

@@ -68,9 +68,7 @@ def item_table(bundle: Bundle) -> ItemTable:
     )
 
 
-def make_predictor(
-    bundle: Bundle, folder: Path, *, precision: ModelPrecision = "int8"
-) -> tuple[Predictor, ItemTable]:
+def make_predictor(bundle: Bundle, folder: Path, *, precision: ModelPrecision = "int8") -> tuple[Predictor, ItemTable]:
     """A predictor for one table of every kind."""
     folder.mkdir(parents=True, exist_ok=True)
     items = item_table(bundle)

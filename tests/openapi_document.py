@@ -25,9 +25,7 @@ class FoundOperation(NamedTuple):
     def answer(self) -> tuple[str, Json]:
         """Status and content of the one answer that is no refusal, 503 of readiness left out."""
         ((status, response),) = (
-            (status, response)
-            for status, response in self.described["responses"].items()
-            if status.startswith("2")
+            (status, response) for status, response in self.described["responses"].items() if status.startswith("2")
         )
         return status, response["content"]
 

@@ -72,10 +72,7 @@ class RawConnection:
         if head is None:
             return None
         status, *lines = head.decode("latin-1").split("\r\n")
-        headers = {
-            name.lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines if line)
-        }
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
         size = int(headers.get("content-length", "0"))
         has_body = not is_head and int(status.split()[1]) >= 200
         assert "transfer-encoding" not in headers

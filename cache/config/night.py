@@ -128,9 +128,7 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         if self.kind == "value" and not self.value:
-            raise ConfigError(
-                'a value table names its model output, e.g. value = "user_affinity"', field="value"
-            )
+            raise ConfigError('a value table names its model output, e.g. value = "user_affinity"', field="value")
 
 
 @section
@@ -404,9 +402,7 @@ class NightConfig(SharedConfig):
                 field="item_attributes",
             )
         if not self.tables:
-            raise ConfigError(
-                "no table is configured; leave [tables] out to build the default ones"
-            )
+            raise ConfigError("no table is configured; leave [tables] out to build the default ones")
         for name in self.tables:
             check_name("the name of a table", name)
         for name in self.filters:
@@ -425,25 +421,17 @@ class NightConfig(SharedConfig):
         return {f"{table}.{name}": (table, name) for table, name in self._filtered()}
 
     def _filtered(self) -> list[tuple[str, str]]:
-        return [
-            (table, name)
-            for name, filter_config in self.filters.items()
-            for table in filter_config.tables
-        ]
+        return [(table, name) for name, filter_config in self.filters.items() for table in filter_config.tables]
 
     def _check_filtered(self) -> None:
-        lists = sorted(
-            name for name, table_config in self.tables.items() if table_config.kind in LISTS
-        )
+        lists = sorted(name for name, table_config in self.tables.items() if table_config.kind in LISTS)
         for table, name in self._filtered():
             if table not in lists:
                 raise ConfigError(
                     f"filters.{name} names table {table!r}; tables of lists are {', '.join(lists) or 'none'}",
                     field="filters",
                 )
-            check_name(
-                "the name of a table and a filter, with a dot between them,", f"{table}.{name}"
-            )
+            check_name("the name of a table and a filter, with a dot between them,", f"{table}.{name}")
         if len(self.filtered) < len(self._filtered()) or self.filtered.keys() & self.tables.keys():
             raise ConfigError(
                 "two tables would have one name: those made under a filter are called TABLE.FILTER",
@@ -470,9 +458,7 @@ class NightConfig(SharedConfig):
         names += [name for name in ("filters", "facets") if getattr(self, name)]
         defaults = fields_of(NightConfig)
         names += [
-            name
-            for name in ("feature_text_bytes", "featured_users")
-            if getattr(self, name) != defaults[name].default
+            name for name in ("feature_text_bytes", "featured_users") if getattr(self, name) != defaults[name].default
         ]
         settings = {name: getattr(self, name) for name in names}
         if self.events.enabled:
@@ -482,9 +468,7 @@ class NightConfig(SharedConfig):
         return orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)
 
     @classmethod
-    def configured(
-        cls, environ: Mapping[str, str], path: str | Path | None = None, **overrides: Any
-    ) -> Self:
+    def configured(cls, environ: Mapping[str, str], path: str | Path | None = None, **overrides: Any) -> Self:
         """The file (without a path the one that LARDER_CONFIG names), the environment over it, overrides over both.
 
         Unknown names in the file are errors, so that a typo cannot pass.

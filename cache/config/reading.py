@@ -20,9 +20,7 @@ from cache.config.section import fields_of, is_section, refusal, variable, varia
 from cache.errors import ConfigError, mask_secrets
 
 Kind = TypeVar("Kind")
-PATH_SETTINGS = frozenset(
-    {"artifacts", "state", "tokens_file", "tls_certificate", "tls_key", "tls_client_ca"}
-)
+PATH_SETTINGS = frozenset({"artifacts", "state", "tokens_file", "tls_certificate", "tls_key", "tls_client_ca"})
 """Settings that are paths: those of a file are relative to its folder, those of the environment to the current one."""
 SECRET_SETTINGS = frozenset({"token", "redis_url", "events_url", "artifacts"})
 """Settings that hold a secret: a URL does if a password is in it."""
@@ -43,9 +41,7 @@ class ConfigFile:
         try:
             document = tomllib.loads(_decode_text(Path(config_path).read_bytes()))
         except FileNotFoundError as error:
-            raise ConfigError(
-                f"cannot read configuration file {config_path}: it does not exist"
-            ) from error
+            raise ConfigError(f"cannot read configuration file {config_path}: it does not exist") from error
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"cannot read configuration file {config_path}: it is not UTF-8: save it as UTF-8"
@@ -66,15 +62,11 @@ class ConfigFile:
 
     def top_level_values(self, section_class: type[Any]) -> dict[str, Any]:
         """Return the top-level values that are settings of this class."""
-        return {
-            name: self.document[name] for name in fields_of(section_class) if name in self.document
-        }
+        return {name: self.document[name] for name in fields_of(section_class) if name in self.document}
 
     def resolve_path(self, path: str) -> str:
         """Return a relative path as absolute, from the file's folder; unchanged for a URL or without a file."""
-        return (
-            path if self.path is None or "://" in path else str(self.path.parent.absolute() / path)
-        )
+        return path if self.path is None or "://" in path else str(self.path.parent.absolute() / path)
 
 
 def _decode_text(file_bytes: bytes) -> str:
@@ -85,9 +77,7 @@ def _decode_text(file_bytes: bytes) -> str:
 
 
 class _Settings(BaseSettings):
-    model_config = SettingsConfigDict(
-        strict=True, extra="forbid", case_sensitive=True, allow_inf_nan=False
-    )
+    model_config = SettingsConfigDict(strict=True, extra="forbid", case_sensitive=True, allow_inf_nan=False)
 
 
 class _Environment(EnvSettingsSource):
@@ -119,9 +109,7 @@ def read_section(
         for name, variable_name in variable_by_setting.items()
         if environ.get(variable_name)
     }
-    effective_overrides = {
-        name: override for name, override in overrides.items() if override is not None
-    }
+    effective_overrides = {name: override for name, override in overrides.items() if override is not None}
 
     def origin_of(name: str) -> str:
         if name in effective_overrides or file.path is None:
@@ -139,9 +127,7 @@ def read_section(
     field_definitions: dict[str, Any] = {
         name: (field_info.annotation, field_info) for name, field_info in field_by_name.items()
     }
-    settings_class: type[_Settings] = create_model(
-        section_class.__name__, __base__=_Settings, **field_definitions
-    )
+    settings_class: type[_Settings] = create_model(section_class.__name__, __base__=_Settings, **field_definitions)
     sources = (
         InitSettingsSource(settings_class, effective_overrides),
         _Environment(settings_class, environment_values),
@@ -166,9 +152,7 @@ def _file_arguments(
     if "base" in file_values:
         raise ConfigError(f"{origin_of('base')}: unknown setting 'base'", field="base")
     file_arguments = {
-        name: _build_sections(
-            field_by_name[name].annotation, setting, f"{origin_of(name)} [{name}]"
-        )
+        name: _build_sections(field_by_name[name].annotation, setting, f"{origin_of(name)} [{name}]")
         if name in field_by_name
         else setting
         for name, setting in file_values.items()
@@ -202,9 +186,7 @@ def _build_sections(annotation: Any, file_value: Any, origin: str) -> Any:
         if not isinstance(file_value, Mapping):
             raise ConfigError(f"{origin} must be a section of settings, not {file_value!r}")
         try:
-            return annotation(
-                **{name: _normalise_value(setting) for name, setting in file_value.items()}
-            )
+            return annotation(**{name: _normalise_value(setting) for name, setting in file_value.items()})
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error.message}", **error.details) from error
     if get_origin(annotation) is dict:

@@ -43,11 +43,7 @@ def reference_page() -> str:
             fields_of(NightConfig).keys() - inherited_settings - night_sections.keys(),
         ),
     ]
-    repeated_sections = {
-        name
-        for name, field in fields_of(NightConfig).items()
-        if get_origin(field.annotation) is dict
-    }
+    repeated_sections = {name for name, field in fields_of(NightConfig).items() if get_origin(field.annotation) is dict}
     for name, kind in night_sections.items():
         page_lines += _section_lines(
             f"`[{name}.NAME]`" if name in repeated_sections else f"`[{name}]`",

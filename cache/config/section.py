@@ -76,14 +76,9 @@ def variables(section_class: type[Any]) -> dict[str, str]:
 def sections_of(kind: type[Any]) -> dict[str, type[Any]]:
     """Sections within a section, by name: their class, or for a table of sections the class of each."""
     class_by_name = {
-        name: (get_args(field.annotation) or (field.annotation,))[-1]
-        for name, field in fields_of(kind).items()
+        name: (get_args(field.annotation) or (field.annotation,))[-1] for name, field in fields_of(kind).items()
     }
-    return {
-        name: section_class
-        for name, section_class in class_by_name.items()
-        if is_section(section_class)
-    }
+    return {name: section_class for name, section_class in class_by_name.items() if is_section(section_class)}
 
 
 def meanings(kind: type[Any]) -> dict[str, str]:
@@ -115,9 +110,7 @@ def type_in_words(annotation: Any) -> str:
         return " or ".join(type_arguments)
     if origin in (Union, UnionType):
         return " or ".join(
-            type_in_words(member_type)
-            for member_type in type_arguments
-            if member_type is not type(None)
+            type_in_words(member_type) for member_type in type_arguments if member_type is not type(None)
         )
     return _TYPE_DESCRIPTIONS.get(annotation, "a section of settings")
 
@@ -140,8 +133,7 @@ def bounds_in_words(field: FieldInfo) -> str:
         filter(
             None,
             [
-                lower_bound_text
-                or (f"at least {bound_by_name['ge']:,}" if "ge" in bound_by_name else ""),
+                lower_bound_text or (f"at least {bound_by_name['ge']:,}" if "ge" in bound_by_name else ""),
                 upper_bound_text,
             ],
         )

@@ -264,9 +264,7 @@ class ServingConfig(SharedConfig, PeerBounds):
                 field="tls_certificate",
             )
         if (self.tls_client != "off") != bool(self.tls_client_ca):
-            raise ConfigError(
-                "tls_client and tls_client_ca go together: set both or neither", field="tls_client"
-            )
+            raise ConfigError("tls_client and tls_client_ca go together: set both or neither", field="tls_client")
         if self.tls_client_ca and not self.tls_certificate:
             raise ConfigError("tls_client_ca needs tls_certificate", field="tls_client_ca")
 
@@ -343,8 +341,6 @@ def parse_cores(text: str) -> tuple[int, ...]:
     for part in filter(None, text.replace(" ", "").split(",")):
         first, dash, last = part.partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
-            raise ConfigError(
-                f"live_cores is a list like 2,3 or 0-3, not {text!r}", field="live_cores"
-            )
+            raise ConfigError(f"live_cores is a list like 2,3 or 0-3, not {text!r}", field="live_cores")
         cores.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(cores))

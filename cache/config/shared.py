@@ -72,9 +72,7 @@ class SharedConfig(Timetable):
             check_name("events.namespace", self.events.namespace)
         if self.redis_url and not self.redis_url.startswith(_REDIS_URL_SCHEMES):
             # Not the value itself: it may hold a password.
-            raise ConfigError(
-                f"redis_url starts with {', '.join(_REDIS_URL_SCHEMES)}", field="redis_url"
-            )
+            raise ConfigError(f"redis_url starts with {', '.join(_REDIS_URL_SCHEMES)}", field="redis_url")
         if self.events_url and not self.events_url.startswith(_REDIS_URL_SCHEMES[:3]):
             raise ConfigError(
                 f"events_url is one server: it starts with {', '.join(_REDIS_URL_SCHEMES[:3])}",
@@ -103,9 +101,7 @@ class SharedConfig(Timetable):
         """Open this namespace's part of the artefact store; copies of a remote store are kept in the state folder."""
         url = self.artifacts if "://" in self.artifacts else str(self.path(self.artifacts))
         copies_folder = self.path(self.state) / "host-cache" / self.namespace
-        return ArtefactStore(
-            f"{url.rstrip('/')}/{self.namespace}", copies_folder, is_ephemeral=self.ephemeral_state
-        )
+        return ArtefactStore(f"{url.rstrip('/')}/{self.namespace}", copies_folder, is_ephemeral=self.ephemeral_state)
 
     def of_events(self) -> Self:
         """Return these settings for the namespace that holds the stream and files of events."""

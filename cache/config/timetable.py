@@ -123,9 +123,7 @@ class Schedule:
         low, high = at, at + step_s
         while high - low > 0.5:
             middle = (low + high) / 2
-            low, high = (
-                (middle, high) if self.tick_before(middle) <= previous_tick else (low, middle)
-            )
+            low, high = (middle, high) if self.tick_before(middle) <= previous_tick else (low, middle)
         return self.tick_before(high)
 
     def due_tick(self, now_s: float) -> float:
@@ -139,9 +137,7 @@ class Schedule:
         """
         return self.count_missed(now_s, created_at, missed_max=1) > 0
 
-    def count_missed(
-        self, now_s: float, created_at: float | None, *, missed_max: int = MISSED_TICKS_MAX
-    ) -> int:
+    def count_missed(self, now_s: float, created_at: float | None, *, missed_max: int = MISSED_TICKS_MAX) -> int:
         """Number of due ticks that no live generation has followed, at most `missed_max`."""
         if created_at is None or created_at > now_s + CLOCKS_APART_S:
             return missed_max
@@ -174,9 +170,7 @@ class Schedule:
 
     def _utc_moments(self, wall_time: datetime) -> list[datetime]:
         """UTC moments at which the wall clock shows this time."""
-        first, second = (
-            wall_time.replace(tzinfo=self._zone, fold=fold).astimezone(UTC) for fold in (0, 1)
-        )
+        first, second = (wall_time.replace(tzinfo=self._zone, fold=fold).astimezone(UTC) for fold in (0, 1))
         if first > second:  # skipped; the later reading of it is the moment after the gap
             return [] if self._is_hourly else [first]
         return [first, second] if self._is_hourly else [second]

@@ -134,9 +134,7 @@ class Replica:
         UnknownFormat for one of another release.
         """
         heartbeat_fields = orjson.loads(heartbeat_bytes)
-        demand_readable(
-            HEARTBEAT, version_of(heartbeat_fields), f"replica {heartbeat_fields['replica']}"
-        )
+        demand_readable(HEARTBEAT, version_of(heartbeat_fields), f"replica {heartbeat_fields['replica']}")
         return cls(
             str(heartbeat_fields["replica"]), beat_at, heartbeat_fields.get("serving"),
             tuple(heartbeat_fields.get("holds", ())),
@@ -297,9 +295,7 @@ class Control:
             COUNT_SHAPE,
         )
         if outcome_code == 2:
-            raise Conflict(
-                f"the pointer names one of {', '.join(row_by_generation)}: readers depend on it"
-            )
+            raise Conflict(f"the pointer names one of {', '.join(row_by_generation)}: readers depend on it")
         return bool(outcome_code)
 
     def rows(self) -> dict[str, RegistryRow]:
@@ -369,9 +365,7 @@ class Control:
         )
         return len(silent_payloads)
 
-    def forget_dead_replicas(
-        self, now_s: float | None = None, after_s: float = REPLICA_FORGOTTEN_S
-    ) -> int:
+    def forget_dead_replicas(self, now_s: float | None = None, after_s: float = REPLICA_FORGOTTEN_S) -> int:
         """Drop heartbeats older than a day or ahead of Redis' clock; a living replica returns with its next beat."""
         now_s = self.time() if now_s is None else now_s
         remove_by_score: Any = self.client.zremrangebyscore
@@ -382,10 +376,7 @@ class Control:
 
     def check_policy(self) -> str:
         """The eviction policy (of a cluster, the first node's); refuses one that could evict published pages."""
-        policies = {
-            name: _read_eviction_policy(server)
-            for name, server in primary_clients(self.client).items()
-        }
+        policies = {name: _read_eviction_policy(server) for name, server in primary_clients(self.client).items()}
         for name, policy in policies.items():
             if not policy.startswith(("volatile-", "noeviction")):
                 server_words = "" if name == "primary" else f" ({name})"
@@ -411,26 +402,16 @@ def _read_eviction_policy(server: "redis.Redis") -> str:
 
 def written_versions() -> dict[str, int]:
     """Return, by format, the versions that a night of this release writes and replicas read."""
-    return {
-        format_spec.name: format_spec.written
-        for format_spec in FORMATS.values()
-        if format_spec.is_served
-    }
+    return {format_spec.name: format_spec.written for format_spec in FORMATS.values() if format_spec.is_served}
 
 
-def demand_readers(
-    control: Control, version_by_format: Mapping[str, int], writer_clause: str
-) -> None:
+def demand_readers(control: Control, version_by_format: Mapping[str, int], writer_clause: str) -> None:
     """Raises Refused, naming a live replica that cannot read one of the versions; `writer_clause` lists them."""
     for replica in (*control.replicas(), *_under_older_keys(control)):
         for name, version in version_by_format.items():
             oldest, newest_version = replica.readable_versions.get(name, FIRST_VERSION_RANGE)
             if not oldest <= version <= newest_version:
-                readable_range = (
-                    str(newest_version)
-                    if oldest == newest_version
-                    else f"{oldest} to {newest_version}"
-                )
+                readable_range = str(newest_version) if oldest == newest_version else f"{oldest} to {newest_version}"
                 remedy = (
                     "upgrade the services first, or stop this one"
                     if version > newest_version

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 def unexplained_pointer_message(epoch: int) -> str:
     """Describe a pointer of this epoch that no release record explains."""
-    return (
-        f"Redis holds a pointer of epoch {epoch} that no release record explains; is this its "
-        "artefact store?"
-    )
+    return f"Redis holds a pointer of epoch {epoch} that no release record explains; is this its artefact store?"
 
 
 def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
@@ -43,9 +40,7 @@ def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: flo
     epochs = [release.epoch for release in all_releases(store)]
     if pointer.epoch in epochs:
         return None
-    restore_command = (
-        'restore --adopt --reason "..."' if pointer.epoch > max(epochs, default=0) else "restore"
-    )
+    restore_command = 'restore --adopt --reason "..."' if pointer.epoch > max(epochs, default=0) else "restore"
     return (
         f"{unexplained_pointer_message(pointer.epoch)} (key {config.keyspace().live}, artefact store {store.url}). "
         "If not, correct "

@@ -23,9 +23,7 @@ class GenerationState(StrEnum):
     ABANDONED = "abandoned"
 
 
-UNFINISHED_STATES: Final = frozenset(
-    {GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED}
-)
+UNFINISHED_STATES: Final = frozenset({GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED})
 """States of a generation that may still become live."""
 
 
@@ -33,9 +31,7 @@ def _same_states(*states: GenerationState) -> dict[GenerationState | None, Gener
     return {state: state for state in states}
 
 
-def _all_to(
-    target: GenerationState, *states: GenerationState | None
-) -> dict[GenerationState | None, GenerationState]:
+def _all_to(target: GenerationState, *states: GenerationState | None) -> dict[GenerationState | None, GenerationState]:
     return dict.fromkeys(states, target)
 
 
@@ -89,8 +85,7 @@ A roll back also jumps over all generations that were live after its target: the
 """
 
 STATES_BY_ACTION: Final[Mapping[str, frozenset[GenerationState]]] = {
-    action: frozenset(state for state in rows if state is not None)
-    for action, rows in TRANSITIONS.items()
+    action: frozenset(state for state in rows if state is not None) for action, rows in TRANSITIONS.items()
 }
 """Action -> states of the generation from which it may be taken."""
 
@@ -197,9 +192,7 @@ def newest_superseded(
 ) -> str | None:
     """The generation that a rollback would land on."""
     superseded_generations = [
-        generation
-        for generation, state in state_by_generation.items()
-        if state is GenerationState.SUPERSEDED
+        generation for generation, state in state_by_generation.items() if state is GenerationState.SUPERSEDED
     ]
     return max(
         superseded_generations,
@@ -224,13 +217,9 @@ def fold_releases(releases: Sequence[Release]) -> Ledger:
         if action in POINTER_ACTIONS and not release.is_done:
             continue
         if action in MOVE_ACTIONS:
-            replaced_generations = (
-                [] if live_generation in (None, generation) else [live_generation]
-            )
+            replaced_generations = [] if live_generation in (None, generation) else [live_generation]
             if action == "roll_back" and generation != live_generation:
-                replaced_generations += _jumped_over(
-                    generation, state_by_generation, left_epoch_by_generation
-                )
+                replaced_generations += _jumped_over(generation, state_by_generation, left_epoch_by_generation)
             for replaced_generation in replaced_generations:
                 state_by_generation[replaced_generation] = STATE_OF_REPLACED[action]
                 (

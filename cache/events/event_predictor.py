@@ -66,9 +66,7 @@ def merge_histories(
     of numpy's calls once.
     """
     histories_and_events = [
-        timed_items
-        for pair in zip(published_histories, newer_events, strict=True)
-        for timed_items in pair
+        timed_items for pair in zip(published_histories, newer_events, strict=True) for timed_items in pair
     ]
     if not histories_and_events:
         return []
@@ -150,45 +148,30 @@ class EventPredictor:
         if not tables or manifest.events is None:
             return None
         model_by_table = {name: str(table.producer.model) for name, table in tables.items()}
-        models = {
-            model_name: manifest.models[model_name] for model_name in set(model_by_table.values())
-        }
-        fp32_predictor = predictor.with_fp32_models(
-            models, generation_folder, threads=threads, cores=cores
-        )
+        models = {model_name: manifest.models[model_name] for model_name in set(model_by_table.values())}
+        fp32_predictor = predictor.with_fp32_models(models, generation_folder, threads=threads, cores=cores)
         metrics = {
-            manifest.indexes[str(table.producer.index)].metric
-            for table in tables.values()
-            if table.kind == "topk"
+            manifest.indexes[str(table.producer.index)].metric for table in tables.values() if table.kind == "topk"
         }
         scorers: dict[Metric, Scorer] = {}
         if items.count and len(metrics) * items.vectors.nbytes <= exact_search_bytes_max:
             scorers = {metric: Scorer.of(items.vectors, metric) for metric in metrics}
-        specs = {
-            name: TowerSpec.from_json(manifest.models[model].spec)
-            for name, model in model_by_table.items()
-        }
+        specs = {name: TowerSpec.from_json(manifest.models[model].spec) for name, model in model_by_table.items()}
         history_limit = manifest.events.history_limit
         without = bool(manifest.facts.get(FEATURE_ONLY_USERS_FACT, False))
-        return cls(
-            fp32_predictor, items, seen_items, history_limit, specs, tables, scorers, without
-        )
+        return cls(fp32_predictor, items, seen_items, history_limit, specs, tables, scorers, without)
 
     def supports(self, table: str) -> bool:
         """True if newer events change the table's answers and this predictor can compute them."""
         return table in self.tables
 
-    def prepare_all(
-        self, table: str, inputs: Sequence[EventInput]
-    ) -> list[PreparedInput | InvalidInput | None]:
+    def prepare_all(self, table: str, inputs: Sequence[EventInput]) -> list[PreparedInput | InvalidInput | None]:
         """Prepares many inputs at once; None for one that is not enough for the table's model."""
         events = [event for event_input in inputs for event in event_input.events]
         item_ids = [event.item for event in events]
         ordinals, item_count = self.items.ordinals_of(item_ids), self.items.count
         times_us = np.array([event.at_us for event in events], np.int64)
-        event_ends = list(
-            accumulate((len(event_input.events) for event_input in inputs), initial=0)
-        )
+        event_ends = list(accumulate((len(event_input.events) for event_input in inputs), initial=0))
         newer_items = [
             TimedItems(
                 event_input.new_items.numbers_of(item_ids[start:end], ordinals[start:end]),
@@ -198,41 +181,26 @@ class EventPredictor:
         ]
         user_inputs = [self._input_without_events(event_input) for event_input in inputs]
         merged_histories = merge_histories(
-            [
-                TimedItems(user_input.item_ordinals, user_input.times_us)
-                for user_input in user_inputs
-            ],
+            [TimedItems(user_input.item_ordinals, user_input.times_us) for user_input in user_inputs],
             newer_items,
             self.history_limit,
         )
-        history_ordinals = np.concatenate(
-            [_NO_ORDINALS, *(history.model_history for history in merged_histories)]
-        )
+        history_ordinals = np.concatenate([_NO_ORDINALS, *(history.model_history for history in merged_histories)])
         # A new item takes its place among the newest, and the model knows none: as where the next night has it.
-        indices = self.items.model_indices_of(
-            Ordinals(np.where(history_ordinals < item_count, history_ordinals, -1))
-        )
+        indices = self.items.model_indices_of(Ordinals(np.where(history_ordinals < item_count, history_ordinals, -1)))
         prepared_inputs: list[PreparedInput | InvalidInput | None] = []
         end = 0
-        for event_input, user_input, history in zip(
-            inputs, user_inputs, merged_histories, strict=True
-        ):
+        for event_input, user_input, history in zip(inputs, user_inputs, merged_histories, strict=True):
             start, end = end, end + len(history.model_history)
             try:
                 interacted_items = history.seen_items[history.seen_items < item_count]
                 if event_input.caller_input is not None and event_input.position >= 0:
-                    interacted_items = np.union1d(
-                        interacted_items, self.seen_items.ordinals_of(event_input.position)
-                    )
+                    interacted_items = np.union1d(interacted_items, self.seen_items.ordinals_of(event_input.position))
                 prepared_inputs.append(
-                    self._prepare_one(
-                        table, event_input, user_input, indices[start:end], interacted_items
-                    )
+                    self._prepare_one(table, event_input, user_input, indices[start:end], interacted_items)
                 )
             except InvalidInput as error:
-                prepared_inputs.append(
-                    error.with_traceback(None)
-                )  # which holds this list, and so itself
+                prepared_inputs.append(error.with_traceback(None))  # which holds this list, and so itself
         return prepared_inputs
 
     def has_input(self, table: str, event_input: EventInput) -> bool:
@@ -260,17 +228,11 @@ class EventPredictor:
         scorer = self.scorers.get(metric)
         if scorer is None:
             ranked = search.lists(batch, user_vectors, _NO_ORDINALS)
-            ranked = merge_new_items(
-                ranked, user_vectors, eligible_by_row, metric, manifest_table.layout
-            )
-            return self.predictor.lists(
-                table, ranked, fingerprints, scored_at, flags=FLAG_APPROXIMATE
-            )
+            ranked = merge_new_items(ranked, user_vectors, eligible_by_row, metric, manifest_table.layout)
+            return self.predictor.lists(table, ranked, fingerprints, scored_at, flags=FLAG_APPROXIMATE)
         exclusions = Histories.of([prepared.excluded for prepared in batch])
         ranked = scorer.top(user_vectors, manifest_table.layout.width, exclusions, threads=1)
-        ranked = merge_new_items(
-            ranked, user_vectors, eligible_by_row, metric, manifest_table.layout
-        )
+        ranked = merge_new_items(ranked, user_vectors, eligible_by_row, metric, manifest_table.layout)
         return self.predictor.lists(table, ranked, fingerprints, scored_at)
 
     def warm(self) -> None:
@@ -278,9 +240,7 @@ class EventPredictor:
         for name, spec in self.spec_by_table.items():
             if not self.items.count:
                 continue
-            blank_input = PreparedInput(
-                name, np.zeros(1, np.int64), spec.blank_features(), -1, _NO_ORDINALS, 0
-            )
+            blank_input = PreparedInput(name, np.zeros(1, np.int64), spec.blank_features(), -1, _NO_ORDINALS, 0)
             self.predict(name, [blank_input], [0], 0)
 
     def _prepare_one(
@@ -297,9 +257,7 @@ class EventPredictor:
             return None
         features: Mapping[str, FeatureValue] = {}
         if spec.features:
-            unchecked_features = merge_features(
-                user_input.features, event_input.user_values, spec.features
-            )
+            unchecked_features = merge_features(user_input.features, event_input.user_values, spec.features)
             if unchecked_features is None:
                 return None
             features = check_features(spec.features, unchecked_features)
@@ -312,9 +270,7 @@ class EventPredictor:
         live_input = event_input.caller_input or LiveInput()
         item_ordinals = self.items.ordinals_of(keep_last_occurrences(live_input.history or ()))
         known_items = item_ordinals[item_ordinals >= 0]
-        return UserInput(
-            known_items, np.full(len(known_items), _LONG_AGO_US), dict(live_input.features or {})
-        )
+        return UserInput(known_items, np.full(len(known_items), _LONG_AGO_US), dict(live_input.features or {}))
 
 
 def features_by_changed_table(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
@@ -415,8 +371,4 @@ class GenerationEvents:
         if table.name not in self.tables:
             return False
         is_vector_of_known = table.kind == "vector" and position >= 0 and seen_items is not None
-        return not (
-            is_vector_of_known
-            and seen_items is not None
-            and seen_items.has_brought_vector(position)
-        )
+        return not (is_vector_of_known and seen_items is not None and seen_items.has_brought_vector(position))

@@ -101,9 +101,7 @@ class NewItemEvents:
 
     def drop_until(self, number: int) -> int:
         """Forgets items up to this position's number; how many they were."""
-        dropped_ids = [
-            raw_id for raw_id, item in self._item_by_id.items() if item.position_number <= number
-        ]
+        dropped_ids = [raw_id for raw_id, item in self._item_by_id.items() if item.position_number <= number]
         for raw_id in dropped_ids:
             self.forget(raw_id)
         return len(dropped_ids)
@@ -122,16 +120,12 @@ class NewItemEvents:
         """Add the items of `earlier_events`, of earlier positions, that are not among these."""
         newer_by_id = self._item_by_id
         earlier_by_id = {
-            raw_id: item
-            for raw_id, item in earlier_events._item_by_id.items()
-            if raw_id not in newer_by_id
+            raw_id: item for raw_id, item in earlier_events._item_by_id.items() if raw_id not in newer_by_id
         }
         if not earlier_by_id:
             return
         self._item_by_id = {}
-        for item in sorted(
-            [*earlier_by_id.values(), *newer_by_id.values()], key=lambda item: item.position_number
-        ):
+        for item in sorted([*earlier_by_id.values(), *newer_by_id.values()], key=lambda item: item.position_number):
             self._item_by_id[item.raw_id] = item
         self.size_bytes = sum(map(_item_bytes, self._item_by_id.values()))
         self._evict()
@@ -236,9 +230,7 @@ class NewItemInputs:
                     field="vector",
                 )
         else:
-            raise FixedItems(
-                _FIXED_ITEMS_MESSAGE, field="vector" if event.features is None else "features"
-            )
+            raise FixedItems(_FIXED_ITEMS_MESSAGE, field="vector" if event.features is None else "features")
 
     def _check_features(self, event: Event) -> None:
         feature_columns = {str(input_spec.column) for input_spec in self.features}
@@ -268,9 +260,7 @@ class NewItemInputs:
                 field="features",
             )
         try:
-            check_features(
-                self.features, self.with_id({name: features[name] for name in columns}, item_id)
-            )
+            check_features(self.features, self.with_id({name: features[name] for name in columns}, item_id))
         except InvalidInput as error:
             field = f"features.{error.details.get('field')}"
             raise UnfitNewItem(f"{requirement}: {error.message}", field=field) from error
@@ -344,17 +334,10 @@ class NewItemTower:
         """
         known_mask = item_table.ordinals_of([item.raw_id for item in candidate_items]) >= 0
         unknown_items = [
-            item
-            for item, is_known in zip(candidate_items, known_mask.tolist(), strict=True)
-            if not is_known
+            item for item, is_known in zip(candidate_items, known_mask.tolist(), strict=True) if not is_known
         ]
-        keyed_inputs = [
-            (item, *self._item_input(item, values_by_item.get(item.raw_id, {})))
-            for item in unknown_items
-        ]
-        usable_inputs = [
-            (item, input_key, row) for item, input_key, row in keyed_inputs if input_key
-        ]
+        keyed_inputs = [(item, *self._item_input(item, values_by_item.get(item.raw_id, {}))) for item in unknown_items]
+        usable_inputs = [(item, input_key, row) for item, input_key, row in keyed_inputs if input_key]
         vector_by_input = dict(zip(previous_items.input_keys, previous_items.vectors, strict=True))
         next_try_by_input = dict(previous_items.next_try_by_input)
         settled_inputs = (
@@ -363,11 +346,7 @@ class NewItemTower:
             | {raw for raw, next_try in next_try_by_input.items() if next_try.retry_at_s > now_s}
         )
         pending_inputs = list(
-            {
-                input_key: row
-                for _, input_key, row in usable_inputs
-                if input_key not in settled_inputs
-            }.items()
+            {input_key: row for _, input_key, row in usable_inputs if input_key not in settled_inputs}.items()
         )
         for start in range(0, len(pending_inputs), _NEW_ITEMS_AT_ONCE):
             chunk = pending_inputs[start : start + _NEW_ITEMS_AT_ONCE]
@@ -383,9 +362,7 @@ class NewItemTower:
                     )
         usable_keys = {input_key for _, input_key, _ in usable_inputs}
         next_try_by_input = {
-            input_key: next_try
-            for input_key, next_try in next_try_by_input.items()
-            if input_key in usable_keys
+            input_key: next_try for input_key, next_try in next_try_by_input.items() if input_key in usable_keys
         }
         refused_inputs = frozenset(
             input_key
@@ -393,9 +370,7 @@ class NewItemTower:
             if input_key not in vector_by_input or not self._fits(vector_by_input[input_key])
         )
         left_out_ids = frozenset(
-            item.raw_id
-            for item, key, _ in usable_inputs
-            if key in refused_inputs or key in next_try_by_input
+            item.raw_id for item, key, _ in usable_inputs if key in refused_inputs or key in next_try_by_input
         )
         usable_inputs = [
             keyed_input
@@ -409,9 +384,7 @@ class NewItemTower:
                 next_try_by_input=next_try_by_input,
                 left_out_ids=left_out_ids,
             )
-        vectors = np.ascontiguousarray(
-            [vector_by_input[input_key] for _, input_key, _ in usable_inputs], np.float32
-        )
+        vectors = np.ascontiguousarray([vector_by_input[input_key] for _, input_key, _ in usable_inputs], np.float32)
         vectors.flags.writeable = False
         items = tuple(item for item, _, _ in usable_inputs)
         return NewItems(
@@ -425,10 +398,7 @@ class NewItemTower:
         )
 
     def _fits(self, vector: NDArray[np.float32]) -> bool:
-        return bool(
-            np.isfinite(vector).all()
-            and np.abs(vector).max(initial=0) <= self.inputs.vector_abs_max
-        )
+        return bool(np.isfinite(vector).all() and np.abs(vector).max(initial=0) <= self.inputs.vector_abs_max)
 
     def _item_input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
         """Return (key of the item's input, the input itself); the key is empty where no model can take the item."""

@@ -99,10 +99,7 @@ class UserEvents:
         packed = self.packed_by_user.get(user)
         return (
             packed is not None
-            and _USER_EVENT_TAIL_FORMAT.unpack_from(
-                packed, len(packed) - _USER_EVENT_TAIL_FORMAT.size
-            )[1]
-            > number
+            and _USER_EVENT_TAIL_FORMAT.unpack_from(packed, len(packed) - _USER_EVENT_TAIL_FORMAT.size)[1] > number
         )
 
     def has_newer_item(self, user: bytes, number: int) -> bool:
@@ -125,8 +122,7 @@ class UserEvents:
                 forgotten_count += 1
                 continue
             packed = b"".join(
-                event.item
-                + _USER_EVENT_TAIL_FORMAT.pack(event.at_us, event.number, len(event.item))
+                event.item + _USER_EVENT_TAIL_FORMAT.pack(event.at_us, event.number, len(event.item))
                 for event in remaining_events
             )
             if len(packed) < len(previous_packed):
@@ -168,12 +164,8 @@ class UserEvents:
                 earlier_events.packed_by_user[user],
                 self.packed_by_user.get(user),
             )
-            self.packed_by_user[user] = (
-                earlier_packed if newer_packed is None else earlier_packed + newer_packed
-            )
-            self.size_bytes += len(earlier_packed) + (
-                _USER_OVERHEAD_BYTES + len(user) if newer_packed is None else 0
-            )
+            self.packed_by_user[user] = earlier_packed if newer_packed is None else earlier_packed + newer_packed
+            self.size_bytes += len(earlier_packed) + (_USER_OVERHEAD_BYTES + len(user) if newer_packed is None else 0)
 
     def forget(self, user: bytes) -> None:
         """Forget the events of an erased user."""
@@ -329,10 +321,7 @@ class AttributeEvents:
         for packed_by_entity in (self._packed_by_item, self._packed_by_user):
             forgotten_ids: list[bytes] = []
             for entity_id, packed in packed_by_entity.items():
-                if (
-                    _newest_position_number(packed) > number
-                    or forgotten_count + len(forgotten_ids) >= entities_max
-                ):
+                if _newest_position_number(packed) > number or forgotten_count + len(forgotten_ids) >= entities_max:
                     break
                 forgotten_ids.append(entity_id)
             for entity_id in forgotten_ids:
@@ -359,12 +348,8 @@ class AttributeEvents:
 
     def prepend_in_turns(self, earlier_events: "AttributeEvents") -> Iterator[None]:
         """Add the values of `earlier_events`, yielding between batches of entities; add no event before the end."""
-        merged_items = yield from self._merge_earlier(
-            self._packed_by_item, earlier_events._packed_by_item
-        )
-        merged_users = yield from self._merge_earlier(
-            self._packed_by_user, earlier_events._packed_by_user
-        )
+        merged_items = yield from self._merge_earlier(self._packed_by_item, earlier_events._packed_by_item)
+        merged_users = yield from self._merge_earlier(self._packed_by_user, earlier_events._packed_by_user)
         self._packed_by_item, self._packed_by_user = merged_items, merged_users
         self.newest_item_number = max(self.newest_item_number, earlier_events.newest_item_number)
         self.refusal_count += earlier_events.refusal_count
@@ -376,9 +361,7 @@ class AttributeEvents:
         if not earlier_packed_by_id:
             return packed_by_id
         only_earlier_entities = (
-            (entity_id, packed)
-            for entity_id, packed in earlier_packed_by_id.items()
-            if entity_id not in packed_by_id
+            (entity_id, packed) for entity_id, packed in earlier_packed_by_id.items() if entity_id not in packed_by_id
         )
         ordered_entities = heapq.merge(
             packed_by_id.items(),
@@ -432,9 +415,7 @@ def _pack_values(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
             key=lambda named_value: (named_value[1][0], named_value[0]),
         )
         numbered_values = dict(newest_values)
-    return _VALUES_HEADER_FORMAT.pack(number) + orjson.dumps(
-        numbered_values, option=orjson.OPT_SORT_KEYS
-    )
+    return _VALUES_HEADER_FORMAT.pack(number) + orjson.dumps(numbered_values, option=orjson.OPT_SORT_KEYS)
 
 
 def _merge_values(earlier_packed: bytes, newer_packed: bytes) -> bytes:
@@ -445,11 +426,7 @@ def _merge_values(earlier_packed: bytes, newer_packed: bytes) -> bytes:
 
 
 def _values_after(packed: bytes, number: int) -> dict[str, Any]:
-    return {
-        name: set_value
-        for name, (set_number, set_value) in _unpack_values(packed).items()
-        if set_number > number
-    }
+    return {name: set_value for name, (set_number, set_value) in _unpack_values(packed).items() if set_number > number}
 
 
 def merge_features(

@@ -149,12 +149,6 @@ def read_taken_position(store: ArtefactStore) -> Position:
     """
     position_json = store.read(TAKEN_POSITION_PATH)
     try:
-        return (
-            STREAM_BEGINNING
-            if position_json is None
-            else Position.parse(orjson.loads(position_json)["until"])
-        )
+        return STREAM_BEGINNING if position_json is None else Position.parse(orjson.loads(position_json)["until"])
     except (orjson.JSONDecodeError, InvalidInput, KeyError, TypeError) as error:
-        raise CorruptArtefact(
-            f"{TAKEN_POSITION_PATH} names no position: {error}", path=TAKEN_POSITION_PATH
-        ) from error
+        raise CorruptArtefact(f"{TAKEN_POSITION_PATH} names no position: {error}", path=TAKEN_POSITION_PATH) from error

@@ -143,9 +143,7 @@ class ItemAttributes:
         return {name: column.kind for name, column in sorted(self.columns.items())}
 
 
-def _open_column(
-    root: Path, kind: AttributeKind, path_by_part: Mapping[str, str], item_count: int
-) -> AttributeColumn:
+def _open_column(root: Path, kind: AttributeKind, path_by_part: Mapping[str, str], item_count: int) -> AttributeColumn:
     dtype = DTYPE_BY_KIND[kind]
     dictionary = offsets = None
     if "names" in path_by_part:
@@ -209,35 +207,23 @@ def set_item_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> 
     columns = dict(attributes.columns)
     unfit_ordinals: dict[str, dict[str, tuple[int, ...]]] = {}
     for attribute, value_by_ordinal in values_by_attribute.items():
-        parsed_by_ordinal, ordinals_by_reason = _parse_values(
-            columns[attribute].kind, value_by_ordinal
-        )
-        columns[attribute] = _SETTER_BY_KIND[columns[attribute].kind](
-            columns[attribute], parsed_by_ordinal
-        )
+        parsed_by_ordinal, ordinals_by_reason = _parse_values(columns[attribute].kind, value_by_ordinal)
+        columns[attribute] = _SETTER_BY_KIND[columns[attribute].kind](columns[attribute], parsed_by_ordinal)
         if ordinals_by_reason:
             unfit_ordinals[attribute] = {
                 reason: tuple(sorted(ordinals)) for reason, ordinals in ordinals_by_reason.items()
             }
     changed_names = {
-        attribute
-        for attribute in values_by_attribute
-        if columns[attribute] is not attributes.columns[attribute]
+        attribute for attribute in values_by_attribute if columns[attribute] is not attributes.columns[attribute]
     }
     updated_attributes = replace(attributes, columns=columns) if changed_names else attributes
-    return ChangedColumns(
-        updated_attributes, frozenset(changed_names), unfit_ordinals, unknown_count
-    )
+    return ChangedColumns(updated_attributes, frozenset(changed_names), unfit_ordinals, unknown_count)
 
 
-def attributes_of_new_items(
-    attributes: ItemAttributes, values_by_item: Sequence[Mapping[str, Any]]
-) -> ItemAttributes:
+def attributes_of_new_items(attributes: ItemAttributes, values_by_item: Sequence[Mapping[str, Any]]) -> ItemAttributes:
     """Return columns of the same attributes for new items only, a row for each mapping in `values_by_item`."""
     item_count = len(values_by_item)
-    blank_columns = {
-        name: _blank_column(column.kind, item_count) for name, column in attributes.columns.items()
-    }
+    blank_columns = {name: _blank_column(column.kind, item_count) for name, column in attributes.columns.items()}
     item_values = [
         ItemValue(ordinal, name, value)
         for ordinal, value_by_name in enumerate(values_by_item)
@@ -249,17 +235,11 @@ def attributes_of_new_items(
 def _blank_column(kind: AttributeKind, item_count: int) -> AttributeColumn:
     """A column of `item_count` items that all lack the attribute."""
     if kind not in ("text", "texts"):
-        return AttributeColumn(
-            kind, np.full(item_count, _ABSENT_VALUE_BY_KIND[kind], DTYPE_BY_KIND[kind])
-        )
+        return AttributeColumn(kind, np.full(item_count, _ABSENT_VALUE_BY_KIND[kind], DTYPE_BY_KIND[kind]))
     empty_dictionary = TextDictionary(np.empty(0, np.uint8), np.zeros(1, np.uint64))
     if kind == "text":
-        return AttributeColumn(
-            kind, np.full(item_count, NO_CODE, np.uint32), dictionary=empty_dictionary
-        )
-    return AttributeColumn(
-        kind, np.empty(0, np.uint32), np.zeros(item_count + 1, np.uint64), empty_dictionary
-    )
+        return AttributeColumn(kind, np.full(item_count, NO_CODE, np.uint32), dictionary=empty_dictionary)
+    return AttributeColumn(kind, np.empty(0, np.uint32), np.zeros(item_count + 1, np.uint64), empty_dictionary)
 
 
 def _parse_values(
@@ -288,9 +268,7 @@ def _parse_texts(value: object) -> _ParsedValue:
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
         return None, _UNFIT_MESSAGE_BY_KIND["texts"]
     encoded_texts = [text.encode(errors="replace") for text in value]
-    return [
-        encoded_text for encoded_text in encoded_texts if len(encoded_text) <= TEXT_BYTES_MAX
-    ], None
+    return [encoded_text for encoded_text in encoded_texts if len(encoded_text) <= TEXT_BYTES_MAX], None
 
 
 def _parse_number(value: object) -> _ParsedValue:
@@ -317,9 +295,7 @@ _PARSER_BY_KIND: Final[Mapping[AttributeKind, Callable[[object], _ParsedValue]]]
 
 def _set_scalars(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
     absent_value = _ABSENT_VALUE_BY_KIND[column.kind]
-    stored_values = [
-        absent_value if parsed is None else parsed for parsed in parsed_by_ordinal.values()
-    ]
+    stored_values = [absent_value if parsed is None else parsed for parsed in parsed_by_ordinal.values()]
     new_values = np.array(stored_values, column.values.dtype)
     ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
     if np.array_equal(column.values[ordinals], new_values, equal_nan=column.kind == "number"):
@@ -330,15 +306,10 @@ def _set_scalars(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) 
 
 
 def _set_text(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
-    text_codes = _TextCodes.of(
-        column, [text for text in parsed_by_ordinal.values() if text is not None]
-    )
+    text_codes = _TextCodes.of(column, [text for text in parsed_by_ordinal.values() if text is not None])
     ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
     new_codes = np.array(
-        [
-            NO_CODE if text is None else text_codes.code_by_text[text]
-            for text in parsed_by_ordinal.values()
-        ],
+        [NO_CODE if text is None else text_codes.code_by_text[text] for text in parsed_by_ordinal.values()],
         np.uint32,
     )
     if np.array_equal(column.values[ordinals], new_codes):
@@ -365,9 +336,7 @@ def _set_texts(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) ->
     new_lengths[ordinals], set_mask[ordinals] = [len(codes) for codes in code_lists], True
     values = np.empty(int(new_lengths.sum()), np.uint32)
     values[np.repeat(~set_mask, new_lengths)] = column.values[np.repeat(~set_mask, old_lengths)]
-    values[np.repeat(set_mask, new_lengths)] = np.array(
-        [code for codes in code_lists for code in codes], np.uint32
-    )
+    values[np.repeat(set_mask, new_lengths)] = np.array([code for codes in code_lists for code in codes], np.uint32)
     new_offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(new_lengths).astype(np.uint64)])
     return text_codes.renumber(replace(column, offsets=new_offsets), values)
 
@@ -432,8 +401,7 @@ class _TextCodes:
         )
         # A name that left ends a piece as a new one does, and has no text in its place.
         cut_points = [
-            (index, 1, text)
-            for index, text in zip(self.insert_positions.tolist(), self.new_texts, strict=True)
+            (index, 1, text) for index, text in zip(self.insert_positions.tolist(), self.new_texts, strict=True)
         ]
         cut_points += [(index, 2, b"") for index in np.flatnonzero(~used_mask).tolist()]
         pieces, lengths, piece_start = [], [], 0

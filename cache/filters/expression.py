@@ -93,9 +93,7 @@ class _FilterReader:
     def parse_expression(self, json_value: object, field_path: str, depth: int) -> Expression:
         self.node_count += 1
         if self.node_count > NODES_MAX:
-            raise _filter_error(
-                f"a filter has at most {NODES_MAX} expressions", field_path, limit=NODES_MAX
-            )
+            raise _filter_error(f"a filter has at most {NODES_MAX} expressions", field_path, limit=NODES_MAX)
         if depth > DEPTH_MAX:
             raise _filter_error(
                 f"expressions stand at most {DEPTH_MAX} deep in one another",
@@ -110,35 +108,24 @@ class _FilterReader:
         ((operator, operand),) = json_value.items()
         operand_path = f"{field_path}.{operator}" if field_path else operator
         if operator in _COMBINATIONS:
-            return CombinationNode(
-                operator, self._parse_operands(operator, operand, operand_path, depth)
-            )
+            return CombinationNode(operator, self._parse_operands(operator, operand, operand_path, depth))
         if operator in _COMPARISONS:
             return self._parse_comparison(operator, operand, operand_path)
         operator_names = ", ".join((*_COMBINATIONS, *_COMPARISONS))
-        raise _filter_error(
-            f"there is no operator {operator[:40]!r}; there are {operator_names}", field_path
-        )
+        raise _filter_error(f"there is no operator {operator[:40]!r}; there are {operator_names}", field_path)
 
-    def _parse_operands(
-        self, operator: str, operand: object, field_path: str, depth: int
-    ) -> tuple[Expression, ...]:
+    def _parse_operands(self, operator: str, operand: object, field_path: str, depth: int) -> tuple[Expression, ...]:
         if operator == "not":
             return (self.parse_expression(operand, field_path, depth + 1),)
         if not isinstance(operand, list) or not operand:
             raise _filter_error(f"{operator} takes a list of one or more expressions", field_path)
         return tuple(
-            self.parse_expression(part, f"{field_path}[{index}]", depth + 1)
-            for index, part in enumerate(operand)
+            self.parse_expression(part, f"{field_path}[{index}]", depth + 1) for index, part in enumerate(operand)
         )
 
-    def _parse_comparison(
-        self, operator: Comparison, operand: object, field_path: str
-    ) -> ComparisonNode:
+    def _parse_comparison(self, operator: Comparison, operand: object, field_path: str) -> ComparisonNode:
         if operator == "exists":
-            return ComparisonNode(
-                operator, _checked_attribute_name(operand, field_path), (), field_path
-            )
+            return ComparisonNode(operator, _checked_attribute_name(operand, field_path), (), field_path)
         if not isinstance(operand, list) or len(operand) != 2:
             raise _filter_error(
                 f'{operator} takes a list of an attribute and a value, such as ["price", 20]',
@@ -147,26 +134,17 @@ class _FilterReader:
         attribute, comparand = _checked_attribute_name(operand[0], f"{field_path}[0]"), operand[1]
         if operator != "in":
             self._count_values(1, field_path)
-            return ComparisonNode(
-                operator, attribute, (_checked_scalar(comparand, f"{field_path}[1]"),), field_path
-            )
+            return ComparisonNode(operator, attribute, (_checked_scalar(comparand, f"{field_path}[1]"),), field_path)
         if not isinstance(comparand, list) or not comparand:
-            raise _filter_error(
-                "in takes an attribute and a list of one or more values", f"{field_path}[1]"
-            )
+            raise _filter_error("in takes an attribute and a list of one or more values", f"{field_path}[1]")
         self._count_values(len(comparand), f"{field_path}[1]")
-        values = (
-            _checked_scalar(raw_value, f"{field_path}[1][{index}]")
-            for index, raw_value in enumerate(comparand)
-        )
+        values = (_checked_scalar(raw_value, f"{field_path}[1][{index}]") for index, raw_value in enumerate(comparand))
         return ComparisonNode(operator, attribute, tuple(values), field_path)
 
     def _count_values(self, added_count: int, field_path: str) -> None:
         self.value_count += added_count
         if self.value_count > VALUES_MAX:
-            raise _filter_error(
-                f"a filter compares with at most {VALUES_MAX} values", field_path, limit=VALUES_MAX
-            )
+            raise _filter_error(f"a filter compares with at most {VALUES_MAX} values", field_path, limit=VALUES_MAX)
 
 
 def _checked_attribute_name(raw_name: object, field_path: str) -> str:
@@ -189,9 +167,7 @@ def _checked_scalar(raw_value: Any, field_path: str) -> Scalar:
 
 def _checked_text(text: str, field_path: str) -> str:
     if len(text.encode(errors="replace")) > TEXT_BYTES_MAX:
-        raise _filter_error(
-            f"a text has at most {TEXT_BYTES_MAX} bytes", field_path, limit=TEXT_BYTES_MAX
-        )
+        raise _filter_error(f"a text has at most {TEXT_BYTES_MAX} bytes", field_path, limit=TEXT_BYTES_MAX)
     return text
 
 

@@ -73,15 +73,9 @@ class UnknownAttribute(InvalidFilter):
     code = "unknown_attribute"
 
 
-def unknown_attribute_error(
-    name: str, kind_by_attribute: Mapping[str, str], field_path: str
-) -> UnknownAttribute:
+def unknown_attribute_error(name: str, kind_by_attribute: Mapping[str, str], field_path: str) -> UnknownAttribute:
     """Refusal of an attribute by its name, with the kinds of those that items have."""
-    kinds_clause = (
-        f"; they have {', '.join(kind_by_attribute)}"
-        if kind_by_attribute
-        else " here, nor any other"
-    )
+    kinds_clause = f"; they have {', '.join(kind_by_attribute)}" if kind_by_attribute else " here, nor any other"
     return UnknownAttribute(
         f"items have no attribute {name!r}{kinds_clause}",
         field=field_path,
@@ -150,9 +144,7 @@ def _combined_mask(expression: CombinationNode, masks: list[Mask]) -> Mask:
         return ~masks[0]
     combined_mask = masks[0]
     for mask in masks[1:]:
-        combined_mask = (
-            combined_mask & mask if expression.operator == "and" else combined_mask | mask
-        )
+        combined_mask = combined_mask & mask if expression.operator == "and" else combined_mask | mask
     return combined_mask
 
 
@@ -173,11 +165,7 @@ def _text_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
         return _as_mask(column.values != NO_CODE)
     codes = [_code_of_value(column, value, comparison) for value in comparison.values]
     known_codes = np.array([code for code in codes if code >= 0], np.uint32)
-    return (
-        _as_mask(column.values == known_codes[0])
-        if len(known_codes) == 1
-        else np.isin(column.values, known_codes)
-    )
+    return _as_mask(column.values == known_codes[0]) if len(known_codes) == 1 else np.isin(column.values, known_codes)
 
 
 def _texts_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
@@ -206,9 +194,7 @@ def _number_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     for value in comparison.values:
         if isinstance(value, bool | str):
             raise _unfit_comparison_error(comparison, "a number")
-    return _ordered_mask(
-        comparison.operator, column.values, np.array(comparison.values, np.float64)
-    )
+    return _ordered_mask(comparison.operator, column.values, np.array(comparison.values, np.float64))
 
 
 def _time_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
@@ -255,9 +241,7 @@ def _time_us_of(value: Scalar, comparison: ComparisonNode) -> int:
 
 
 def _unfit_comparison_error(comparison: ComparisonNode, expected_kind: str) -> InvalidFilter:
-    return InvalidFilter(
-        f"{comparison.attribute} is compared with {expected_kind}", field=comparison.field_path
-    )
+    return InvalidFilter(f"{comparison.attribute} is compared with {expected_kind}", field=comparison.field_path)
 
 
 class SubsetSearch:
@@ -286,9 +270,7 @@ class SubsetSearch:
         result_count = min(k, len(ordinals))
         if len(ordinals) > max(_DIRECTLY_RANKED_MAX, 4 * k):
             ordinals = self._candidates(vector, ordinals, k, metric)
-        best_ordinals, scores = rank(
-            vector[None], self._vectors, ordinals[None], None, k, metric=metric
-        )
+        best_ordinals, scores = rank(vector[None], self._vectors, ordinals[None], None, k, metric=metric)
         return best_ordinals[0, :result_count], scores[0, :result_count]
 
     def _candidates(
@@ -300,9 +282,7 @@ class SubsetSearch:
             self._vectors,
             ordinals.astype(np.int64),
         )
-        scores: NDArray[np.float32] = np.frombuffer(
-            loader.kernels.dots(*kernel_arguments), np.float32
-        )
+        scores: NDArray[np.float32] = np.frombuffer(loader.kernels.dots(*kernel_arguments), np.float32)
         vector_length = float(np.sqrt(np.dot(vector, vector)))
         candidate_lengths = self._vector_lengths[ordinals]
         if metric == "cosine":
@@ -363,10 +343,7 @@ class Filtering:
         """Maps the attributes of a generation; None where its items have none."""
         if not manifest.items.attributes:
             return None
-        filter_by_name = {
-            name: read_filter(named_filter.expression)
-            for name, named_filter in manifest.filters.items()
-        }
+        filter_by_name = {name: read_filter(named_filter.expression) for name, named_filter in manifest.filters.items()}
         return cls(
             ItemAttributes.open(generation_folder, manifest),
             items.vectors,
@@ -383,30 +360,22 @@ class Filtering:
             changed_columns.attributes,
             self.changed_attributes | changed_columns.changed_attributes,
         )
-        filtering._masks = self._masks.carry_over(
-            changed_columns.attributes, changed_columns.changed_attributes
-        )
+        filtering._masks = self._masks.carry_over(changed_columns.attributes, changed_columns.changed_attributes)
         return filtering, changed_columns
 
-    def with_new_items(
-        self, values: Sequence[Mapping[str, Any]], vectors: NDArray[np.float32]
-    ) -> Self:
+    def with_new_items(self, values: Sequence[Mapping[str, Any]], vectors: NDArray[np.float32]) -> Self:
         """Filtering of these items, and behind them of new ones with the attributes and vectors [n, dims] of each."""
         filtering = copy(self)
         filtering.new_items_filtering = None
         if len(values):
             attributes = attributes_of_new_items(self.attributes, values)
-            filtering.new_items_filtering = Filtering(
-                attributes, vectors, filter_by_name=self._filter_by_name
-            )
+            filtering.new_items_filtering = Filtering(attributes, vectors, filter_by_name=self._filter_by_name)
         return filtering
 
     def may_differ(self, name: str) -> bool:
         """True if a declared filter may let other items pass than it did in the night."""
         declared_filter = self._filter_by_name.get(name)
-        return declared_filter is not None and not declared_filter.attributes.isdisjoint(
-            self.changed_attributes
-        )
+        return declared_filter is not None and not declared_filter.attributes.isdisjoint(self.changed_attributes)
 
     def get_cached(self, filter_: Filter | str) -> FilterMask | None:
         """Items that pass, where that is known already."""
@@ -417,11 +386,7 @@ class Filtering:
     def evaluation_cost(self, filter_: Filter | str) -> int:
         """Estimate of the work of `evaluate` where nothing is kept, in comparisons of one number."""
         resolved_filter = self._filter_by_name.get(filter_) if isinstance(filter_, str) else filter_
-        return (
-            0
-            if resolved_filter is None
-            else mask_cost(resolved_filter.root_expression, self.attributes)
-        )
+        return 0 if resolved_filter is None else mask_cost(resolved_filter.root_expression, self.attributes)
 
     def evaluate(self, filter_: Filter | str) -> FilterMask:
         """Items that pass; raises InvalidFilter for one that does not fit the attributes, or an unknown name."""
@@ -458,6 +423,4 @@ class Filtering:
     def _append_new_items_mask(self, filter_mask: FilterMask, filter_: Filter | str) -> FilterMask:
         if self.new_items_filtering is None:
             return filter_mask
-        return filter_mask.append_mask(
-            self.new_items_filtering.evaluate(filter_), self.attributes.count
-        )
+        return filter_mask.append_mask(self.new_items_filtering.evaluate(filter_), self.attributes.count)

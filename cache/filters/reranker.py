@@ -27,16 +27,13 @@ class Reranker:
         vectors: NDArray[np.float32],
     ) -> None:
         self._boosts = tuple(
-            (filter_mask, boost.factor)
-            for boost, filter_mask in zip(reranking.boosts, boosted, strict=True)
+            (filter_mask, boost.factor) for boost, filter_mask in zip(reranking.boosts, boosted, strict=True)
         )
         self._diversify = reranking.diversify or Diversify()
         self._column = _column(self._diversify, attributes)
         self._vectors = vectors
 
-    def rerank(
-        self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int
-    ) -> NDArray[np.int64]:
+    def rerank(self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         """Return positions int64 of at most k candidates in their new order; the candidates come best first."""
         boosted = scores.astype(np.float64)
         for filter_mask, factor in self._boosts:
@@ -50,9 +47,7 @@ class Reranker:
             chosen_positions = list(islice(filter(room.try_add, range(len(order))), k))
         else:
             units = _units(self._vectors[ordinals[order]])
-            chosen_positions = _least_alike(
-                _scaled(boosted[order]), units, self._diversify.mmr, room, k
-            )
+            chosen_positions = _least_alike(_scaled(boosted[order]), units, self._diversify.mmr, room, k)
         return order[chosen_positions]
 
 
@@ -80,9 +75,7 @@ def _least_alike(
 class _ValueQuota:
     """Count of chosen items by value; an item without the attribute counts for none."""
 
-    def __init__(
-        self, column: AttributeColumn | None, items_per_value_max: int, ordinals: NDArray[np.uint32]
-    ) -> None:
+    def __init__(self, column: AttributeColumn | None, items_per_value_max: int, ordinals: NDArray[np.uint32]) -> None:
         self._column = column
         self._per_value_max = items_per_value_max
         self._ordinals = ordinals.tolist()

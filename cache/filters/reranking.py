@@ -58,9 +58,7 @@ class Reranking:
     @property
     def part_names(self) -> str:
         """Names of the parts for the answer: `boost`, `diversify` or `boost+diversify`."""
-        return "+".join(
-            (("boost",) if self.boosts else ()) + (("diversify",) if self.diversify else ())
-        )
+        return "+".join((("boost",) if self.boosts else ()) + (("diversify",) if self.diversify else ()))
 
 
 def read_reranking(json_value: object, boost_max: float) -> Reranking:
@@ -76,13 +74,8 @@ def read_reranking(json_value: object, boost_max: float) -> Reranking:
         raise _reranking_error("boost is a list of one or more boosts", "boost")
     if len(raw_boosts) > BOOSTS_MAX:
         raise _reranking_error(f"there are at most {BOOSTS_MAX} boosts", "boost", limit=BOOSTS_MAX)
-    boosts = tuple(
-        _parse_boost(raw_boost, f"boost[{index}]", boost_max)
-        for index, raw_boost in enumerate(raw_boosts)
-    )
-    return Reranking(
-        boosts, _parse_diversify(fields["diversify"]) if "diversify" in fields else None
-    )
+    boosts = tuple(_parse_boost(raw_boost, f"boost[{index}]", boost_max) for index, raw_boost in enumerate(raw_boosts))
+    return Reranking(boosts, _parse_diversify(fields["diversify"]) if "diversify" in fields else None)
 
 
 def _parse_boost(json_value: object, field_path: str, boost_max: float) -> Boost:
@@ -111,9 +104,7 @@ def _parse_diversify(json_value: object) -> Diversify:
     ):
         raise _reranking_error("attribute is the name of one", f"{field_path}.attribute")
     if items_per_value_max is not None and (
-        isinstance(items_per_value_max, bool)
-        or not isinstance(items_per_value_max, int)
-        or items_per_value_max < 1
+        isinstance(items_per_value_max, bool) or not isinstance(items_per_value_max, int) or items_per_value_max < 1
     ):
         raise _reranking_error("most is a whole number, 1 or more", f"{field_path}.most")
     if mmr is not None and not 0 < (mmr := _checked_number(mmr, f"{field_path}.mmr")) <= 1:
@@ -121,9 +112,7 @@ def _parse_diversify(json_value: object) -> Diversify:
     return Diversify(attribute, items_per_value_max, mmr)
 
 
-def _checked_fields(
-    json_value: object, field_path: str, field_names: tuple[str, ...]
-) -> Mapping[str, Any]:
+def _checked_fields(json_value: object, field_path: str, field_names: tuple[str, ...]) -> Mapping[str, Any]:
     if not isinstance(json_value, Mapping):
         raise _reranking_error(
             f"{field_path or 'a re-ranking'} is a JSON object of {', '.join(field_names)}",
@@ -139,11 +128,7 @@ def _checked_fields(
 
 
 def _checked_number(json_value: object, field_path: str) -> float:
-    if (
-        isinstance(json_value, bool)
-        or not isinstance(json_value, int | float)
-        or not math.isfinite(json_value)
-    ):
+    if isinstance(json_value, bool) or not isinstance(json_value, int | float) or not math.isfinite(json_value):
         raise _reranking_error(f"{field_path.rpartition('.')[2]} is a finite number", field_path)
     return float(json_value)
 
@@ -155,7 +140,5 @@ def _reranking_error(message: str, field_path: str, **details: object) -> Invali
 def with_error_path(error: InvalidFilter, outer_path: str) -> InvalidFilter:
     """Return a copy of the error whose field starts with `outer_path`, for a filter nested at that path."""
     inner_field = error.details.get("field")
-    details = error.details | {
-        "field": outer_path if inner_field is None else f"{outer_path}.{inner_field}"
-    }
+    details = error.details | {"field": outer_path if inner_field is None else f"{outer_path}.{inner_field}"}
     return type(error)(error.message, **details)

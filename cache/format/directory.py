@@ -27,18 +27,14 @@ def map_file(path: Path, dtype: str, shape: tuple[int, ...] | None = None) -> ND
 class Directory:
     """All hashes of an entity set, one memory-mapped array per shard, shared by every process of a host."""
 
-    def __init__(
-        self, seed: int, first_hashes: Sequence[int], hash_parts: Sequence[NDArray[np.uint64]]
-    ) -> None:
+    def __init__(self, seed: int, first_hashes: Sequence[int], hash_parts: Sequence[NDArray[np.uint64]]) -> None:
         self.seed = seed
         self.hash_parts = tuple(hash_parts)
         # bisect beats numpy on one number
         self._first_hashes = list(map(int, first_hashes))
         self._part_starts = list(accumulate(map(len, hash_parts), initial=0))
         self.count = self._part_starts[-1]
-        self._hashes = (loader.kernels if hash_parts else pure).HashParts(
-            tuple(self._first_hashes), self.hash_parts
-        )
+        self._hashes = (loader.kernels if hash_parts else pure).HashParts(tuple(self._first_hashes), self.hash_parts)
 
     @classmethod
     def open(cls, root: Path, entities: EntitySet) -> Self:
@@ -82,9 +78,7 @@ class Directory:
         record_bytes: int,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Places of records of `record_bytes` bytes, `records_per_page` in a page: int64[n] pages, int64[n] offsets."""
-        page_numbers, offsets = self._hashes.locate(
-            positions, first_pages, records_per_page, record_bytes
-        )
+        page_numbers, offsets = self._hashes.locate(positions, first_pages, records_per_page, record_bytes)
         return np.frombuffer(page_numbers, np.int64), np.frombuffer(offsets, np.int64)
 
     def hashes(self) -> NDArray[np.uint64]:

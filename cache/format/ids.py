@@ -125,9 +125,7 @@ def _encode_feature(name: str, value: FeatureValue) -> bytes:
             return _TAG_BY_TYPE["texts"] + _encode_texts(name, value)
         case tuple():
             return _TAG_BY_TYPE["vector"] + _length_prefixed(_encode_finite_numbers(name, value))
-    raise InvalidInput(
-        f"feature {name!r} has the unsupported type {type(value).__name__}", field=name
-    )
+    raise InvalidInput(f"feature {name!r} has the unsupported type {type(value).__name__}", field=name)
 
 
 def _encode_finite(name: str, value: float) -> bytes:
@@ -139,9 +137,7 @@ def _encode_finite(name: str, value: float) -> bytes:
 def _encode_texts(name: str, value: Sequence[object]) -> bytes:
     if not all(isinstance(element, str) for element in value):
         raise InvalidInput(f"feature {name!r} holds texts beside other values", field=name)
-    return struct.pack("<I", len(value)) + b"".join(
-        _length_prefixed(str(element).encode()) for element in value
-    )
+    return struct.pack("<I", len(value)) + b"".join(_length_prefixed(str(element).encode()) for element in value)
 
 
 def _encode_finite_numbers(name: str, value: Sequence[object]) -> bytes:

@@ -54,9 +54,7 @@ class IdBytes(NamedTuple):
         """Bytes of each id, int32[n, k]."""
         offsets = np.frombuffer(self.offset_bytes, np.int32)
         id_sizes: NDArray[np.int32] = offsets[1:] - offsets[:-1]
-        return (
-            id_sizes.reshape(-1, self.ids_per_row) if self.ids_per_row else id_sizes.reshape(0, 0)
-        )
+        return id_sizes.reshape(-1, self.ids_per_row) if self.ids_per_row else id_sizes.reshape(0, 0)
 
 
 class SharedIdArrays(NamedTuple):
@@ -134,16 +132,12 @@ class ItemTable:
             self._offsets[hit_ordinals + 1].astype(np.int64),
         )
         if not self._equals_stored_ids(hit_ids, starts, ends):
-            stored_ids = [
-                bytes(self._ids[start:end]) for start, end in zip(starts, ends, strict=True)
-            ]
+            stored_ids = [bytes(self._ids[start:end]) for start, end in zip(starts, ends, strict=True)]
             is_equal = np.fromiter(map(eq, stored_ids, hit_ids), np.bool_, len(stored_ids))
             ordinals[hit_indexes[~is_equal]] = -1
         return Ordinals(ordinals)
 
-    def _equals_stored_ids(
-        self, raw_ids: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]
-    ) -> bool:
+    def _equals_stored_ids(self, raw_ids: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
         """True if each of `raw_ids` equals the id bytes between its start and its end; all are compared at once."""
         if not raw_ids:
             return True
@@ -159,14 +153,10 @@ class ItemTable:
     def model_indices_of(self, ordinals: Ordinals) -> ModelIndices:
         """Maps ordinals to the model's own indices, the only place that does; -1 stays -1."""
         is_known = ordinals >= 0
-        return ModelIndices(
-            np.where(is_known, self._model_index[np.where(is_known, ordinals, 0)], -1)
-        )
+        return ModelIndices(np.where(is_known, self._model_index[np.where(is_known, ordinals, 0)], -1))
 
 
-def _ids_of(
-    ids: memoryview, offsets: NDArray[np.uint64], ordinals: NDArray[np.uint32] | Ordinals
-) -> list[str]:
+def _ids_of(ids: memoryview, offsets: NDArray[np.uint64], ordinals: NDArray[np.uint32] | Ordinals) -> list[str]:
     starts = offsets[ordinals].tolist()
     ends = offsets[np.asarray(ordinals, np.int64) + 1].tolist()
     return [str(ids[start:end], "utf-8") for start, end in zip(starts, ends, strict=True)]
@@ -176,11 +166,7 @@ def _longest_id_bytes(offsets: NDArray[np.uint64]) -> int:
     starts = range(0, len(offsets) - 1, _OFFSETS_AT_ONCE)
     return max(
         (
-            int(
-                np.diff(
-                    offsets[first_offset_index : first_offset_index + _OFFSETS_AT_ONCE + 1]
-                ).max()
-            )
+            int(np.diff(offsets[first_offset_index : first_offset_index + _OFFSETS_AT_ONCE + 1]).max())
             for first_offset_index in starts
         ),
         default=0,
@@ -227,9 +213,7 @@ class ItemJsonTexts:
             self._json_by_ordinal, self._cached_count = None, 0
         return json_rows
 
-    def _cache_new(
-        self, json_by_ordinal: NDArray[np.object_], ordinals: NDArray[np.uint32]
-    ) -> None:
+    def _cache_new(self, json_by_ordinal: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
         new_ordinals = ordinals[~self._is_known[ordinals]]
         for ordinal, text in zip(new_ordinals.tolist(), self._ids_of(new_ordinals), strict=True):
             json_by_ordinal[ordinal] = orjson.dumps(text)
@@ -246,9 +230,7 @@ class ItemJsonRows:
         longest_id_bytes: int,
         ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
     ) -> None:
-        self._text_table = TextTable(
-            count, longest_id_bytes + len('"",'), _JSON_PAD, _id_json, ids_of
-        )
+        self._text_table = TextTable(count, longest_id_bytes + len('"",'), _JSON_PAD, _id_json, ids_of)
 
     def of(self, ordinals: NDArray[np.uint32]) -> list[bytes] | None:
         """A comma-separated line of each of uint32[n, k], k > 0; None if an id's JSON is longer than the id."""
@@ -311,9 +293,7 @@ class TextTable:
         if self._filled_count + len(new_ordinals) > self._capacity:
             self._slots[:], self._filled_count = 0, 0
             new_ordinals = ordinals
-        for ordinal, id_ in zip(
-            new_ordinals.tolist(), self._ids_of(new_ordinals[: self._capacity]), strict=False
-        ):
+        for ordinal, id_ in zip(new_ordinals.tolist(), self._ids_of(new_ordinals[: self._capacity]), strict=False):
             text = self._encode(id_)
             if len(text) <= self.width:
                 self._filled_count += 1

@@ -60,11 +60,7 @@ class Artefact:
     def __post_init__(self) -> None:
         path: object = self.path
         # One file below a folder, on every system and object store.
-        if (
-            not isinstance(path, str)
-            or {"\\", "\0"} & set(path)
-            or {"", ".", ".."} & set(path.split("/"))
-        ):
+        if not isinstance(path, str) or {"\\", "\0"} & set(path) or {"", ".", ".."} & set(path.split("/")):
             raise ValueError(f"{path!r} is no path below a generation")
 
 
@@ -222,9 +218,7 @@ class Table:
     def locate_record(self, part_index: int, position: int) -> tuple[int, int]:
         """(page, byte offset in it) of the record at `position` within part `part_index`."""
         page_number, slot_in_page = divmod(position, self.records_per_page)
-        return self.parts[
-            part_index
-        ].first_page + page_number, slot_in_page * self.layout.size_bytes
+        return self.parts[part_index].first_page + page_number, slot_in_page * self.layout.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +295,7 @@ class Manifest:
         for model in document["models"].values():
             if model["weights"] is None:  # format 1 has no such field
                 del model["weights"]
-        if not document["seen"] and not document["items"].get(
-            "attributes"
-        ):  # nor has format 2 these
+        if not document["seen"] and not document["items"].get("attributes"):  # nor has format 2 these
             del document["seen"]
             document["items"].pop("attributes", None)
         if not document["filters"]:  # nor has format 3 this
@@ -325,9 +317,7 @@ class Manifest:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
             document = orjson.loads(manifest_bytes)
-            demand_readable(
-                MANIFEST, document["format"], f"the manifest of {document.get('generation')}"
-            )
+            demand_readable(MANIFEST, document["format"], f"the manifest of {document.get('generation')}")
             return _manifest_adapter().validate_json(manifest_bytes)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise CorruptArtefact(f"not a manifest: {error}") from error
@@ -336,11 +326,7 @@ class Manifest:
         """Every file a serving host needs; pages live in Redis and stay in the store."""
         items = self.items
         files = [items.ids, items.offsets, items.vectors, items.model_index, self.defaults]
-        files += [
-            artefact
-            for attribute in items.attributes.values()
-            for artefact in attribute.parts().values()
-        ]
+        files += [artefact for attribute in items.attributes.values() for artefact in attribute.parts().values()]
         files += [artefact for part in self.seen for artefact in part.files]
         files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
         files += [index.file for index in self.indexes.values()]
@@ -351,11 +337,7 @@ class Manifest:
     @property
     def stored_tables(self) -> dict[str, Table]:
         """All tables with pages, by their own names: those that requests name, and those made under filters."""
-        filtered_tables = [
-            table
-            for named_filter in self.filters.values()
-            for table in named_filter.tables.values()
-        ]
+        filtered_tables = [table for named_filter in self.filters.values() for table in named_filter.tables.values()]
         return {**self.tables, **{table.name: table for table in filtered_tables}}
 
     def pages(self) -> list[Artefact]:

@@ -86,11 +86,7 @@ class SeenItems:
         part = self._parts[shard]
         history_slice = _row_slice(part.ends, shard_row)
         item_ordinals = part.items[history_slice].astype(np.int64)
-        times_us = (
-            np.zeros(len(item_ordinals), np.int64)
-            if part.times is None
-            else part.times[history_slice].copy()
-        )
+        times_us = np.zeros(len(item_ordinals), np.int64) if part.times is None else part.times[history_slice].copy()
         features: dict[str, Any] = {}
         if part.feature_ends is not None and part.features is not None:
             features_json = part.features[_row_slice(part.feature_ends, shard_row)].tobytes()

@@ -18,9 +18,7 @@ class Position(NamedTuple):
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
         """Reads Redis' id of a stream entry, such as 1700000000000-3; raises InvalidInput for anything else."""
-        id_match = _POSITION_TEXT.fullmatch(
-            text.decode("ascii", "replace") if isinstance(text, bytes) else text
-        )
+        id_match = _POSITION_TEXT.fullmatch(text.decode("ascii", "replace") if isinstance(text, bytes) else text)
         if id_match is None or int(id_match[2]) >> _SEQUENCE_BITS:
             raise InvalidInput(f"{text!r} is no position of an event, such as 1700000000000-0")
         return cls(int(id_match[1]), int(id_match[2]))

@@ -75,9 +75,7 @@ class ClusterTier:
         """Counts of all nodes together, and the worst of their breaker states."""
         return self.nodes.stats
 
-    def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
-    ) -> asyncio.Future[T]:
+    def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
         """Send at least one command to the nodes of the keys; return a future of `keep` applied to the answers."""
         return Scatter(commands, keep, self.nodes, self._slots, self._config.deadline_s).send()
 
@@ -102,9 +100,7 @@ class ClusterTier:
 
     async def page(self, read: PageRead) -> bytes | None:
         """Read a page or a part of it from its node, None if there is none; no reader waits for this connection."""
-        return await self.nodes.call_owner(
-            self._slots.slot_of_command(read), lambda tier: tier.page(read)
-        )
+        return await self.nodes.call_owner(self._slots.slot_of_command(read), lambda tier: tier.page(read))
 
     def bound_s(self) -> float:
         """Return the bound in seconds for a read sent now; a redirected one may take one deadline more."""
@@ -115,11 +111,7 @@ class ClusterTier:
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
         """Return the slowest node's 99th percentile in ms of round trips in the last `within_s`; None without any."""
-        node_p99s_ms = [
-            node_p99_ms
-            for tier in self.nodes.tiers
-            if (node_p99_ms := tier.p99_ms(within_s)) is not None
-        ]
+        node_p99s_ms = [node_p99_ms for tier in self.nodes.tiers if (node_p99_ms := tier.p99_ms(within_s)) is not None]
         return max(node_p99s_ms, default=None)
 
     async def connect_ahead(self) -> None:
@@ -133,9 +125,7 @@ class ClusterTier:
         await self.nodes.aclose()
 
 
-def open_tier(
-    config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]
-) -> DataPlane:
+def open_tier(config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]) -> DataPlane:
     """Open the data plane for the URL of L2: of one server, or of a Redis Cluster."""
     if is_cluster(config.url):
         return ClusterTier(config, keyspace, new_breaker)
@@ -148,9 +138,7 @@ class Nodes:
     The map is looked up again whenever a node redirects or fails; a redirection counts at once.
     """
 
-    def __init__(
-        self, config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]
-    ) -> None:
+    def __init__(self, config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]) -> None:
         self.refreshes = 0
         self._config, self._keyspace, self._new_breaker = config, keyspace, new_breaker
         self._seed_urls = seed_urls(config.url)
@@ -181,9 +169,7 @@ class Nodes:
         """Return the tier of the node at "host:port", which connects at first use."""
         tier = self._tier_by_address.get(address)
         if tier is None:
-            tier = self._tier_by_address[address] = self._open_tier(
-                node_url(self._seed_urls[0], address)
-            )
+            tier = self._tier_by_address[address] = self._open_tier(node_url(self._seed_urls[0], address))
         return tier
 
     def learn(self, slot: int, address: str) -> None:
@@ -229,17 +215,13 @@ class Nodes:
         if self._refresh_task is not None:
             self._refresh_task.cancel()
             await asyncio.gather(self._refresh_task, return_exceptions=True)
-        await asyncio.gather(
-            *(tier.aclose() for tier in self._tier_by_address.values()), *self._closing_tasks
-        )
+        await asyncio.gather(*(tier.aclose() for tier in self._tier_by_address.values()), *self._closing_tasks)
 
     def _tier_serving(self, slot: int) -> RemoteTier:
         tier = self._tier_by_slot[slot]
         if tier is None:
             self.refresh_soon()
-            raise TierUnavailable(
-                f"no node of the Redis Cluster serves slot {slot}", reason="connection"
-            )
+            raise TierUnavailable(f"no node of the Redis Cluster serves slot {slot}", reason="connection")
         return tier
 
     def _start_refresh(self) -> "asyncio.Task[None]":
@@ -272,9 +254,7 @@ class Nodes:
                 continue
             seed = self._open_tier(url)
             try:
-                fullest_owners = max(
-                    fullest_owners, await self._fetch_owners(seed, address_of(url)), key=len
-                )
+                fullest_owners = max(fullest_owners, await self._fetch_owners(seed, address_of(url)), key=len)
             finally:
                 await seed.aclose()
             if len(fullest_owners) == SLOT_COUNT:
@@ -294,8 +274,7 @@ class Nodes:
     def _adopt(self, owners: SlotOwners) -> None:
         tier_by_address = {address: self.at(address) for address in set(owners.values())}
         self._tier_by_slot = [
-            None if address is None else tier_by_address[address]
-            for address in map(owners.get, range(SLOT_COUNT))
+            None if address is None else tier_by_address[address] for address in map(owners.get, range(SLOT_COUNT))
         ]
         absent_addresses = set(self._tier_by_address) - set(tier_by_address)
         # A node that left may still owe replies, and a slot on its way names one that serves nothing yet.
@@ -324,15 +303,11 @@ class ClusterControl(ControlPlane):
 
     async def execute(self, *command: CommandArgument) -> Any:
         """Return the reply of the control keys' node to a command."""
-        return await self._nodes.call_owner(
-            self._home_slot, lambda tier: tier.control.execute(*command)
-        )
+        return await self._nodes.call_owner(self._home_slot, lambda tier: tier.control.execute(*command))
 
     async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
         """Return the replies to all commands, whose keys must be in the control keys' slot; raise the first error."""
-        return await self._nodes.call_owner(
-            self._home_slot, lambda tier: tier.control.execute_all(commands)
-        )
+        return await self._nodes.call_owner(self._home_slot, lambda tier: tier.control.execute_all(commands))
 
     async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
         """Return the reply of every node; a node without a reply contributes a TierUnavailable, which is not raised."""
@@ -374,9 +349,7 @@ class CommandSlots:
         if isinstance(command, PageRead):
             return self._page_slots(command.generation, command.table)[command.page_number]
         if isinstance(command, OverlayRead | OverlayWrite):
-            overlay_key = self._keyspace.overlay(
-                command.generation, command.table, command.hash_hex
-            )
+            overlay_key = self._keyspace.overlay(command.generation, command.table, command.hash_hex)
             return key_slot(overlay_key.encode())
         if isinstance(command, AskingCommand):
             return self.slot_of_command(command.command)
@@ -387,9 +360,7 @@ class CommandSlots:
         if page_slots is None:
             if len(self._page_slots_by_table) >= _CACHED_TABLES_MAX:
                 self._page_slots_by_table.clear()
-            page_slots = self._page_slots_by_table[generation, table] = PageSlots(
-                self._keyspace, generation, table
-            )
+            page_slots = self._page_slots_by_table[generation, table] = PageSlots(self._keyspace, generation, table)
         return page_slots
 
 
@@ -445,9 +416,7 @@ class Scatter:
 
     def _expect(self, part_count: int) -> None:
         unavailable = TierUnavailable("Redis did not answer in time", reason="timeout")
-        self._answers = [unavailable] * len(
-            self._commands
-        )  # also what has not landed at the window's end
+        self._answers = [unavailable] * len(self._commands)  # also what has not landed at the window's end
         self._pending_part_count = part_count
 
     def _take_all_answers(self, answers: Sequence[L2Result]) -> None:
@@ -459,28 +428,20 @@ class Scatter:
 
     def _fail_unserved(self, indexes: Sequence[int]) -> None:
         self._nodes.refresh_soon()
-        unavailable = TierUnavailable(
-            "no node of the Redis Cluster serves this slot", reason="connection"
-        )
+        unavailable = TierUnavailable("no node of the Redis Cluster serves this slot", reason="connection")
         self._take_answers(indexes, REDIRECTS_MAX, [unavailable] * len(indexes))
 
-    def _take_answers(
-        self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]
-    ) -> None:
+    def _take_answers(self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]) -> None:
         if self.result.done():  # by whoever left, or by the window's end
             return
         try:
             self._merge_results(indexes, redirect_count, answers)
         except Exception as error:  # whatever a node said: who waits has no other end
             log.exception("what a node answered cannot be taken")
-            strange_answer_error = TierUnavailable(
-                f"a strange answer: {error!r}", reason="connection"
-            )
+            strange_answer_error = TierUnavailable(f"a strange answer: {error!r}", reason="connection")
             self._caller_part.land([strange_answer_error] * len(self._commands))
 
-    def _merge_results(
-        self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]
-    ) -> None:
+    def _merge_results(self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]) -> None:
         self._pending_part_count -= 1
         if isinstance(answers, Frames):
             self._indexes_and_frames.append((indexes, answers))
@@ -533,7 +494,5 @@ class Scatter:
 def _select_commands(commands: Sequence[Command], indexes: Sequence[int]) -> Sequence[Command]:
     if isinstance(commands, PageReads):
         page_numbers, offsets = commands.page_numbers.take(indexes), commands.offsets.take(indexes)
-        return PageReads(
-            commands.generation, commands.table, page_numbers, offsets, commands.length
-        )
+        return PageReads(commands.generation, commands.table, page_numbers, offsets, commands.length)
     return [commands[index] for index in indexes]

@@ -190,9 +190,7 @@ class Packer:
             if type(command) is PageRead:
                 generation, table, page_number, offset, length = command
                 getrange_head = getrange_heads.get((generation, table, page_number))
-                packed_pieces.append(
-                    getrange_head or self._getrange_head(generation, table, page_number)
-                )
+                packed_pieces.append(getrange_head or self._getrange_head(generation, table, page_number))
                 getrange_tail = getrange_tails.get((offset, length))
                 packed_pieces.append(getrange_tail or self._getrange_tail(offset, length))
                 reply_count += 1
@@ -226,9 +224,7 @@ class Packer:
     def _pack_asking(self, pieces: list[bytes], command: Command) -> int:
         """Add a command whose parts are each preceded by `ASKING`; return the number of replies to expect."""
         packed_parts = (
-            self._pack_overlay_read(command)
-            if isinstance(command, OverlayRead)
-            else (self.pack((command,))[0],)
+            self._pack_overlay_read(command) if isinstance(command, OverlayRead) else (self.pack((command,))[0],)
         )
         for packed_part in packed_parts:
             pieces += _ASKING, packed_part
@@ -237,9 +233,9 @@ class Packer:
     def _pack_overlay_write(self, packed_pieces: list[bytes], write: OverlayWrite) -> None:
         hash_bytes, payload = write.hash_hex.encode(), write.payload
         format_key = write.generation, write.table, len(hash_bytes), len(payload)
-        bytes_before_hash, bytes_after_hash = self._write_fragments.get(
-            format_key
-        ) or self._cache_write_fragments(*format_key)
+        bytes_before_hash, bytes_after_hash = self._write_fragments.get(format_key) or self._cache_write_fragments(
+            *format_key
+        )
         life_ms = b"%d" % max(1, round(write.ttl_s * 1000))
         expiry_option = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(life_ms), life_ms)
         packed_pieces += bytes_before_hash, hash_bytes, bytes_after_hash, payload, expiry_option
@@ -308,9 +304,7 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Re
             answers.append(reply if is_sound else error_from_reply(f"{type(reply)} for a lease"))
             continue
         elif type(command) is AskingCommand:
-            parts_count = (
-                COMMANDS_PER_OVERLAY_READ if isinstance(command.command, OverlayRead) else 1
-            )
+            parts_count = COMMANDS_PER_OVERLAY_READ if isinstance(command.command, OverlayRead) else 1
             command_replies = [
                 next(remaining_replies),
                 *(list(islice(remaining_replies, 2))[1] for _ in range(parts_count - 1)),
@@ -358,16 +352,12 @@ class Frames(Sequence[bytes]):
         "_stride_bytes",
     )
 
-    def __init__(
-        self, reply_buffer: bytes, reply_count: int, payload_bytes: int, first_reply_index: int = 0
-    ) -> None:
+    def __init__(self, reply_buffer: bytes, reply_count: int, payload_bytes: int, first_reply_index: int = 0) -> None:
         self._reply_buffer = reply_buffer
         self._reply_count = reply_count
         self._payload_bytes = payload_bytes
         self._stride_bytes = frame_stride(payload_bytes)
-        self._payload_offset = (
-            len(_bulk_head(payload_bytes)) + first_reply_index * self._stride_bytes
-        )
+        self._payload_offset = len(_bulk_head(payload_bytes)) + first_reply_index * self._stride_bytes
 
     def __len__(self) -> int:
         return self._reply_count
@@ -395,8 +385,7 @@ class Frames(Sequence[bytes]):
         if first_reply_index + reply_count > self._reply_count:
             raise IndexError(first_reply_index + reply_count)
         buffer_reply_index = (
-            first_reply_index
-            + (self._payload_offset - len(_bulk_head(self._payload_bytes))) // self._stride_bytes
+            first_reply_index + (self._payload_offset - len(_bulk_head(self._payload_bytes))) // self._stride_bytes
         )
         return Frames(self._reply_buffer, reply_count, self._payload_bytes, buffer_reply_index)
 

@@ -67,9 +67,7 @@ class ControlPlane(Protocol):
         seconds, microseconds = await self.execute("TIME")
         return float(seconds) + float(microseconds) / 1e6
 
-    async def heartbeat(
-        self, payload: bytes, beat_at_s: float, previous_payload: bytes | None = None
-    ) -> None:
+    async def heartbeat(self, payload: bytes, beat_at_s: float, previous_payload: bytes | None = None) -> None:
         """Register a replica's generations: a member of the sorted set of replicas, scored `beat_at_s` (Redis' time).
 
         It replaces the replica's payload `previous_payload`, in one step, also while Redis is at maxmemory.
@@ -78,9 +76,7 @@ class ControlPlane(Protocol):
             self.keyspace.replicas,
             () if previous_payload is None else (previous_payload,),
         )
-        await self.execute(
-            "EVAL", _HEARTBEAT_SCRIPT, 1, replicas_key, beat_at_s, payload, *previous_payloads
-        )
+        await self.execute("EVAL", _HEARTBEAT_SCRIPT, 1, replicas_key, beat_at_s, payload, *previous_payloads)
 
     async def sign_off(self, payload: bytes) -> None:
         """Takes a replica's last payload away; Redis removes at maxmemory too."""
@@ -97,9 +93,7 @@ class ControlPlane(Protocol):
     async def eviction_policy(self) -> str:
         """`maxmemory-policy` of the first answering server that may evict pages (`allkeys-*`), else of any."""
         replies = await self.execute_on_servers("INFO", "memory")
-        policies = [
-            str(reply.get("maxmemory_policy", "")) for reply in replies if type(reply) is dict
-        ]
+        policies = [str(reply.get("maxmemory_policy", "")) for reply in replies if type(reply) is dict]
         if not policies:
             raise replies[0]
         return next((policy for policy in policies if policy.startswith("allkeys")), policies[0])

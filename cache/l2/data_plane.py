@@ -52,9 +52,7 @@ class DataPlane(Protocol):
         """Counts since the start, and the breaker's current state."""
         ...
 
-    def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
-    ) -> asyncio.Future[T]:
+    def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
         """Send at least one command; return a future of `keep` applied to the answers, one per command.
 
         `keep` runs the moment they land; it needs no task. An answer is the record or overlay, None where there is
@@ -143,9 +141,7 @@ class Breaker:
         """Record a call without an answer; open the breaker at the threshold or if it was a probe."""
         self._failures_in_a_row += 1
         # A straggler from before the opening must not prolong it, or steady traffic would postpone every probe.
-        if self.state == "half_open" or (
-            self.state == "closed" and self._failures_in_a_row >= self._threshold
-        ):
+        if self.state == "half_open" or (self.state == "closed" and self._failures_in_a_row >= self._threshold):
             self.state = "open"
             self.opened += 1
             self._next_probe_at = self._timer() + self._cooldown_s

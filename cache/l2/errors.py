@@ -14,9 +14,7 @@ HANDLER_CLOSED_MESSAGE = "the handler is closed"
 """End of the RuntimeError that uvloop raises if the transport closed before the command was written."""
 
 # An IPv6 address comes without brackets; a host that is empty or `?` does not say where.
-_REDIRECT_PATTERN = re.compile(
-    r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII
-)
+_REDIRECT_PATTERN = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII)
 
 NO_USER_HINT = " (the URL names no user, as in redis://USER:PASSWORD@HOST)"
 
@@ -66,9 +64,7 @@ def as_unavailable() -> Iterator[None]:
 
 
 @contextmanager
-def translate_redis_errors(
-    shown_url: str = "", variable: str = "REDIS_URL", namespace: str = ""
-) -> Iterator[None]:
+def translate_redis_errors(shown_url: str = "", variable: str = "REDIS_URL", namespace: str = "") -> Iterator[None]:
     """Convert Redis errors to ones with a remedy for the operator; `shown_url` is the URL without its password.
 
     `variable` is the environment variable that holds the URL, `namespace` the one whose keys are used.
@@ -81,9 +77,7 @@ def translate_redis_errors(
         ) from error
 
 
-def _error_with_remedy(
-    error: Exception, variable_and_url: str, variable: str, namespace: str
-) -> LarderError:
+def _error_with_remedy(error: Exception, variable_and_url: str, variable: str, namespace: str) -> LarderError:
     match error:
         case exceptions.OutOfMemoryError():
             return Refused(
@@ -93,9 +87,7 @@ def _error_with_remedy(
             )
         case exceptions.ReadOnlyError():
             message = f"Redis is a read-only replica; point {variable} at the primary"
-        case exceptions.NoPermissionError() if namespace and _KEY_REFUSED_PATTERN.search(
-            str(error)
-        ):
+        case exceptions.NoPermissionError() if namespace and _KEY_REFUSED_PATTERN.search(str(error)):
             return ConfigError(
                 f"Redis refused the user of {variable}: {error}; its rights are not for namespace `{namespace}`; is "
                 "LARDER_NAMESPACE right?",
@@ -109,16 +101,10 @@ def _error_with_remedy(
         case exceptions.AuthenticationError():
             return ConfigError(
                 f"Redis refused user and password ({variable_and_url}): {error}; correct them in {variable}"
-                + (
-                    NO_USER_HINT
-                    if "://" in variable_and_url and "@" not in variable_and_url
-                    else ""
-                )
+                + (NO_USER_HINT if "://" in variable_and_url and "@" not in variable_and_url else "")
             )
         case exceptions.BusyLoadingError():
-            message = (
-                f"Redis is still loading its data: {error}; wait for it, then run the step again"
-            )
+            message = f"Redis is still loading its data: {error}; wait for it, then run the step again"
         case exceptions.TimeoutError():
             return TierUnavailable(
                 f"Redis did not answer in time ({variable_and_url}): {error}; run the step again, or raise "

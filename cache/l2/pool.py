@@ -53,9 +53,7 @@ class PipelineConnection(asyncio.Protocol):
     and dropped, and what cannot be trusted (time-out, protocol error) is closed with everything on it.
     """
 
-    def __init__(
-        self, redis_connection: AbstractConnection, on_lost: Callable[["PipelineConnection"], None]
-    ) -> None:
+    def __init__(self, redis_connection: AbstractConnection, on_lost: Callable[["PipelineConnection"], None]) -> None:
         writer = redis_connection._writer
         if writer is None:
             raise TierUnavailable("the connection is not open", reason="connection")
@@ -132,9 +130,7 @@ class PipelineConnection(asyncio.Protocol):
         data, self._incomplete_frames = self._incomplete_frames + data, b""
         while data and self._pipelines and not self._replies and not self._reader.has_data():
             pipeline = self._pipelines[0]
-            if not pipeline.length or not loader.kernels.could_be(
-                data, pipeline.count, pipeline.length
-            ):
+            if not pipeline.length or not loader.kernels.could_be(data, pipeline.count, pipeline.length):
                 return data
             frames_bytes = pipeline.count * frame_stride(pipeline.length)
             if len(data) < frames_bytes:
@@ -246,9 +242,7 @@ class PipelinePool:
         try:
             await redis_connection.connect()  # type: ignore[no-untyped-call]
             connection = PipelineConnection(redis_connection, self._drop_connection)
-        except (
-            Exception
-        ) as error:  # RedisError, OSError, or whatever a strange greeting makes of redis-py
+        except Exception as error:  # RedisError, OSError, or whatever a strange greeting makes of redis-py
             await redis_connection.disconnect(nowait=True)
             self._refused_until_s = asyncio.get_running_loop().time() + _RECONNECT_PAUSE_S
             self._fail_waiting(TierUnavailable(f"cannot connect: {error}", reason="connection"))
@@ -275,9 +269,7 @@ class PipelinePool:
             # A loop that was blocked (garbage collection, a long callback) fires its timers before it has looked
             # at its sockets: the reply may have been lying there all along, and a large one takes several reads.
             second_look_s = deadline_for(SECOND_LOOK_S, pipeline.count)
-            pipeline.timer = loop.call_later(
-                second_look_s, self._expire, pipeline, deadline_s, True
-            )
+            pipeline.timer = loop.call_later(second_look_s, self._expire, pipeline, deadline_s, True)
             return
         self.timed_out += 1
         timeout_error = TierUnavailable(f"no reply within {deadline_s} s", reason="timeout")

@@ -161,11 +161,7 @@ ASYNC_BOUNDED_POOL_SETTINGS: Final[dict[str, Any]] = {"parser_class": AsyncBound
 
 def bound_replies(client: Client) -> Client:
     """Bound the replies of a client that has no connection yet; return the client."""
-    settings = (
-        ASYNC_BOUNDED_POOL_SETTINGS
-        if isinstance(client, redis.asyncio.Redis)
-        else BOUNDED_POOL_SETTINGS
-    )
+    settings = ASYNC_BOUNDED_POOL_SETTINGS if isinstance(client, redis.asyncio.Redis) else BOUNDED_POOL_SETTINGS
     client.connection_pool.connection_kwargs.update(settings)
     return client
 
@@ -186,9 +182,7 @@ class ReplyShape(NamedTuple):
     resp3_check: ReplyCheck
 
 
-def _shape(
-    description: str, resp2_check: ReplyCheck, resp3_check: ReplyCheck | None = None
-) -> ReplyShape:
+def _shape(description: str, resp2_check: ReplyCheck, resp3_check: ReplyCheck | None = None) -> ReplyShape:
     return ReplyShape(description, resp2_check, resp2_check if resp3_check is None else resp3_check)
 
 
@@ -324,10 +318,7 @@ def _is_streams(reply: Any) -> bool:
     return reply is None or (
         type(reply) is list
         and all(
-            type(stream) is list
-            and len(stream) == 2
-            and type(stream[0]) is bytes
-            and _is_stream_entries(stream[1])
+            type(stream) is list and len(stream) == 2 and type(stream[0]) is bytes and _is_stream_entries(stream[1])
             for stream in reply
         )
     )
@@ -336,9 +327,7 @@ def _is_streams(reply: Any) -> bool:
 def _is_map_of_streams(reply: Any) -> bool:
     return reply is None or (
         type(reply) is dict
-        and all(
-            type(name) is bytes and _is_stream_entries(entries) for name, entries in reply.items()
-        )
+        and all(type(name) is bytes and _is_stream_entries(entries) for name, entries in reply.items())
     )
 
 
@@ -350,10 +339,7 @@ def _is_slot_range(value: Any) -> bool:
         and _is_count(value[1])
         and value[0] <= value[1] < 16_384
         and all(
-            type(node) is list
-            and len(node) >= 2
-            and _is_text_or_nothing(node[0])
-            and _is_count(node[1])
+            type(node) is list and len(node) >= 2 and _is_text_or_nothing(node[0]) and _is_count(node[1])
             for node in value[2:]
         )
     )
@@ -364,9 +350,7 @@ def _is_slot_map(reply: Any) -> bool:
 
 
 def _is_list_of_commands(reply: Any) -> bool:
-    return type(reply) is list and all(
-        command_info is None or type(command_info) is list for command_info in reply
-    )
+    return type(reply) is list and all(command_info is None or type(command_info) is list for command_info in reply)
 
 
 def _is_pointer_move_result(reply: Any) -> bool:
@@ -402,9 +386,7 @@ OK_SHAPE: Final = _shape("OK", _is_ok)
 MAP_SHAPE: Final = _shape("a map of texts", _is_flat_map, _is_map)
 MEMBERS_SHAPE: Final = _shape("members of a sorted set", _is_text_list)
 
-SCORED_MEMBERS_SHAPE: Final = _shape(
-    "members with their scores", _is_flat_scores, _is_scored_members
-)
+SCORED_MEMBERS_SHAPE: Final = _shape("members with their scores", _is_flat_scores, _is_scored_members)
 
 ENTRIES_SHAPE: Final = _shape("entries of a stream", _is_stream_entries)
 STREAMS_SHAPE: Final = _shape("streams with entries", _is_streams, _is_map_of_streams)
@@ -495,9 +477,7 @@ def checked_reply(command: str, reply: Any, shape: ReplyShape | None = None) -> 
 def refuse_reply(command: str, reply: Any, expected_shape: str) -> NoReturn:
     """Raise WrongReply, which names the command, the reply, and the shape that it had to have."""
     shown_command = "EXEC" if command == "_" else command
-    raise WrongReply(
-        f"{shown_command} was answered by {reply_excerpt(reply)}, not by {expected_shape}"
-    )
+    raise WrongReply(f"{shown_command} was answered by {reply_excerpt(reply)}, not by {expected_shape}")
 
 
 @contextmanager
@@ -566,8 +546,6 @@ def _checking_callback(
     parse_scored_members = _checking_callback(command, SCORED_MEMBERS_SHAPE, is_resp2, parse_reply)
 
     def parse_members(reply: Any, **options: Any) -> Any:
-        return (parse_scored_members if options.get("withscores") else check_and_parse)(
-            reply, **options
-        )
+        return (parse_scored_members if options.get("withscores") else check_and_parse)(reply, **options)
 
     return parse_members

@@ -53,9 +53,7 @@ def read_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     try:
         return _parse_sentinel_url(url)
     except ValueError:  # of urllib and of redis-py; its text may hold the password, too
-        raise _url_error(
-            "the URL of a Redis under Sentinel, or an option behind its ?, cannot be read"
-        ) from None
+        raise _url_error("the URL of a Redis under Sentinel, or an option behind its ?, cannot be read") from None
 
 
 def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
@@ -75,13 +73,10 @@ def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     primary_url_parts = url_parts._replace(
         netloc=f"{user}{at_sign}{host_list.partition(',')[0]}",
         path=f"/{database}",
-        query=urlencode(
-            [option for option in url_options if option[0] not in _SENTINEL_URL_OPTIONS]
-        ),
+        query=urlencode([option for option in url_options if option[0] not in _SENTINEL_URL_OPTIONS]),
     )
     addresses = tuple(
-        _parse_sentinel_address(host, host_number)
-        for host_number, host in enumerate(host_list.split(","), 1)
+        _parse_sentinel_address(host, host_number) for host_number, host in enumerate(host_list.split(","), 1)
     )
     primary_settings: dict[str, Any] = dict(parse_url(primary_url_parts.geturl()))  # type: ignore[no-untyped-call]
     tls_settings = {
@@ -98,9 +93,7 @@ def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     }
     for setting_name in ("host", "port", "connection_class"):
         primary_settings.pop(setting_name, None)
-    return SentinelGroup(
-        addresses, unquote(service), {**tls_settings, **sentinel_credentials}
-    ), primary_settings
+    return SentinelGroup(addresses, unquote(service), {**tls_settings, **sentinel_credentials}), primary_settings
 
 
 def is_tls(group: SentinelGroup) -> bool:
@@ -115,9 +108,7 @@ def _parse_sentinel_address(host_and_port: str, host_number: int) -> tuple[str, 
     except ValueError:
         host, port = None, None
     if not host or port == 0:
-        raise _url_error(
-            f"address {host_number} in the URL of a Redis under Sentinel is not host:port"
-        )
+        raise _url_error(f"address {host_number} in the URL of a Redis under Sentinel is not host:port")
     return host, port or SENTINEL_PORT
 
 

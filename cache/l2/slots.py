@@ -38,9 +38,7 @@ def seed_urls(url: str) -> list[str]:
         except ValueError:
             is_host_and_port = False
         if not is_host_and_port:
-            raise ConfigError(
-                f"{host!r} in the URL of a Redis Cluster is not host:port", field="redis_url"
-            )
+            raise ConfigError(f"{host!r} in the URL of a Redis Cluster is not host:port", field="redis_url")
         node_urls.append(node_parts.geturl())
     if url_parts.path not in ("", "/", "/0"):
         raise ConfigError(

@@ -33,9 +33,7 @@ def open_client(url: str, **settings: Any) -> "redis.Redis":
     Raises ConfigError or ValueError for a URL that cannot be used, redis-py's errors when no node of a cluster answers.
     """
     if is_sentinel(url):
-        return check_replies(
-            redis.Redis.from_pool(primary_pool(url, **settings, **BOUNDED_POOL_SETTINGS))
-        )
+        return check_replies(redis.Redis.from_pool(primary_pool(url, **settings, **BOUNDED_POOL_SETTINGS)))
     if not is_cluster(url):
         return check_replies(redis.Redis.from_url(url, **settings, **BOUNDED_POOL_SETTINGS))
     settings.pop("retry", None)
@@ -48,9 +46,7 @@ def connect(
 ) -> Iterator["redis.Redis"]:
     """A synchronous client; its errors become Larder's, with a remedy that names the variable, or the namespace."""
     if not url:
-        raise ConfigError(
-            f"no Redis is configured: set {variable}, or run through a command that starts one"
-        )
+        raise ConfigError(f"no Redis is configured: set {variable}, or run through a command that starts one")
     try:
         with translate_redis_errors(_without_password(url), variable):
             client = open_client(
@@ -96,9 +92,7 @@ class Cluster(RedisCluster):
                 connection_pool_class=partial(redis.ConnectionPool, **BOUNDED_POOL_SETTINGS),
                 **settings,
             )
-        except (
-            UNREADABLE_REPLY_ERRORS
-        ) as error:  # the first map is read before a client could be checked
+        except UNREADABLE_REPLY_ERRORS as error:  # the first map is read before a client could be checked
             raise RedisClusterException(
                 f"CLUSTER SLOTS was answered by what is not a slot map ({type(error).__name__}: {error})"
             ) from error

@@ -82,9 +82,7 @@ class PipelinePart:
             return
         try:
             future_result = self.keep(answers)
-        except (
-            Exception
-        ) as error:  # costs one caller its answer, and none of the others of this turn
+        except Exception as error:  # costs one caller its answer, and none of the others of this turn
             self.answers.set_exception(error)
         else:
             self.answers.set_result(future_result)
@@ -96,9 +94,7 @@ class RemoteTier:
     Nothing is retried. Use it in one event loop only.
     """
 
-    def __init__(
-        self, config: RemoteConfig, keyspace: Keyspace, breaker: Breaker | None = None
-    ) -> None:
+    def __init__(self, config: RemoteConfig, keyspace: Keyspace, breaker: Breaker | None = None) -> None:
         self.config = config
         self.breaker = breaker or Breaker()
         self._batch_count = self._command_count = self._shed_command_count = 0
@@ -130,17 +126,13 @@ class RemoteTier:
             self.breaker.state,
         )
 
-    def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
-    ) -> asyncio.Future[T]:
+    def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
         """Send at least one command; return a future of `keep` applied to the answers the moment they land."""
         loop = asyncio.get_running_loop()
         answers_future: asyncio.Future[T] = loop.create_future()
         if self._commands_in_flight + len(commands) > self.config.commands_in_flight_max:
             self._shed_command_count += len(commands)
-            shed_error = TierUnavailable(
-                f"{self._commands_in_flight} commands are under way", reason="timeout"
-            )
+            shed_error = TierUnavailable(f"{self._commands_in_flight} commands are under way", reason="timeout")
             answers_future.set_result(keep([shed_error] * len(commands)))
             return answers_future
         payload_bytes = 0
@@ -157,9 +149,7 @@ class RemoteTier:
             # Runs after every callback that is ready now, so whoever reads in this turn travels along.
             loop.call_soon(self._flush)
         self._queued_parts.append(
-            PipelinePart(
-                commands, packed_commands, reply_count, answers_future, keep, payload_bytes
-            )
+            PipelinePart(commands, packed_commands, reply_count, answers_future, keep, payload_bytes)
         )
         return answers_future
 
@@ -177,15 +167,8 @@ class RemoteTier:
         parts: list[PipelinePart] = []
         reply_count = 0
         # What is answered at one length lies together: such replies need no parser.
-        for part in (
-            sorted(queued_parts, key=attrgetter("length"))
-            if len(queued_parts) > 1
-            else queued_parts
-        ):
-            if parts and (
-                reply_count + part.count > self.config.batch_commands_max
-                or part.length != parts[0].length
-            ):
+        for part in sorted(queued_parts, key=attrgetter("length")) if len(queued_parts) > 1 else queued_parts:
+            if parts and (reply_count + part.count > self.config.batch_commands_max or part.length != parts[0].length):
                 self._send(parts, reply_count)
                 parts, reply_count = [], 0
             parts.append(part)
@@ -209,9 +192,7 @@ class RemoteTier:
             )
         )
 
-    def _take_outcome(
-        self, parts: list[PipelinePart], outcome: Replies | TierUnavailable, sent_at: float
-    ) -> None:
+    def _take_outcome(self, parts: list[PipelinePart], outcome: Replies | TierUnavailable, sent_at: float) -> None:
         landed_at = time.monotonic()
         self._round_trips.append((landed_at, landed_at - sent_at))
         if isinstance(outcome, TierUnavailable):
@@ -221,13 +202,9 @@ class RemoteTier:
                 self.breaker.note_failure()
             self._answer_all(parts, outcome)
             return
-        if all(
-            isinstance(reply, hiredis.ReplyError) and not is_redirect(reply) for reply in outcome
-        ):
+        if all(isinstance(reply, hiredis.ReplyError) and not is_redirect(reply) for reply in outcome):
             # Loading, no permission: there, but no use. Of writes alone it says nothing of reads: out of memory, say.
-            has_reads = any(
-                isinstance(command, Read) for part in parts for command in part.commands
-            )
+            has_reads = any(isinstance(command, Read) for part in parts for command in part.commands)
             self.breaker.note_failure() if has_reads else self.breaker.note_success()
         else:
             self.breaker.note_success()
@@ -260,11 +237,7 @@ class RemoteTier:
         round_trip_times_s = sorted(
             elapsed_s for landed_at, elapsed_s in self._round_trips if landed_at >= window_start_s
         )
-        return (
-            1000 * round_trip_times_s[(99 * len(round_trip_times_s)) // 100]
-            if round_trip_times_s
-            else None
-        )
+        return 1000 * round_trip_times_s[(99 * len(round_trip_times_s)) // 100] if round_trip_times_s else None
 
     async def page(self, read: PageRead) -> bytes | None:
         """Read a page or a part of it, None if there is none, on a connection that no reader waits for."""
@@ -286,11 +259,7 @@ class RemoteTier:
 def _unpack_or_fail(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Result]:
     try:
         return unpack(commands, replies)
-    except (
-        Exception
-    ) as error:  # one part's strange reply must not leave the others of its batch without an end
+    except Exception as error:  # one part's strange reply must not leave the others of its batch without an end
         log.exception("a reply of Redis cannot be read")
-        unreadable_error = TierUnavailable(
-            f"a reply that cannot be read: {error!r}", reason="connection"
-        )
+        unreadable_error = TierUnavailable(f"a reply that cannot be read: {error!r}", reason="connection")
         return [unreadable_error] * len(commands)

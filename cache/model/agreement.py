@@ -23,9 +23,7 @@ class ErrorSummary(NamedTuple):
     mean_error: float
 
 
-def overlap(
-    first_items: Iterable[Hashable], second_items: Iterable[Hashable], item_count: int
-) -> float:
+def overlap(first_items: Iterable[Hashable], second_items: Iterable[Hashable], item_count: int) -> float:
     """Different items that both hold, as a share of `item_count` items; 1 where there are none to share."""
     return len(set(first_items).intersection(second_items)) / item_count if item_count else 1.0
 
@@ -39,12 +37,7 @@ def jaccard(first_items: Iterable[Hashable], second_items: Iterable[Hashable]) -
 def recalls(expected_ids: NDArray[Any], retrieved_ids: NDArray[Any]) -> NDArray[np.float64]:
     """float64 [n]: share of each row of `expected_ids` [n, k] that is in the same row of `retrieved_ids` [n, m]."""
     pairs = zip(expected_ids.tolist(), retrieved_ids.tolist(), strict=True)
-    return np.array(
-        [
-            overlap(expected_row, retrieved_row, len(expected_row))
-            for expected_row, retrieved_row in pairs
-        ]
-    )
+    return np.array([overlap(expected_row, retrieved_row, len(expected_row)) for expected_row, retrieved_row in pairs])
 
 
 def cosine(first_vector: NDArray[np.floating], second_vector: NDArray[np.floating]) -> float | None:
@@ -53,9 +46,7 @@ def cosine(first_vector: NDArray[np.floating], second_vector: NDArray[np.floatin
     return float(first_vector @ second_vector) / length_product if length_product else None
 
 
-def row_cosines(
-    first_vectors: NDArray[np.floating], second_vectors: NDArray[np.floating]
-) -> NDArray[np.float64]:
+def row_cosines(first_vectors: NDArray[np.floating], second_vectors: NDArray[np.floating]) -> NDArray[np.float64]:
     """float64 [n] cosines of rows; two zero rows agree, one with another does not."""
     a, b = first_vectors.astype(np.float64), second_vectors.astype(np.float64)
     length_products = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
@@ -83,9 +74,7 @@ def relative_errors(approximate: NDArray[np.floating], exact: NDArray[np.floatin
     return ErrorSummary(errors.largest_error / largest_exact, errors.mean_error / largest_exact)
 
 
-def worst_row_errors(
-    approximate: NDArray[np.floating], exact: NDArray[np.floating]
-) -> NDArray[np.float64]:
+def worst_row_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> NDArray[np.float64]:
     """[n]: the largest error of each row [n, d] as a share of the largest number of its exact row."""
     largest_exact = np.maximum(np.abs(exact).max(axis=1), 1e-30)
     errors: NDArray[np.float64] = np.abs(exact - approximate).max(axis=1) / largest_exact

@@ -44,9 +44,7 @@ class Searcher:
         self._threads = threads
 
     @classmethod
-    def open(
-        cls, path: Path, metric: Metric, *, count: int | None = None, threads: int = 1
-    ) -> Self:
+    def open(cls, path: Path, metric: Metric, *, count: int | None = None, threads: int = 1) -> Self:
         """Map an index file; raise CorruptArtefact if it is malformed or does not hold `count` vectors."""
         try:
             # The only flag with which processes share the index's memory.
@@ -68,9 +66,7 @@ class Searcher:
         Rounded up by the row's own numbers only (k plus a power of two), so that rows with like needs
         search together and no row's answer depends on the others.
         """
-        extra_counts = 1 << np.ceil(
-            np.log2(np.maximum(excluded + 16, _EXTRA_CANDIDATES_MIN))
-        ).astype(np.int64)
+        extra_counts = 1 << np.ceil(np.log2(np.maximum(excluded + 16, _EXTRA_CANDIDATES_MIN))).astype(np.int64)
         counts: NDArray[np.int64] = np.minimum(k + extra_counts, self.count)
         return counts
 
@@ -87,9 +83,7 @@ class Searcher:
             query_lengths = np.linalg.norm(queries, axis=1, keepdims=True)
             # A model may give infinity for a blank input, such as the logarithm of a price of 0.
             with np.errstate(invalid="ignore"):
-                queries = (queries / np.where(query_lengths > 0, query_lengths, 1)).astype(
-                    np.float32
-                )
+                queries = (queries / np.where(query_lengths > 0, query_lengths, 1)).astype(np.float32)
         ordinals = np.empty((len(queries), count), np.int64)
         search_parameters = None if blocked is None else self._parameters_without(blocked)
         for start in range(0, len(queries), _QUERIES_PER_CALL):
@@ -131,9 +125,7 @@ class ListSearch:
 
     def counts(self, excluded: Sequence[Ordinals]) -> Ordinals:
         """Return the number of candidates [n] that each input needs for a full list after its exclusions."""
-        return self.searcher.fetch(
-            self.width, np.array([len(exclusions) for exclusions in excluded])
-        )
+        return self.searcher.fetch(self.width, np.array([len(exclusions) for exclusions in excluded]))
 
     def candidates(self, vectors: Vectors, counts: Ordinals, blocked: Ordinals) -> list[Ordinals]:
         """Search the index for `counts[i]` ordinals per vector, best first, padded with -1."""
@@ -163,9 +155,7 @@ class ListSearch:
             )
         return ordinals, scores
 
-    def lists(
-        self, batch: Sequence[PreparedInput], vectors: Vectors, blocked: Ordinals
-    ) -> RankedLists:
+    def lists(self, batch: Sequence[PreparedInput], vectors: Vectors, blocked: Ordinals) -> RankedLists:
         """Return the list of each input, by both steps."""
         excluded = self.excluded(batch, blocked)
         candidates = self.candidates(vectors, self.counts(excluded), blocked)
@@ -186,13 +176,9 @@ class ListSearch:
         if self.searcher.metric == "cosine":
             return 1.0
         vectors, count = self.items.vectors, self.items.count
-        vector_chunks = (
-            np.asarray(vectors[start : start + _ROWS_AT_ONCE])
-            for start in range(0, count, _ROWS_AT_ONCE)
-        )
+        vector_chunks = (np.asarray(vectors[start : start + _ROWS_AT_ONCE]) for start in range(0, count, _ROWS_AT_ONCE))
         largest_squares = [
-            float(np.einsum("nd,nd->n", vector_chunk, vector_chunk).max())
-            for vector_chunk in vector_chunks
+            float(np.einsum("nd,nd->n", vector_chunk, vector_chunk).max()) for vector_chunk in vector_chunks
         ]
         return float(max(largest_squares, default=0.0) ** 0.5)
 

@@ -24,17 +24,13 @@ class FilterMask:
     def among(self, ordinals: NDArray[Any]) -> Mask:
         """Mask of the ordinals that pass."""
         bit_indexes = np.asarray(ordinals, np.int64)
-        mask: Mask = (
-            self.packed_bits[bit_indexes >> 3] >> (bit_indexes & 7).astype(np.uint8) & 1
-        ).astype(np.bool_)
+        mask: Mask = (self.packed_bits[bit_indexes >> 3] >> (bit_indexes & 7).astype(np.uint8) & 1).astype(np.bool_)
         return mask
 
     def append_mask(self, appended_mask: "FilterMask", item_count: int) -> "FilterMask":
         """Return this mask of `item_count` items with that of further items appended, numbered from `item_count` on."""
         full_byte_count = item_count >> 3
-        last_bits = np.unpackbits(
-            self.packed_bits[full_byte_count:], count=item_count & 7, bitorder="little"
-        )
+        last_bits = np.unpackbits(self.packed_bits[full_byte_count:], count=item_count & 7, bitorder="little")
         appended_bits = np.unpackbits(appended_mask.packed_bits, bitorder="little")
         tail_bytes = np.packbits(np.concatenate([last_bits, appended_bits]), bitorder="little")
         return FilterMask(

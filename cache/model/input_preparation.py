@@ -64,13 +64,9 @@ def prepare_all(
     indices = items.model_indices_of(ordinals)
     known_indices, known_ends = _drop_unknown(indices, ends)
     excluded, excluded_ends = _drop_unknown(ordinals, ends)
-    item_ordinals = np.array(
-        [-1 if source.item is None else source.item for source in sources], np.int64
-    )
+    item_ordinals = np.array([-1 if source.item is None else source.item for source in sources], np.int64)
     own_indices = (
-        items.model_indices_of(Ordinals(item_ordinals)).tolist()
-        if item_ordinals.max(initial=-1) >= 0
-        else None
+        items.model_indices_of(Ordinals(item_ordinals)).tolist() if item_ordinals.max(initial=-1) >= 0 else None
     )
     binds = {input_spec.bind for input_spec in spec.inputs}
     prepared_inputs: list[PreparedInput | InvalidInput | None] = []
@@ -89,9 +85,7 @@ def prepare_all(
             raw_features = source.features
             features = {} if raw_features is None else check_features(spec.features, raw_features)
         except InvalidInput as error:
-            prepared_inputs.append(
-                error.with_traceback(None)
-            )  # which holds this list, and so itself
+            prepared_inputs.append(error.with_traceback(None))  # which holds this list, and so itself
             continue
         is_usable = not (
             ("feature" in binds and source.features is None)
@@ -99,9 +93,7 @@ def prepare_all(
             or (binds == {"history"} and not len(history))
         )
         prepared_inputs.append(
-            PreparedInput(table, history, features, item_index, excluded_ordinals, dropped_count)
-            if is_usable
-            else None
+            PreparedInput(table, history, features, item_index, excluded_ordinals, dropped_count) if is_usable else None
         )
     return prepared_inputs
 
@@ -111,26 +103,20 @@ def keep_last_occurrences(history: Sequence[bytes]) -> list[bytes]:
     return list(dict.fromkeys(reversed(history)))[::-1]
 
 
-def _drop_unknown(
-    numbers: NDArray[np.int64], ends: Sequence[int]
-) -> tuple[NDArray[np.int64], list[int]]:
+def _drop_unknown(numbers: NDArray[np.int64], ends: Sequence[int]) -> tuple[NDArray[np.int64], list[int]]:
     """The numbers that are not -1, and where each row of them ends."""
     is_known = numbers >= 0
     known_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_known)])
     return numbers[is_known], known_counts[np.asarray(ends)].tolist()
 
 
-def check_features(
-    inputs: Sequence[InputSpec], features: Mapping[str, FeatureValue]
-) -> dict[str, FeatureValue]:
+def check_features(inputs: Sequence[InputSpec], features: Mapping[str, FeatureValue]) -> dict[str, FeatureValue]:
     """Values by input name; raises InvalidInput (`field`) for a missing, unknown or unfit feature."""
     spec_by_column = {str(input_spec.column): input_spec for input_spec in inputs}
     for name in features:
         if name not in spec_by_column:
             column_names = ", ".join(sorted(spec_by_column)) or "none"
-            raise InvalidInput(
-                f"the model has no feature {name!r}; it takes {column_names}", field=name
-            )
+            raise InvalidInput(f"the model has no feature {name!r}; it takes {column_names}", field=name)
     value_by_input: dict[str, FeatureValue] = {}
     for column, input_spec in spec_by_column.items():
         if column not in features:
@@ -174,15 +160,9 @@ def _scalar_value(input_spec: InputSpec, value: FeatureValue) -> FeatureValue:
         case "float32" if isinstance(value, int | float) and not isinstance(value, bool):
             if math.isfinite(value) and abs(value) <= _FLOAT_MAX:
                 return value
-            raise InvalidInput(
-                f"feature {input_spec.column!r} is {value}, not a float32", field=input_spec.column
-            )
+            raise InvalidInput(f"feature {input_spec.column!r} is {value}, not a float32", field=input_spec.column)
         case "int32" | "int64" if isinstance(value, int) and not isinstance(value, bool):
-            if (
-                _INTEGER_RANGES[input_spec.dtype].min
-                <= value
-                <= _INTEGER_RANGES[input_spec.dtype].max
-            ):
+            if _INTEGER_RANGES[input_spec.dtype].min <= value <= _INTEGER_RANGES[input_spec.dtype].max:
                 return value
             raise InvalidInput(
                 f"feature {input_spec.column!r} is {value}, not an {input_spec.dtype}",

@@ -64,9 +64,7 @@ class NewItems:
     @cached_property
     def retry_at(self) -> float:
         """Time of the first next try, monotonic; infinite without any."""
-        return min(
-            (next_try.retry_at_s for next_try in self.next_try_by_input.values()), default=math.inf
-        )
+        return min((next_try.retry_at_s for next_try in self.next_try_by_input.values()), default=math.inf)
 
     @cached_property
     def digest(self) -> bytes:
@@ -90,22 +88,16 @@ class NewItems:
             return item_table.ids_of(numbers)
         ids = iter(item_table.ids_of(numbers[~is_new]))
         return [
-            self.items[number - self.first_number].raw_id.decode()
-            if number >= self.first_number
-            else next(ids)
+            self.items[number - self.first_number].raw_id.decode() if number >= self.first_number else next(ids)
             for number in numbers.tolist()
         ]
 
-    def numbers_of(
-        self, raw_ids: Sequence[bytes], ordinals: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def numbers_of(self, raw_ids: Sequence[bytes], ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 [n] numbers of items whose `ordinals` among the generation's own are known, -1 for no item."""
         if not self.items or not (ordinals < 0).any():
             return ordinals
         pairs = zip(raw_ids, ordinals.tolist(), strict=True)
-        numbers = [
-            ordinal if ordinal >= 0 else self.number_by_id.get(raw, -1) for raw, ordinal in pairs
-        ]
+        numbers = [ordinal if ordinal >= 0 else self.number_by_id.get(raw, -1) for raw, ordinal in pairs]
         return np.array(numbers, np.int64)
 
     def up_to(self, position: int) -> Self:
@@ -113,9 +105,7 @@ class NewItems:
         count = sum(item.position_number <= position for item in self.items)
         if count == len(self.items):
             return self
-        return type(self)(
-            self.first_number, self.items[:count], self.vectors[:count], self.input_keys[:count]
-        )
+        return type(self)(self.first_number, self.items[:count], self.vectors[:count], self.input_keys[:count])
 
     def merge_into(
         self,
@@ -127,17 +117,13 @@ class NewItems:
     ) -> None:
         """Puts new items but the `excluded_numbers` into one row of lists found for a vector, in place."""
         remaining_indexes = [
-            index
-            for index in range(len(self.items))
-            if self.first_number + index not in excluded_numbers
+            index for index in range(len(self.items)) if self.first_number + index not in excluded_numbers
         ]
         if not remaining_indexes:
             return
         numbers, scores = ranked[0][row], ranked[1][row]
         used_mask = numbers != NO_ITEM
-        new_scores = score(
-            vector[None], self.vectors, np.array([remaining_indexes], np.int64), metric
-        )[0]
+        new_scores = score(vector[None], self.vectors, np.array([remaining_indexes], np.int64), metric)[0]
         all_numbers = np.concatenate(
             [
                 numbers[used_mask],

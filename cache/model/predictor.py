@@ -95,9 +95,7 @@ class Predictor:
                 accelerator=accelerator,
             )
         if accelerator is not None:
-            fallback_reason = accelerator.fallback_reason(
-                tower.provider for tower in towers.values()
-            )
+            fallback_reason = accelerator.fallback_reason(tower.provider for tower in towers.values())
         searchers = {
             name: Searcher.open(
                 generation_folder / index.file.path,
@@ -130,13 +128,9 @@ class Predictor:
                 towers[name] = self._towers[name]
             else:
                 spec = TowerSpec.from_json(model.spec)
-                towers[name] = Tower.open(
-                    generation_folder / model.fp32.path, spec, threads=threads, cores=cores
-                )
+                towers[name] = Tower.open(generation_folder / model.fp32.path, spec, threads=threads, cores=cores)
         precisions: dict[str, ModelPrecision] = dict.fromkeys(towers, "fp32")
-        return Predictor(
-            self._tables, self._items, towers, self._searchers, precisions, self.model_digest
-        )
+        return Predictor(self._tables, self._items, towers, self._searchers, precisions, self.model_digest)
 
     @property
     def providers(self) -> dict[str, str]:
@@ -160,13 +154,9 @@ class Predictor:
             raise prepared
         return prepared
 
-    def prepare_all(
-        self, table: str, sources: Sequence[LiveInput]
-    ) -> list[PreparedInput | InvalidInput | None]:
+    def prepare_all(self, table: str, sources: Sequence[LiveInput]) -> list[PreparedInput | InvalidInput | None]:
         """Prepare many inputs at once; return an InvalidInput, not raised, for each that the model does not take."""
-        return prepare_all(
-            table, self._tower(table).spec, self._items, sources, self._history_limit
-        )
+        return prepare_all(table, self._tower(table).spec, self._items, sources, self._history_limit)
 
     def predict(
         self,
@@ -187,9 +177,7 @@ class Predictor:
     def vectors(self, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
         """Run the tower; return float32 [n, dims] for inputs prepared for the same table."""
         tower = self._tower(batch[0].table)
-        inputs = {
-            input_spec.name: _tower_input(input_spec, batch) for input_spec in tower.spec.inputs
-        }
+        inputs = {input_spec.name: _tower_input(input_spec, batch) for input_spec in tower.spec.inputs}
         return tower.run(inputs)
 
     def search(self, table: str) -> ListSearch:
@@ -209,9 +197,7 @@ class Predictor:
         """Encode each row of `ranked` as a record of a top-K table, flagged live and with `flags`."""
         layout, fingerprint_array = self._tables[table].layout, np.array(fingerprints, np.uint64)
         flags |= FLAG_LIVE
-        return _split_records(
-            layout, encode_topk(layout, fingerprint_array, *ranked, scored_at, flags=flags)
-        )
+        return _split_records(layout, encode_topk(layout, fingerprint_array, *ranked, scored_at, flags=flags))
 
     def numbers(
         self,
@@ -222,16 +208,12 @@ class Predictor:
     ) -> list[bytes]:
         """Encode each row of outputs as a record of a vector or value table."""
         layout, fingerprint_array = self._tables[table].layout, np.array(fingerprints, np.uint64)
-        return _split_records(
-            layout, encode_numbers(layout, fingerprint_array, outputs, scored_at, flags=FLAG_LIVE)
-        )
+        return _split_records(layout, encode_numbers(layout, fingerprint_array, outputs, scored_at, flags=FLAG_LIVE))
 
     def takes_floats_only(self, table: str) -> bool:
         """True if the table's model takes only float32 features."""
         inputs = self._tower(table).spec.inputs
-        return all(
-            input_spec.bind == "feature" and input_spec.dtype == "float32" for input_spec in inputs
-        )
+        return all(input_spec.bind == "feature" and input_spec.dtype == "float32" for input_spec in inputs)
 
     def sent_vectors(self, table: str, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
         """Return the float32 [n, dims] features sent to a model that takes only float32 features, side by side."""
@@ -249,16 +231,12 @@ class Predictor:
         """Width of the vectors that the table's model returns."""
         return self._tower(table).spec.output_dims
 
-    def score_vector(
-        self, table: str, vector: NDArray[np.float32], ordinals: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def score_vector(self, table: str, vector: NDArray[np.float32], ordinals: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return float32 [n] scores of the given items for a vector, by the metric of a top-K table."""
         index = self._tables[table].producer.index
         searcher = self._searchers.get(str(index))
         metric: Metric = "inner_product" if searcher is None else searcher.metric
-        scores: NDArray[np.float32] = score(
-            vector[None], self._items.vectors, ordinals[None], metric
-        )[0]
+        scores: NDArray[np.float32] = score(vector[None], self._items.vectors, ordinals[None], metric)[0]
         return scores
 
     def warm(self) -> None:
@@ -269,9 +247,7 @@ class Predictor:
             tower = self._tower(name)
             for length in tower.buckets or (1,):
                 blank = tower.spec.blank_features()
-                prepared = PreparedInput(
-                    name, np.zeros(length, np.int64), blank, 0, _NO_ORDINALS, 0
-                )
+                prepared = PreparedInput(name, np.zeros(length, np.int64), blank, 0, _NO_ORDINALS, 0)
                 output = self.vectors([prepared])
                 if table.kind == "topk":
                     self.search(name).lists([prepared], output, _NO_ORDINALS)
@@ -358,9 +334,7 @@ def open_predictor(
                 exc_info=error,
             )
             predictor = open_on(None)
-            fallback_reason = (
-                f"the models failed on {accelerator.provider} ({type(error).__name__}, see the log)"
-            )
+            fallback_reason = f"the models failed on {accelerator.provider} ({type(error).__name__}, see the log)"
     except Exception as error:  # a broken model must not take the stored answers along
         log.exception("generation %s has no working model", manifest.generation)
         return None, _error_text(error), None
@@ -395,10 +369,7 @@ def _error_text(error: Exception) -> str:
 
 def _split_records(layout: Layout, records: NDArray[Any]) -> list[bytes]:
     records_bytes, record_bytes = records.tobytes(), layout.size_bytes
-    return [
-        records_bytes[start : start + record_bytes]
-        for start in range(0, len(records_bytes), record_bytes)
-    ]
+    return [records_bytes[start : start + record_bytes] for start in range(0, len(records_bytes), record_bytes)]
 
 
 def _model_file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]:
@@ -414,6 +385,4 @@ def _tower_input(input_spec: InputSpec, batch: Sequence[PreparedInput]) -> Histo
         case "item_index":
             return np.array([prepared.item_index for prepared in batch], input_spec.dtype)
         case _:
-            return stack_features(
-                input_spec, [prepared.features[input_spec.name] for prepared in batch]
-            )
+            return stack_features(input_spec, [prepared.features[input_spec.name] for prepared in batch])

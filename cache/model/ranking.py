@@ -29,9 +29,7 @@ def rank(
     ordinals per row. Order: score descending, then ordinal ascending; unused slots are NO_ITEM and 0.
     """
     sort_keys = np.empty(candidates.shape, np.uint64)
-    rows_at_once = max(
-        1, _GATHERED_NUMBERS_MAX // max(1, candidates.shape[1] * item_vectors.shape[1])
-    )
+    rows_at_once = max(1, _GATHERED_NUMBERS_MAX // max(1, candidates.shape[1] * item_vectors.shape[1]))
     for start in range(0, len(candidates), rows_at_once):
         rows = slice(start, start + rows_at_once)
         sort_keys[rows] = pack_sort_keys(
@@ -60,9 +58,7 @@ def score(
     if metric == "cosine":
         length_products = np.sqrt(np.einsum("ncd,ncd->nc", candidate_vectors, candidate_vectors))
         length_products *= np.sqrt(np.einsum("nd,nd->n", user_vectors, user_vectors))[:, None]
-        scores = np.divide(
-            scores, length_products, out=np.zeros_like(scores), where=length_products > 0
-        )
+        scores = np.divide(scores, length_products, out=np.zeros_like(scores), where=length_products > 0)
     return scores
 
 
@@ -84,9 +80,7 @@ def top_sort_keys(sort_keys: NDArray[np.uint64], k: int) -> NDArray[np.uint64]:
     return np.sort(sort_keys, axis=1)[:, ::-1][:, :k]
 
 
-def unpack_sort_keys(
-    sort_keys: NDArray[np.uint64], k: int
-) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+def unpack_sort_keys(sort_keys: NDArray[np.uint64], k: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
     """(ordinals, scores), each [n, k], from `top_sort_keys`'s keys; key 0 and missing columns are unused slots."""
     ordinals = np.full((len(sort_keys), k), NO_ITEM, np.uint32)
     scores = np.zeros((len(sort_keys), k), np.float32)
@@ -104,9 +98,7 @@ def _exclusion_mask(
     candidates: NDArray[np.int64], excluded: Sequence[NDArray[np.int64]], item_count: int
 ) -> NDArray[np.bool_]:
     """True where a candidate is excluded for its own row; one sorted search for the whole batch."""
-    exclusion_counts = np.fromiter(
-        (len(row_exclusions) for row_exclusions in excluded), np.int64, len(excluded)
-    )
+    exclusion_counts = np.fromiter((len(row_exclusions) for row_exclusions in excluded), np.int64, len(excluded))
     rows = np.repeat(np.arange(len(excluded)), exclusion_counts)
     ordinals = np.concatenate([*excluded, np.empty(0, np.int64)])
     # An unknown ordinal (-1) would otherwise land on the last item of the row before.
@@ -116,16 +108,12 @@ def _exclusion_mask(
         return np.zeros(candidates.shape, np.bool_)
     candidate_keys = np.arange(len(candidates))[:, None] * item_count + candidates
     insertion_indexes = np.searchsorted(excluded_keys, candidate_keys)
-    hit_mask: NDArray[np.bool_] = (
-        excluded_keys[np.minimum(insertion_indexes, len(excluded_keys) - 1)] == candidate_keys
-    )
+    hit_mask: NDArray[np.bool_] = excluded_keys[np.minimum(insertion_indexes, len(excluded_keys) - 1)] == candidate_keys
     return hit_mask & (candidates >= 0)
 
 
 def unit_rows(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     """Rows divided by their length; zero rows stay zero."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit_vectors: NDArray[np.float32] = (vectors / np.where(lengths > 0, lengths, 1)).astype(
-        np.float32
-    )
+    unit_vectors: NDArray[np.float32] = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
     return unit_vectors

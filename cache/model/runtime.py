@@ -40,9 +40,7 @@ class Accelerator:
 
     def fallback_reason(self, used_providers: Iterable[str]) -> str | None:
         """Reason why models run elsewhere though ONNX Runtime has the provider; None where all `used_providers` it."""
-        other_providers = sorted(
-            {provider for provider in used_providers if provider != self.provider}
-        )
+        other_providers = sorted({provider for provider in used_providers if provider != self.provider})
         if not other_providers:
             return None
         return (
@@ -61,9 +59,7 @@ class Accelerator:
             _ONNX_PROVIDER_BY_NAME[CPU],
         ]
         if self.provider == "tensorrt":
-            providers.insert(
-                0, (_ONNX_PROVIDER_BY_NAME["tensorrt"], {"device_id": self.device_number})
-            )
+            providers.insert(0, (_ONNX_PROVIDER_BY_NAME["tensorrt"], {"device_id": self.device_number}))
         return providers
 
 
@@ -71,10 +67,6 @@ def first_provider_of(session: ort.InferenceSession) -> str:
     """Return the provider that a session tries first: cpu where the GPU's provider could not be loaded."""
     onnx_name = session.get_providers()[0]
     return next(
-        (
-            name
-            for name, onnx_provider in _ONNX_PROVIDER_BY_NAME.items()
-            if onnx_provider == onnx_name
-        ),
+        (name for name, onnx_provider in _ONNX_PROVIDER_BY_NAME.items() if onnx_provider == onnx_name),
         CPU,
     )

@@ -165,9 +165,7 @@ class Tower:
             if "allocate" in str(error) or "out of memory" in str(error):
                 raise MemoryError(f"{self.name}: {error}") from error
             error_lines = str(error).strip().splitlines() or [type(error).__name__]
-            input_shapes = ", ".join(
-                f"{name} {list(values.shape)}" for name, values in feed.items()
-            )
+            input_shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in feed.items())
             raise ModelFailed(
                 f"{self.name} cannot be run on {input_shapes}: {error_lines[-1]}", model=self.name
             ) from error
@@ -183,11 +181,7 @@ class Tower:
         """
         tile = tile or CPU_TILE
         histories = next(
-            (
-                input_values
-                for input_values in inputs.values()
-                if isinstance(input_values, Histories)
-            ),
+            (input_values for input_values in inputs.values() if isinstance(input_values, Histories)),
             None,
         )
         if histories is None:
@@ -221,18 +215,14 @@ class Tower:
             if isinstance(input_values, Histories):
                 buffer = None
                 if buffers is not None:
-                    buffer = buffers.matrix(
-                        input_spec.name, len(row_indexes), padded_length, input_spec.dtype
-                    )
+                    buffer = buffers.matrix(input_spec.name, len(row_indexes), padded_length, input_spec.dtype)
                 feed[input_spec.name] = input_values.pad_rows(
                     row_indexes, padded_length, input_spec.pad or 0, input_spec.dtype, buffer
                 )
             elif input_spec.dtype == "string":
                 feed[input_spec.name] = input_values[row_indexes].astype(object)
             else:
-                feed[input_spec.name] = np.ascontiguousarray(
-                    input_values[row_indexes], input_spec.dtype
-                )
+                feed[input_spec.name] = np.ascontiguousarray(input_values[row_indexes], input_spec.dtype)
         return feed
 
 
@@ -250,9 +240,7 @@ class _HistoryBuffers(threading.local):
         number_count = row_count * length
         flat_buffer = self._buffer_by_input.get(input_name)
         if flat_buffer is None or len(flat_buffer) < number_count:
-            flat_buffer = self._buffer_by_input[input_name] = np.empty(
-                1 << (number_count - 1).bit_length(), dtype
-            )
+            flat_buffer = self._buffer_by_input[input_name] = np.empty(1 << (number_count - 1).bit_length(), dtype)
         return flat_buffer[:number_count].reshape(row_count, length)
 
 
@@ -260,9 +248,7 @@ def _session_options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
     session_options = ort.SessionOptions()
     session_options.intra_op_num_threads = threads
     session_options.inter_op_num_threads = 1
-    session_options.log_severity_level = (
-        4  # its errors are raised: a value that an event set would fill the log
-    )
+    session_options.log_severity_level = 4  # its errors are raised: a value that an event set would fill the log
     # An idle pool that spins would take the cores from the event loop beside it.
     session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session_options.add_session_config_entry("session.inter_op.allow_spinning", "0")
@@ -298,9 +284,7 @@ class AnyTower(Protocol):
         """Run the model; return float32 [n, output_dims]."""
 
 
-def run_isolating_failures(
-    tower: AnyTower, inputs: Inputs
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+def run_isolating_failures(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return (outputs float32 [n, output_dims], mask of the rows on which the model raises, which are NaN).
 
     The model runs again on halves until each failing row is alone; the other rows keep their outputs.

@@ -28,9 +28,7 @@ class InputSpec:
 
     def __post_init__(self) -> None:
         if self.bind == "history" and (not self.max_length or self.pad is None):
-            raise BundleError(
-                f"history input {self.name!r} needs max_length and pad", input=self.name
-            )
+            raise BundleError(f"history input {self.name!r} needs max_length and pad", input=self.name)
         if self.bind != "feature" and self.dtype not in ("int32", "int64"):
             raise BundleError(
                 f"{self.bind} input {self.name!r} holds indices: int32 or int64, not {self.dtype}",
@@ -51,9 +49,7 @@ class TowerSpec:
     @property
     def history(self) -> InputSpec | None:
         """The history input, if the tower has one."""
-        return next(
-            (input_spec for input_spec in self.inputs if input_spec.bind == "history"), None
-        )
+        return next((input_spec for input_spec in self.inputs if input_spec.bind == "history"), None)
 
     @property
     def features(self) -> tuple[InputSpec, ...]:
@@ -65,13 +61,9 @@ class TowerSpec:
         value_by_input: dict[str, FeatureValue] = {}
         for input_spec in self.features:
             if input_spec.dtype == "string":
-                value_by_input[input_spec.name] = (
-                    "" if input_spec.width is None else ("",) * input_spec.width
-                )
+                value_by_input[input_spec.name] = "" if input_spec.width is None else ("",) * input_spec.width
             else:
-                value_by_input[input_spec.name] = (
-                    0 if input_spec.width is None else (0,) * input_spec.width
-                )
+                value_by_input[input_spec.name] = 0 if input_spec.width is None else (0,) * input_spec.width
         return value_by_input
 
     def to_json(self) -> dict[str, Any]:
@@ -136,11 +128,7 @@ def check_padded_lengths(file_name: str, session: Any, spec: TowerSpec) -> tuple
                 input=input_name,
             )
         inner_dims: list[int | None] = (
-            [None]
-            if input_spec.bind == "history"
-            else [input_spec.width]
-            if input_spec.width
-            else []
+            [None] if input_spec.bind == "history" else [input_spec.width] if input_spec.width else []
         )
         if len(shape) != 1 + len(inner_dims) or isinstance(shape[0], int):
             raise BundleError(
@@ -163,9 +151,7 @@ def check_padded_lengths(file_name: str, session: Any, spec: TowerSpec) -> tuple
                     input=input_name,
                 )
             padded_lengths = (
-                (fixed_length,)
-                if fixed_length is not None
-                else padded_lengths_up_to(input_spec.max_length or 1)
+                (fixed_length,) if fixed_length is not None else padded_lengths_up_to(input_spec.max_length or 1)
             )
     _check_output(file_name, session, spec)
     return padded_lengths

@@ -83,9 +83,7 @@ class Numerals:
     """
 
     def __init__(self) -> None:
-        self.table: NDArray[np.uint8] = np.zeros(
-            (1 << (32 - NUMERAL_DROPPED_BITS), NUMERAL_BYTES), np.uint8
-        )
+        self.table: NDArray[np.uint8] = np.zeros((1 << (32 - NUMERAL_DROPPED_BITS), NUMERAL_BYTES), np.uint8)
 
     def write(self, keys: Iterable[int]) -> None:
         """Writes numbers that are missing, finite ones; one whose text is too long is marked as such."""

@@ -72,19 +72,12 @@ class HashParts:
         Raises ValueError for a position that no part has, and for a result that does not fit 64 bits.
         """
         position_array = np.frombuffer(positions, np.int64)
-        if (
-            position_array.size
-            and not 0 <= position_array.min() <= position_array.max() < self._part_starts[-1]
-        ):
+        if position_array.size and not 0 <= position_array.min() <= position_array.max() < self._part_starts[-1]:
             raise ValueError("a position that no part has")
         part_indexes = self._part_starts.searchsorted(position_array, "right") - 1
-        page_numbers, page_slots = np.divmod(
-            position_array - self._part_starts[part_indexes], records_per_page
-        )
+        page_numbers, page_slots = np.divmod(position_array - self._part_starts[part_indexes], records_per_page)
         part_first_pages = np.frombuffer(first_pages, np.int64)[part_indexes]
-        if (part_first_pages > _INT64_MAX - page_numbers).any() or (
-            page_slots > _INT64_MAX // size_bytes
-        ).any():
+        if (part_first_pages > _INT64_MAX - page_numbers).any() or (page_slots > _INT64_MAX // size_bytes).any():
             raise ValueError("a page number or an offset does not fit 64 bits")
         return page_numbers + part_first_pages, page_slots * size_bytes
 
@@ -118,9 +111,7 @@ class ReplyScanner:
                 is_long = received_bytes - offset > _HEADER_BYTES + len(b"\r\n")
                 self._incomplete_header = b"+" + received[-1:] if is_long else received[offset:]
                 break
-            self._is_refused = not self._judge(
-                received[offset : offset + 1], received[offset + 1 : line_end]
-            )
+            self._is_refused = not self._judge(received[offset : offset + 1], received[offset + 1 : line_end])
             offset = line_end + 2
         return not self._is_refused
 
@@ -129,11 +120,7 @@ class ReplyScanner:
         if not self._open_elements:
             self._open_elements, self._announced_elements = 1, 0
         self._open_elements -= 1
-        if (
-            type_byte not in _SIZED_PREFIXES
-            or not header_text.isdigit()
-            or len(header_text) >= _HEADER_BYTES
-        ):
+        if type_byte not in _SIZED_PREFIXES or not header_text.isdigit() or len(header_text) >= _HEADER_BYTES:
             return True
         announced = int(header_text.lstrip(b"0")[:_DIGITS_MAX] or b"0")
         if type_byte in _BULK_PREFIXES:
@@ -188,11 +175,8 @@ def could_be(received: bytes, count: int, payload_bytes: int, /) -> bool:
     stride_bytes = len(string_head) + payload_bytes + len(line_end)
     full_count = min(count, len(received) // stride_bytes)
     if full_count and not (
-        _bytes_at_steps(received, 0, full_count, len(string_head), stride_bytes)
-        == string_head * full_count
-        and _bytes_at_steps(
-            received, stride_bytes - len(line_end), full_count, len(line_end), stride_bytes
-        )
+        _bytes_at_steps(received, 0, full_count, len(string_head), stride_bytes) == string_head * full_count
+        and _bytes_at_steps(received, stride_bytes - len(line_end), full_count, len(line_end), stride_bytes)
         == line_end * full_count
     ):
         return False
@@ -205,9 +189,7 @@ def could_be(received: bytes, count: int, payload_bytes: int, /) -> bool:
     return string_head.startswith(partial_head)
 
 
-def _bytes_at_steps(
-    data: bytes, first_offset: int, count: int, piece_bytes: int, stride_bytes: int
-) -> bytes:
+def _bytes_at_steps(data: bytes, first_offset: int, count: int, piece_bytes: int, stride_bytes: int) -> bytes:
     """Return `piece_bytes` bytes at `first_offset` and at each `stride_bytes` from there."""
     return np.ndarray((count,), f"V{piece_bytes}", data, first_offset, (stride_bytes,)).tobytes()
 
@@ -226,9 +208,7 @@ def records_of(
     headers = np.ndarray((count,), HEADER_DTYPE, data, first_offset, (stride_bytes,))
     sound_mask = headers["flags"] >> FORMAT_SHIFT == record_format
     sound_mask &= headers["fingerprint"] == np.frombuffer(fingerprints, np.uint64)
-    return np.ndarray(
-        (count,), f"V{record_bytes}", data, first_offset, (stride_bytes,)
-    ).copy(), int(sound_mask.sum())
+    return np.ndarray((count,), f"V{record_bytes}", data, first_offset, (stride_bytes,)).copy(), int(sound_mask.sum())
 
 
 def spread(
@@ -242,9 +222,7 @@ def spread(
     """Build `count` records: `rows` at `indexes`, `record_by_index` at its keys, zeros elsewhere."""
     records = np.zeros(count, f"V{record_bytes}")
     records[indexes] = np.frombuffer(rows, records.dtype)
-    records[list(record_by_index)] = np.frombuffer(
-        b"".join(record_by_index.values()), records.dtype
-    )
+    records[list(record_by_index)] = np.frombuffer(b"".join(record_by_index.values()), records.dtype)
     return records
 
 
@@ -325,9 +303,7 @@ def plain_record_mask(
     """Return a byte per record: 1 if whole, `expected_flags` in `flag_mask`, `count_min` numbers and known items."""
     records, _ = _records_and_layout(rows, width, is_list, is_half)
     counts = records["count"]
-    usable_mask = (
-        (records["flags"] & flag_mask == expected_flags) & (counts >= count_min) & (counts <= width)
-    )
+    usable_mask = (records["flags"] & flag_mask == expected_flags) & (counts >= count_min) & (counts <= width)
     usable_mask &= np.isfinite(records["numbers"]).all(axis=1)
     if is_half:
         usable_mask &= records["exponent"] <= safe_exponent
@@ -344,13 +320,9 @@ def numbers(rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -
     return np.ascontiguousarray(dequantize(layout, records, np.float32)[:, :k])
 
 
-def names(
-    rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /
-) -> tuple[bytes, bytes]:
+def names(rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /) -> tuple[bytes, bytes]:
     """Return (concatenated ids of the first `k` items of each record, int32 cuts, one more than ids)."""
-    ordinals = (
-        _records_and_layout(rows, width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
-    )
+    ordinals = _records_and_layout(rows, width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
     id_offsets, id_bytes = np.frombuffer(offsets, np.int64), np.frombuffer(ids, np.uint8)
     if ordinals.max(initial=0) >= len(id_offsets) - 1:
         raise ValueError("an item that the catalogue does not have")
@@ -387,8 +359,6 @@ def answers(
     return None
 
 
-def _records_and_layout(
-    rows: Buffer, width: int, is_list: bool, is_half: bool
-) -> tuple[NDArray[Any], Layout]:
+def _records_and_layout(rows: Buffer, width: int, is_list: bool, is_half: bool) -> tuple[NDArray[Any], Layout]:
     layout = Layout("topk" if is_list else "value", width, "f2" if is_half else "f4")
     return np.frombuffer(rows, layout.dtype), layout

@@ -29,9 +29,7 @@ INTERRUPT_AGAIN_S = 0.001
 
 # Controls (C0 and C1), halves of surrogate pairs, the two separators of lines and of paragraphs, and what turns the
 # direction of writing round.
-_STEERING_CHARACTERS: Final = (
-    "\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
-)
+_STEERING_CHARACTERS: Final = "\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 
 _STEERING_PATTERN: Final = re.compile(f"[{_STEERING_CHARACTERS}]")
 _STEERING_IN_LINES_PATTERN: Final = re.compile(f"(?![\t\n])[{_STEERING_CHARACTERS}]")

@@ -17,9 +17,7 @@ class SafeConsole(Console):
         """Render a string, escaped first, so that column widths match the output."""
         return super().render_str(printable_lines(text), **options)
 
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments of a renderable with control characters escaped, also in texts that are no strings."""
         for segment in super().render(renderable, options):
             safe_text = segment.text if segment.control else printable_lines(segment.text)

@@ -23,9 +23,7 @@ def disk_free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing_folder).free
 
 
-def memory_available_bytes(
-    proc_folder: Path = PROC_FOLDER, cgroup_folder: Path = CGROUP_FOLDER
-) -> int:
+def memory_available_bytes(proc_folder: Path = PROC_FOLDER, cgroup_folder: Path = CGROUP_FOLDER) -> int:
     """Return the memory still available here, cached files included: the least of the machine's and each cgroup's."""
     return min(
         [
@@ -103,17 +101,12 @@ def _read_cgroup_headroom(
             (folder / limit_file).read_text().strip(),
             int((folder / usage_file).read_text()),
         )
-        name_value_pairs = (
-            line.split() for line in (folder / "memory.stat").read_text().splitlines()
-        )
+        name_value_pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
         bytes_by_field = {name: int(value) for name, value in name_value_pairs}
     except (OSError, ValueError):
         return
     if limit_text.isdecimal():
         yield max(
             0,
-            int(limit_text)
-            - used_bytes
-            + bytes_by_field.get(cache_field, 0)
-            - bytes_by_field.get(shared_field, 0),
+            int(limit_text) - used_bytes + bytes_by_field.get(cache_field, 0) - bytes_by_field.get(shared_field, 0),
         )

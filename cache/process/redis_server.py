@@ -187,9 +187,7 @@ class _Membership:
 class _ServerSupervisor:
     """Supervisor of a server for one command: starts it again at the same address when it is gone."""
 
-    def __init__(
-        self, state_folder: Path, membership: _Membership, refill: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, state_folder: Path, membership: _Membership, refill: Callable[[str], bool]) -> None:
         self.url = membership.server.url
         self._state_folder, self._membership, self._refill = state_folder, membership, refill
         self._stop_event = threading.Event()
@@ -206,12 +204,8 @@ class _ServerSupervisor:
                     is_filled = self._refill(self.url)
                     refill_at_s = time.monotonic() + _REFILL_PAUSE_S
                 continue
-            failure_count = (
-                1 if time.monotonic() - started_at_s >= _STEADY_AFTER_S else failure_count + 1
-            )
-            pause_s = (
-                min(_RESTART_PAUSE_MAX_S, 2.0 ** (failure_count - 1)) if failure_count > 1 else 0.0
-            )
+            failure_count = 1 if time.monotonic() - started_at_s >= _STEADY_AFTER_S else failure_count + 1
+            pause_s = min(_RESTART_PAUSE_MAX_S, 2.0 ** (failure_count - 1)) if failure_count > 1 else 0.0
             log.error(
                 "the Redis that this machine runs for Larder is gone, %s may say why: it starts again in %g s",
                 self._state_folder / "redis.log",
@@ -261,9 +255,7 @@ def _join(state_folder: Path) -> _Membership | None:
     running = running_server(state_folder)
     if running is None:
         return None
-    pipe_end = _named_pipe(state_folder).join(
-        lambda: _is_alive(running.pid), wait_s_max=_STOP_WAIT_MAX_S
-    )
+    pipe_end = _named_pipe(state_folder).join(lambda: _is_alive(running.pid), wait_s_max=_STOP_WAIT_MAX_S)
     if pipe_end is None and running_server(state_folder) != running:
         return None
     # Without an end it runs by itself: its guard was killed, or the file system has no named pipes.
@@ -308,11 +300,7 @@ def running_server(state_folder: Path) -> RedisServer | None:
     """Return the state folder's running server, None if there is none; starts none."""
     recorded = recorded_server(state_folder)
     # The port may belong to another process by now.
-    return (
-        recorded
-        if recorded is not None and _fetch_process_id(recorded.url) == recorded.pid
-        else None
-    )
+    return recorded if recorded is not None and _fetch_process_id(recorded.url) == recorded.pid else None
 
 
 def recorded_server(state_folder: Path) -> RedisServer | None:
@@ -369,9 +357,7 @@ def _start_at(state_folder: Path, url: str, binary: Path | None = None) -> _Memb
     try:
         pid = _wait_until_answering(process, url)
         if pid is None:
-            raise ConfigError(
-                f"{binary.name} does not start: {process.log_tail(5)}", binary=str(binary)
-            )
+            raise ConfigError(f"{binary.name} does not start: {process.log_tail(5)}", binary=str(binary))
         _write_server_note(state_folder, running := RedisServer(url, pid))
     except BaseException:
         process.stop()

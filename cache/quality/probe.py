@@ -51,9 +51,7 @@ def probe_part(
     )
     # Row by row: a wide feature of all of them would be millions of Python numbers at once.
     feature_texts = [
-        orjson.dumps(
-            {name: column[row].as_py() for name, column in zip(feature_names, columns, strict=True)}
-        )
+        orjson.dumps({name: column[row].as_py() for name, column in zip(feature_names, columns, strict=True)})
         for row in range(len(row_indexes))
     ]
     return ProbePart(hashes[row_indexes], histories, feature_texts)
@@ -65,9 +63,7 @@ def write_probe(generation_folder: Path, parts: Sequence[ProbePart]) -> str:
         [history for part in parts for history in part.histories], np.uint32
     )
     feature_texts = [text for part in parts for text in part.features]
-    feature_ends, feature_bytes = _join_with_ends(
-        [np.frombuffer(text, np.uint8) for text in feature_texts], np.uint8
-    )
+    feature_ends, feature_bytes = _join_with_ends([np.frombuffer(text, np.uint8) for text in feature_texts], np.uint8)
     npz_buffer = io.BytesIO()
     np.savez(
         npz_buffer,
@@ -114,9 +110,7 @@ class Probe:
         if row >= len(self._hashes) or self._hashes[row] != user_hash:
             return None
         history = self._histories[self._history_ends[row] : self._history_ends[row + 1]].tolist()
-        features_json = self._features[
-            self._feature_ends[row] : self._feature_ends[row + 1]
-        ].tobytes()
+        features_json = self._features[self._feature_ends[row] : self._feature_ends[row + 1]].tobytes()
         features: dict[str, FeatureValue] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in orjson.loads(features_json).items()
@@ -125,9 +119,7 @@ class Probe:
         return LiveInput(tuple(map(self._items.raw_id, history)), features or None)
 
 
-def _join_with_ends(
-    pieces: Sequence[NDArray[Any]], dtype: type[np.generic]
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def _join_with_ends(pieces: Sequence[NDArray[Any]], dtype: type[np.generic]) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Offsets where each piece begins and the last one ends, int64 [pieces + 1]; and the pieces joined."""
     ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return ends, np.concatenate([*pieces, np.empty(0, dtype)]).astype(dtype)

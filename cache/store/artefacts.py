@@ -33,9 +33,7 @@ NO_MANIFEST_WORDS = "has no manifest in"
 _RECORDED_MARKER = ".recorded"
 _HOST_FILE = ".host"
 
-_NO_LINKS_ERRNOS = frozenset(
-    {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
-)
+_NO_LINKS_ERRNOS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV})
 """Error numbers of file systems without hard links: SMB, FAT and many FUSE mounts."""
 
 log = logging.getLogger(__name__)
@@ -48,25 +46,17 @@ class ArtefactStore:
     folder ends with the program, so its copies are not recorded.
     """
 
-    def __init__(
-        self, url: str, host_cache: Path | None = None, *, is_ephemeral: bool = False
-    ) -> None:
+    def __init__(self, url: str, host_cache: Path | None = None, *, is_ephemeral: bool = False) -> None:
         is_local = "://" not in url or url.startswith("file://")
         self._object_store = None if is_local else ObjectStore(url.rstrip("/"))
         self.url = url.rstrip("/") if self._object_store is None else self._object_store.display_url
-        self.folder: Path | None = (
-            Path(url.removeprefix("file://")).absolute() if is_local else None
-        )
+        self.folder: Path | None = Path(url.removeprefix("file://")).absolute() if is_local else None
         root = self.folder or host_cache
         if root is None:
-            raise StoreError(
-                f"{self.url} is a remote store and needs a folder for this host's copies"
-            )
+            raise StoreError(f"{self.url} is a remote store and needs a folder for this host's copies")
         self._root = root
         self.copies = (
-            None
-            if self._object_store is None
-            else HostCopies(root, self._object_store, is_ephemeral=is_ephemeral)
+            None if self._object_store is None else HostCopies(root, self._object_store, is_ephemeral=is_ephemeral)
         )
 
     def read(self, path: str) -> bytes | None:
@@ -107,9 +97,7 @@ class ArtefactStore:
         except FileExistsError:
             return False
         except OSError as error:
-            raise StoreError(
-                f"cannot write {path} in {self.url}: {error}{hard_link_remedy(error)}"
-            ) from error
+            raise StoreError(f"cannot write {path} in {self.url}: {error}{hard_link_remedy(error)}") from error
         return True
 
     def demand_write_once(self) -> None:
@@ -134,17 +122,12 @@ class ArtefactStore:
         local_path = self._root / path
         try:
             if self._object_store is not None:
-                if (
-                    self.copies is not None
-                    and (generation := _generation_of(path)) == local_path.name
-                ):
+                if self.copies is not None and (generation := _generation_of(path)) == local_path.name:
                     self.copies.drop(generation)
                 shutil.rmtree(local_path, ignore_errors=True)
                 self._object_store.delete(path)
             else:
-                shutil.rmtree(local_path) if local_path.is_dir() else local_path.unlink(
-                    missing_ok=True
-                )
+                shutil.rmtree(local_path) if local_path.is_dir() else local_path.unlink(missing_ok=True)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -162,9 +145,7 @@ class ArtefactStore:
 
     def sweep_unfinished(self, *, cutoff_at: float) -> int:
         """Remove files that killed writers left on this host (`.*.part`) before `cutoff_at`; return their number."""
-        unfinished_paths = [
-            path for path in self._root.rglob(".*.part") if 0.0 < last_change_time(path) < cutoff_at
-        ]
+        unfinished_paths = [path for path in self._root.rglob(".*.part") if 0.0 < last_change_time(path) < cutoff_at]
         for path in unfinished_paths:
             with contextlib.suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -205,9 +186,7 @@ class ArtefactStore:
 def _generation_of(path: str) -> str | None:
     folder, _, subpath = path.partition("/")
     generation = subpath.partition("/")[0]
-    return (
-        generation if folder == "generations" and GENERATION_PATTERN.fullmatch(generation) else None
-    )
+    return generation if folder == "generations" and GENERATION_PATTERN.fullmatch(generation) else None
 
 
 def generation_path(generation: str, path: str = "") -> str:
@@ -221,9 +200,7 @@ def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
     """Read a finished generation's manifest; raise UnknownGeneration for none, CorruptArtefact for another's."""
     manifest_bytes = store.read(generation_path(generation, "manifest.json"))
     if manifest_bytes is None:
-        raise UnknownGeneration(
-            f"generation {generation} {NO_MANIFEST_WORDS} {store.url}", generation=generation
-        )
+        raise UnknownGeneration(f"generation {generation} {NO_MANIFEST_WORDS} {store.url}", generation=generation)
     manifest = Manifest.from_bytes(manifest_bytes)
     if manifest.generation != generation:
         raise CorruptArtefact(
@@ -303,9 +280,7 @@ class HostCopies:
         """Name of the host with an id of its state folder, stable for as long as the folder exists."""
         host_file = self._root / _HOST_FILE
         if not host_file.exists():
-            host_name = "".join(
-                c if c.isalnum() or c in "._" else "-" for c in socket.gethostname()
-            )
+            host_name = "".join(c if c.isalnum() or c in "._" else "-" for c in socket.gethostname())
             with open_draft(host_file, put_in_place) as draft_path:
                 draft_path.write_text(f"{host_name}-{secrets.token_hex(4)}")
         return host_file.read_text()
@@ -327,9 +302,7 @@ class HostCopies:
         if self._is_ephemeral or marker_path.exists():
             return
         copy_record = {"host": self.host, "at": time.time()}
-        self._object_store.write(
-            copies_record_path(generation, self.host), orjson.dumps(copy_record)
-        )
+        self._object_store.write(copies_record_path(generation, self.host), orjson.dumps(copy_record))
         marker_path.parent.mkdir(parents=True, exist_ok=True)
         marker_path.touch()
 
@@ -351,9 +324,7 @@ class HostCopies:
         Never one `in_use`, nor one that changed since `cutoff_at` (Unix seconds): it may be in the making here. A store
         that shows no generation at all proves nothing and loses no copy. Mapped files live on until they are closed.
         """
-        copied_generations = [
-            generation for generation in self.generations() if generation not in in_use
-        ]
+        copied_generations = [generation for generation in self.generations() if generation not in in_use]
         stored_generations = set(list_stored()) if copied_generations else set()
         removed_generations = []
         for generation in copied_generations:
@@ -410,9 +381,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
         disk_full_texts = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
         if (
-            disk_error := next(
-                (error_text for error_text in disk_full_texts if error_text in str(error)), None
-            )
+            disk_error := next((error_text for error_text in disk_full_texts if error_text in str(error)), None)
         ) is None:
             raise
         raise StoreError(

@@ -102,9 +102,7 @@ def audited(
             "found": findings,
         }
         try:
-            store.write_once(
-                f"{_AUDIT_FOLDER}/{number:012d}.outcome", _json_bytes(outcome_document)
-            )
+            store.write_once(f"{_AUDIT_FOLDER}/{number:012d}.outcome", _json_bytes(outcome_document))
         except LarderError as error:
             log.warning("how %s of %s ended is not in the audit log: %s", action, subject, error)
 
@@ -114,13 +112,9 @@ def _write_intent(store: ArtefactStore, intent_fields: Mapping[str, Any]) -> int
     for _ in range(WRITE_TRIES_MAX):
         # The next one after a failure, too: what a listing does not show yet is taken all the same.
         number = max(number, *_record_numbers(store.names(_AUDIT_FOLDER)), 0) + 1
-        if store.write_once(
-            f"{_AUDIT_FOLDER}/{number:012d}.json", _json_bytes({"number": number, **intent_fields})
-        ):
+        if store.write_once(f"{_AUDIT_FOLDER}/{number:012d}.json", _json_bytes({"number": number, **intent_fields})):
             return number
-    raise Conflict(
-        f"{WRITE_TRIES_MAX} other actions were written into the audit log at once; try again"
-    )
+    raise Conflict(f"{WRITE_TRIES_MAX} other actions were written into the audit log at once; try again")
 
 
 def audit_records(store: ArtefactStore) -> list[AuditRecord]:
@@ -133,8 +127,7 @@ def audit_records(store: ArtefactStore) -> list[AuditRecord]:
         [file_name for file_name in sorted(file_names) if _AUDIT_FILE_PATTERN.fullmatch(file_name)],
     )
     records = [
-        _parse_record(content_by_name, number)
-        for number in range(1, max(_record_numbers(file_names), default=0) + 1)
+        _parse_record(content_by_name, number) for number in range(1, max(_record_numbers(file_names), default=0) + 1)
     ]
     pack_files(store, _AUDIT_FOLDER, {name: content_by_name[name] for name in unpacked_names})
     return records
@@ -153,9 +146,7 @@ def describe_blocked_ids(item_ids: list[bytes], entity_ids: list[bytes]) -> str:
         ("entities", [entity_digest(entity) for entity in entity_ids]),
     ):
         if ids:
-            more_words = (
-                f" and {len(ids) - _SHOWN_IDS_MAX} more" if len(ids) > _SHOWN_IDS_MAX else ""
-            )
+            more_words = f" and {len(ids) - _SHOWN_IDS_MAX} more" if len(ids) > _SHOWN_IDS_MAX else ""
             phrases.append(f"{kind} {', '.join(ids[:_SHOWN_IDS_MAX])}{more_words}")
     return "; ".join(phrases)
 
@@ -171,16 +162,12 @@ def user_and_host() -> str:
 
 def _record_numbers(file_names: Any) -> list[int]:
     return [
-        int(intent_match[1])
-        for file_name in file_names
-        if (intent_match := _INTENT_FILE_PATTERN.fullmatch(file_name))
+        int(intent_match[1]) for file_name in file_names if (intent_match := _INTENT_FILE_PATTERN.fullmatch(file_name))
     ]
 
 
 def _parse_record(content_by_name: Mapping[str, bytes], number: int) -> AuditRecord:
-    intent_bytes, outcome_bytes = (
-        content_by_name.get(f"{number:012d}.{suffix}") for suffix in ("json", "outcome")
-    )
+    intent_bytes, outcome_bytes = (content_by_name.get(f"{number:012d}.{suffix}") for suffix in ("json", "outcome"))
     if intent_bytes is None:
         return AuditRecord(number, outcome="missing")
     try:
@@ -206,11 +193,7 @@ def _printable_text(text: str) -> str:
     printable_text = without_secrets(
         mask_secrets("".join(character if character.isprintable() else " " for character in text))
     )
-    return (
-        printable_text
-        if len(printable_text) <= TEXT_CHARS_MAX
-        else f"{printable_text[:TEXT_CHARS_MAX]}... (cut)"
-    )
+    return printable_text if len(printable_text) <= TEXT_CHARS_MAX else f"{printable_text[:TEXT_CHARS_MAX]}... (cut)"
 
 
 def _json_bytes(document: Mapping[str, Any]) -> bytes:

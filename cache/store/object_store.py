@@ -17,9 +17,7 @@ PROBE_OBJECT_NAME = ".created-once"
 
 _ERROR_TEXT_CHARS_MAX = 500
 _HIDDEN_MARK = "***"
-_HIDDEN_NAMES_PATTERN = (
-    r"(?:key|secret|token|password|passwd|signature|\bsig|credentials?|authorization|sas)"
-)
+_HIDDEN_NAMES_PATTERN = r"(?:key|secret|token|password|passwd|signature|\bsig|credentials?|authorization|sas)"
 _SECRET_OPTION_PATTERN = re.compile(f"{_HIDDEN_NAMES_PATTERN}|connection_string", re.IGNORECASE)
 _SECRET_REPLACEMENTS = (
     (re.compile(r"(://)[^/@\s]+@"), rf"\1{_HIDDEN_MARK}@"),
@@ -48,9 +46,9 @@ class ObjectStore:
             try:
                 self._file_system = fsspec.url_to_fs(self.url)[0]
             except Exception as error:
-                raise self._store_error(
-                    f"cannot open the artefact store {self.display_url}", error
-                ) from (self._cause(error))
+                raise self._store_error(f"cannot open the artefact store {self.display_url}", error) from (
+                    self._cause(error)
+                )
         self._file_system.invalidate_cache()
         return self._file_system, f"{self.url}/{path}".rstrip("/")
 
@@ -67,12 +65,8 @@ class ObjectStore:
             raise self._store_error(f"cannot {operation}", error) from self._cause(error)
 
     def _store_error(self, failure: str, error: BaseException) -> StoreError:
-        error_text = " ".join(without_secrets(str(error), self._secret_options()).split())[
-            :_ERROR_TEXT_CHARS_MAX
-        ]
-        error_name = (
-            "" if isinstance(error, OSError) and error_text else f"{type(error).__name__}: "
-        )
+        error_text = " ".join(without_secrets(str(error), self._secret_options()).split())[:_ERROR_TEXT_CHARS_MAX]
+        error_name = "" if isinstance(error, OSError) and error_text else f"{type(error).__name__}: "
         return StoreError(f"{failure}: {error_name}{error_text}".rstrip(": "))
 
     def _cause(self, error: BaseException) -> BaseException | None:
@@ -103,18 +97,14 @@ class ObjectStore:
         """Read objects; return those that exist, by path. A driver that supports it reads many at once."""
         if not paths:
             return {}
-        with self._translate_errors(
-            f"read {paths[0]} and {len(paths) - 1} others in {self.display_url}"
-        ):
+        with self._translate_errors(f"read {paths[0]} and {len(paths) - 1} others in {self.display_url}"):
             fs, _ = self._driver_and_url("")
             urls = [f"{self.url}/{path}" for path in paths]
             reply_by_url: dict[str, Any] = fs.cat(urls, on_error="return")
             data_by_path = {}
             for path, url in zip(paths, urls, strict=True):
                 reply = reply_by_url.get(fs._strip_protocol(url))
-                if (
-                    reply is None
-                ):  # a driver that names or leaves out in its own way: asked one by one
+                if reply is None:  # a driver that names or leaves out in its own way: asked one by one
                     with contextlib.suppress(FileNotFoundError):
                         reply = fs.cat_file(url)
                 if isinstance(reply, bytes):
@@ -197,12 +187,8 @@ def demand_exclusive(url: str) -> None:
     A store that ignores the condition lets the last of two writers of one release record win, unseen.
     """
     store = ObjectStore(url)
-    if store._create(PROBE_OBJECT_NAME, _random_content()) and store._create(
-        PROBE_OBJECT_NAME, _random_content()
-    ):
-        raise store._not_exclusive(
-            f"{PROBE_OBJECT_NAME} in {store.display_url} could be created twice"
-        )
+    if store._create(PROBE_OBJECT_NAME, _random_content()) and store._create(PROBE_OBJECT_NAME, _random_content()):
+        raise store._not_exclusive(f"{PROBE_OBJECT_NAME} in {store.display_url} could be created twice")
 
 
 def _random_content() -> bytes:

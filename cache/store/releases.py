@@ -79,11 +79,7 @@ class Release:
 
     def to_bytes(self) -> bytes:
         """JSON without `is_done`, which is the existence of a second file."""
-        document = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name != "is_done"
-        }
+        document = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "is_done"}
         document |= version_stamp(RELEASE_RECORD)
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
@@ -93,9 +89,7 @@ class Release:
         try:
             record = cls(**_checked_fields(RELEASE_RECORD, raw), is_done=is_done)
             numbers = (record.epoch, record.number)
-            if not all(isinstance(number, int) for number in numbers) or not isinstance(
-                record.generation, str
-            ):
+            if not all(isinstance(number, int) for number in numbers) or not isinstance(record.generation, str):
                 raise TypeError("epoch and number are integers, generation is a string")
             if record.action not in get_args(Action):
                 raise TypeError(f"no action is called {record.action!r}")
@@ -142,9 +136,7 @@ class Pointer:
             pointer = cls(
                 **{
                     **pointer_fields,
-                    "canary": Canary(**pointer_fields["canary"])
-                    if pointer_fields.get("canary")
-                    else None,
+                    "canary": Canary(**pointer_fields["canary"]) if pointer_fields.get("canary") else None,
                 }
             )
             pointer._check()
@@ -160,8 +152,7 @@ class Pointer:
             *filter(None, (self.previous, canary and canary.generation)),
         ]
         if not all(
-            isinstance(generation, str) and GENERATION_PATTERN.fullmatch(generation)
-            for generation in generations
+            isinstance(generation, str) and GENERATION_PATTERN.fullmatch(generation) for generation in generations
         ):
             raise TypeError(f"{generations} are not generation ids")
         if type(self.epoch) is not int or not 0 <= self.epoch < EPOCHS_END:
@@ -196,9 +187,7 @@ def manifest_digest(manifest_bytes: bytes) -> str:
         manifest_fields = orjson.loads(manifest_bytes).items()
     except (orjson.JSONDecodeError, AttributeError) as error:
         raise CorruptArtefact(f"not a manifest: {error}") from error
-    digested_fields = {
-        name: value for name, value in manifest_fields if name not in ("gates", "timings")
-    }
+    digested_fields = {name: value for name, value in manifest_fields if name not in ("gates", "timings")}
     return hashlib.sha256(orjson.dumps(digested_fields, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -242,16 +231,10 @@ def _list_releases(
 ) -> list[Release]:
     file_names = set(store.names("releases"))
     numbers = sorted(
-        int(intent_match[1])
-        for file_name in file_names
-        if (intent_match := _INTENT_FILE_PATTERN.fullmatch(file_name))
+        int(intent_match[1]) for file_name in file_names if (intent_match := _INTENT_FILE_PATTERN.fullmatch(file_name))
     )
-    name_by_number = {
-        number: f"{number}.json" for number in numbers if number not in release_by_number
-    }
-    content_by_name, unpacked_names = read_files(
-        store, "releases", file_names, list(name_by_number.values())
-    )
+    name_by_number = {number: f"{number}.json" for number in numbers if number not in release_by_number}
+    content_by_name, unpacked_names = read_files(store, "releases", file_names, list(name_by_number.values()))
     records: list[Release] = []
     for number in numbers:
         is_done = f"{number}.done" in file_names
@@ -260,12 +243,8 @@ def _list_releases(
             if release_bytes is None:
                 continue
             epoch = records[-1].epoch if records else 0
-            record = _parse_release(
-                store, number, release_bytes, is_done=is_done, previous_epoch=epoch
-            )
-        release_by_number[number] = (
-            record if record.is_done == is_done else replace(record, is_done=is_done)
-        )
+            record = _parse_release(store, number, release_bytes, is_done=is_done, previous_epoch=epoch)
+        release_by_number[number] = record if record.is_done == is_done else replace(record, is_done=is_done)
         records.append(release_by_number[number])
     if should_pack:
         pack_files(
@@ -294,9 +273,7 @@ def _parse_release(
         if record.stored_number != number:
             raise CorruptArtefact(f"the record {record.stored_number} under another's name")
         if record.epoch <= previous_epoch:
-            raise CorruptArtefact(
-                f"its epoch {record.epoch} is not above {previous_epoch}, the one before"
-            )
+            raise CorruptArtefact(f"its epoch {record.epoch} is not above {previous_epoch}, the one before")
     except UnknownFormat as error:
         raise UnknownFormat(f"{intent_path(number)} in {store.url}: {error.message}") from error
     except CorruptArtefact as error:
@@ -317,11 +294,7 @@ def newest_release(store: ArtefactStore) -> Release | None:
 def newest_move(releases: Sequence[Release]) -> Release | None:
     """The last completed publish, rollback or restore among records in order."""
     return next(
-        (
-            release
-            for release in reversed(releases)
-            if release.action in MOVE_ACTIONS and release.is_done
-        ),
+        (release for release in reversed(releases) if release.action in MOVE_ACTIONS and release.is_done),
         None,
     )
 
@@ -332,9 +305,7 @@ def publication_time(releases: Sequence[Release], generation: str) -> float | No
         (
             release.at
             for release in releases
-            if release.generation == generation
-            and release.is_done
-            and release.action in ("publish", "roll_back")
+            if release.generation == generation and release.is_done and release.action in ("publish", "roll_back")
         ),
         default=None,
     )

@@ -53,11 +53,7 @@ class Versions(Generic[Value]):
         """Return the number of the version in force, 0 before the first; takes one listing, so it is cheap to poll."""
         file_names = store.names(self.folder)
         return max(
-            (
-                int(file_match[1])
-                for name in file_names
-                if (file_match := _VERSION_NAME_PATTERN.fullmatch(name))
-            ),
+            (int(file_match[1]) for name in file_names if (file_match := _VERSION_NAME_PATTERN.fullmatch(name))),
             default=0,
         )
 
@@ -80,9 +76,7 @@ class Versions(Generic[Value]):
             new_value = replace(new_value, version=latest_value.version + 1)
             if store.write_once(self._path(new_value.version), new_value.to_bytes()):
                 return new_value
-        raise Conflict(
-            f"{self.folder} changed {WRITE_TRIES_MAX} times while a version was being written; try again"
-        )
+        raise Conflict(f"{self.folder} changed {WRITE_TRIES_MAX} times while a version was being written; try again")
 
     def _path(self, version: int) -> str:
         return f"{self.folder}/{version:012d}.json"
@@ -100,24 +94,17 @@ def read_files(
     """
     content_by_name: dict[str, bytes] = {}
     if requested_names:
-        pack_paths = [
-            f"{folder}/{name}"
-            for name in sorted(listed_names)
-            if _PACK_NAME_PATTERN.fullmatch(name)
-        ]
+        pack_paths = [f"{folder}/{name}" for name in sorted(listed_names) if _PACK_NAME_PATTERN.fullmatch(name)]
         for pack_bytes in store.read_many(pack_paths).values():
             with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
                 text_by_name: dict[str, str] = orjson.loads(pack_bytes)
                 content_by_name |= {
-                    name: text_by_name[name].encode()
-                    for name in text_by_name.keys() & set(requested_names)
+                    name: text_by_name[name].encode() for name in text_by_name.keys() & set(requested_names)
                 }
     unpacked_names = [name for name in requested_names if name not in content_by_name]
     content_by_path = store.read_many([f"{folder}/{name}" for name in unpacked_names])
     content_by_name |= {
-        name: content_by_path[f"{folder}/{name}"]
-        for name in unpacked_names
-        if f"{folder}/{name}" in content_by_path
+        name: content_by_path[f"{folder}/{name}"] for name in unpacked_names if f"{folder}/{name}" in content_by_path
     }
     return content_by_name, {name for name in unpacked_names if name in content_by_name}
 
@@ -130,10 +117,6 @@ def pack_files(store: ArtefactStore, folder: str, content_by_name: Mapping[str, 
     """
     if len(content_by_name) < PACKED_FILES_MIN:
         return
-    pack_bytes = orjson.dumps(
-        {name: content.decode() for name, content in sorted(content_by_name.items())}
-    )
+    pack_bytes = orjson.dumps({name: content.decode() for name, content in sorted(content_by_name.items())})
     with contextlib.suppress(LarderError):
-        store.write_once(
-            f"{folder}/pack-{hashlib.sha256(pack_bytes).hexdigest()[:16]}.json", pack_bytes
-        )
+        store.write_once(f"{folder}/pack-{hashlib.sha256(pack_bytes).hexdigest()[:16]}.json", pack_bytes)

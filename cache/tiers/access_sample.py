@@ -44,9 +44,7 @@ class AccessTrace(deque[Access]):
             if self.greatest_sampled_spot >= 0:
                 self.sample_up_to(HASH_SPACE - 1)
 
-    def attach_access(
-        self, generation: str, fingerprint: int, ready_answer: ReadyAnswer
-    ) -> ReadyAnswer:
+    def attach_access(self, generation: str, fingerprint: int, ready_answer: ReadyAnswer) -> ReadyAnswer:
         """Return a ready answer of the live generation with the access that its readers record if the key is sampled.
 
         A key that is not sampled now is not until the next generation, so readers need not check again.
@@ -54,25 +52,17 @@ class AccessTrace(deque[Access]):
         self.begin_generation(generation)
         if fingerprint > self.greatest_sampled_spot:
             return ready_answer
-        spot = (
-            fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready_answer.request_bytes)
-        )
+        spot = fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready_answer.request_bytes)
         self.append((spot, -entry_size_bytes(ready_answer)))
         return ready_answer._replace(access=(spot, entry_size_bytes(ready_answer)))
 
     def note_read(self, generation: str, record_key: RecordKey, outcome: ReadResult | None) -> None:
         """Record a read and its outcome; ignore a record that is not found, as an L1 of any size would lack it."""
         if record_key.fingerprint <= self.greatest_sampled_spot and type(outcome) is Hit:
-            size_bytes = (
-                len(outcome.record) + ENTRY_OVERHEAD_BYTES + LIVE_OVERHEAD_BYTES * outcome.is_live
-            )
-            self.append(
-                (record_key.fingerprint ^ _salt(generation, record_key.table.name), size_bytes)
-            )
+            size_bytes = len(outcome.record) + ENTRY_OVERHEAD_BYTES + LIVE_OVERHEAD_BYTES * outcome.is_live
+            self.append((record_key.fingerprint ^ _salt(generation, record_key.table.name), size_bytes))
 
-    def note_reads(
-        self, generation: str, record_keys: RecordKeys, result_by_index: Mapping[int, ReadResult]
-    ) -> None:
+    def note_reads(self, generation: str, record_keys: RecordKeys, result_by_index: Mapping[int, ReadResult]) -> None:
         """Record a batch of reads; `result_by_index` has the outcomes that are no rows, by position."""
         if self.greatest_sampled_spot < 0:
             return
@@ -84,9 +74,7 @@ class AccessTrace(deque[Access]):
         if len(indexes):
             salt = np.uint64(_salt(generation, record_keys.table.name))
             spots = (record_keys.fingerprints[indexes] ^ salt).tolist()
-            self.extend(
-                zip(spots, repeat(record_keys.table.layout.size_bytes + ENTRY_OVERHEAD_BYTES))
-            )
+            self.extend(zip(spots, repeat(record_keys.table.layout.size_bytes + ENTRY_OVERHEAD_BYTES)))
 
     def note_put(self, generation: str, record_key: RecordKey, size_bytes: int) -> None:
         """Record that a live record was stored for later readers."""

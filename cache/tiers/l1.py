@@ -82,12 +82,7 @@ def entry_size_bytes(entry: Entry | ReadyAnswer) -> int:
     """Return the bytes of one entry without its place in the table."""
     if isinstance(entry, ReadyAnswer):
         sent_bytes = len(entry.body_head) + len(entry.body_tail) + len(entry.request_bytes)
-        return (
-            sent_bytes
-            + len(entry.table_and_id[1])
-            + len(entry.user_events or b"")
-            + READY_OVERHEAD_BYTES
-        )
+        return sent_bytes + len(entry.table_and_id[1]) + len(entry.user_events or b"") + READY_OVERHEAD_BYTES
     live_bytes = 0 if entry.digest is None else LIVE_OVERHEAD_BYTES
     return len(entry.record) + ENTRY_OVERHEAD_BYTES + live_bytes
 
@@ -153,9 +148,7 @@ class LocalTier:
         if self._find_entry(ready_answer.request_bytes) is ready_answer:
             self._entries[ready_answer.request_bytes] = ready_answer._replace(access=None)
 
-    def fill(
-        self, keys: Sequence[LocalKey], records: Sequence[bytes], fingerprints: Sequence[int]
-    ) -> None:
+    def fill(self, keys: Sequence[LocalKey], records: Sequence[bytes], fingerprints: Sequence[int]) -> None:
         """Store records of one size of the night, making room for some of them at a time."""
         entries, entry_bytes = (
             self._entries,
@@ -237,9 +230,7 @@ class LocalTier:
 class NegativeCache:
     """Cache of keys that are stored nowhere; apart from L1, so that a flood of them evicts nothing."""
 
-    def __init__(
-        self, max_entries: int, ttl_s: float, timer: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, max_entries: int, ttl_s: float, timer: Callable[[], float] = time.monotonic) -> None:
         # cachetools takes no entry into a cache of none.
         self._keys: TTLCache[LocalKey, None] = TTLCache(max(0, max_entries), ttl_s, timer)
 
@@ -297,9 +288,7 @@ class EvictionHistory:
                 return "flipped"
         return "cold_start"
 
-    def count_reasons(
-        self, generation: str, table: str, keys: Sequence[int | bytes]
-    ) -> dict[Absence, int]:
+    def count_reasons(self, generation: str, table: str, keys: Sequence[int | bytes]) -> dict[Absence, int]:
         """Count the keys that L1 lacked by reason; each key has exactly one."""
         if self.expired_keys.is_empty and self._previous_generation(generation) is None:
             if self.evicted_keys.is_empty:

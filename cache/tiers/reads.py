@@ -279,11 +279,7 @@ def judge_entry(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
     if entry.fingerprint != record_key.fingerprint:
         return MISS_BY_REASON[MissReason.CORRUPT]
     # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
-    if (
-        entry.digest is not None
-        and record_key.digest is not None
-        and entry.digest != record_key.digest
-    ):
+    if entry.digest is not None and record_key.digest is not None and entry.digest != record_key.digest:
         return MISS_BY_REASON[MissReason.INPUT_CHANGED]
     return Hit(entry.record, tier, entry.digest is not None, entry.expires_at)
 
@@ -317,9 +313,7 @@ def check_live_record(record_key: RecordKey, record: bytes) -> None:
     """Raise ValueError unless this is a complete live record of the requested entity."""
     size_bytes = record_key.table.layout.size_bytes
     if len(record) != size_bytes:
-        raise ValueError(
-            f"a record of {record_key.table.name} has {size_bytes} bytes, not {len(record)}"
-        )
+        raise ValueError(f"a record of {record_key.table.name} has {size_bytes} bytes, not {len(record)}")
     if peek_fingerprint(record) != record_key.fingerprint or not is_live(record):
         raise ValueError(f"not a live record of the wanted entity in {record_key.table.name}")
 
@@ -352,11 +346,7 @@ def reads_of(view: SnapshotView, record_keys: Sequence[RecordKey]) -> list[Read]
         part_index, position = locate(record_key.position)
         page_number, slot_in_page = divmod(position, records_per_page)
         page_number += parts[part_index].first_page
-        reads.append(
-            PageRead(
-                view.generation, table_name, page_number, slot_in_page * size_bytes, size_bytes
-            )
-        )
+        reads.append(PageRead(view.generation, table_name, page_number, slot_in_page * size_bytes, size_bytes))
     return reads
 
 
@@ -388,9 +378,7 @@ class FlightKeys:
         if table_offset is None:
             if len(self._offset_by_table) >= _NUMBERED_TABLES_MAX:
                 self._offset_by_table.clear()
-            table_offset = self._offset_by_table[generation, table] = (
-                next(self._table_numbers) << 64
-            )
+            table_offset = self._offset_by_table[generation, table] = next(self._table_numbers) << 64
         return table_offset
 
     def of(self, generation: str, record_key: RecordKey) -> FlightKey:
@@ -410,9 +398,7 @@ class Counters:
     l1_records: int = 0
     ready_answers: int = 0
     l2_records: int = 0
-    misses_by_reason: dict[MissReason, int] = field(
-        default_factory=lambda: dict.fromkeys(MissReason, 0)
-    )
+    misses_by_reason: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     l2_reads: int = 0
     add_pending: Callable[[], None] = lambda: None
 
@@ -426,13 +412,9 @@ class Counters:
             else:
                 self.l2_records += 1
 
-    def count_rows(
-        self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]
-    ) -> None:
+    def count_rows(self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]) -> None:
         """Add rows by their tier; rows at the positions in `result_by_index` count by their outcomes."""
-        l2_count = int(np.count_nonzero(is_l2)) - sum(
-            bool(is_l2[index]) for index in result_by_index
-        )
+        l2_count = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
         self.l2_records += l2_count
         self.l1_records += len(is_l2) - l2_count - len(result_by_index)
         self.count(list(result_by_index.values()))

@@ -68,9 +68,7 @@ class SingleFlight(Generic[K, V]):
     def __contains__(self, key: K) -> bool:
         return key in self._flights
 
-    async def do(
-        self, key: K, work: Callable[[], Awaitable[V]], within_s: float | None = None
-    ) -> V:
+    async def do(self, key: K, work: Callable[[], Awaitable[V]], within_s: float | None = None) -> V:
         """Return the value of `key`: from the flight under way, else from `work()`, whose errors all waiters get.
 
         Raises TimeoutError for a caller after `within_s`; other waiters are not affected.
@@ -78,9 +76,7 @@ class SingleFlight(Generic[K, V]):
         seat = self.board(key, work)
         # Less than half of what `asyncio.timeout` costs.
         loop = asyncio.get_running_loop()
-        timeout_handle = (
-            None if within_s is None else loop.call_later(within_s, _end_late, seat.waiter)
-        )
+        timeout_handle = None if within_s is None else loop.call_later(within_s, _end_late, seat.waiter)
         try:
             if (values := await seat.waiter) is not _LATE_MARKER:
                 return values[seat.value_index]
@@ -103,9 +99,7 @@ class SingleFlight(Generic[K, V]):
         """Give back a place of `board`, whether the flight has landed or not."""
         self._leave(seat.flight, seat.waiter)
 
-    async def do_many(
-        self, keys: Sequence[K], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
-    ) -> list[V]:
+    async def do_many(self, keys: Sequence[K], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]) -> list[V]:
         """Return values in the order of `keys`; one `work(new keys)` for all keys that have no flight yet."""
         new_indexes, new_values, joined_values = await self.do_batch(
             keys, lambda indexes: work([keys[index] for index in indexes])
@@ -148,9 +142,7 @@ class SingleFlight(Generic[K, V]):
 
     async def _wait_all(self, flights: Sequence[_Flight[K, V]]) -> dict[int, Sequence[V]]:
         flight_by_id = {id(flight): flight for flight in flights}
-        waiter_by_flight = {
-            flight_id: self._join(flight) for flight_id, flight in flight_by_id.items()
-        }
+        waiter_by_flight = {flight_id: self._join(flight) for flight_id, flight in flight_by_id.items()}
         try:
             return {flight_id: await waiter for flight_id, waiter in waiter_by_flight.items()}
         finally:

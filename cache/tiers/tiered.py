@@ -88,12 +88,8 @@ class TieredCache:
 
     def peek(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Return the record if L1 has it, without awaiting; count a hit, and leave a miss to `get`."""
-        entry = self.local_tier.get(
-            LocalKey(view.generation, record_key.table.name, record_key.key)
-        )
-        if entry is None or not isinstance(
-            read_result := judge_entry(entry, record_key, "l1"), Hit
-        ):
+        entry = self.local_tier.get(LocalKey(view.generation, record_key.table.name, record_key.key))
+        if entry is None or not isinstance(read_result := judge_entry(entry, record_key, "l1"), Hit):
             return None
         self.counters.l1_records += 1
         self.access_trace.note_read(view.generation, record_key, read_result)
@@ -101,21 +97,15 @@ class TieredCache:
 
     def inspect(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Return the record if L1 has it; count nothing and keep the LRU order."""
-        entry = self.local_tier.inspect(
-            LocalKey(view.generation, record_key.table.name, record_key.key)
-        )
+        entry = self.local_tier.inspect(LocalKey(view.generation, record_key.table.name, record_key.key))
         read_result = None if entry is None else judge_entry(entry, record_key, "l1")
         return read_result if isinstance(read_result, Hit) else None
 
-    async def get(
-        self, view: SnapshotView, record_key: RecordKey, deadline: float | None = None
-    ) -> ReadResult:
+    async def get(self, view: SnapshotView, record_key: RecordKey, deadline: float | None = None) -> ReadResult:
         """Return the record or a miss; `deadline` is monotonic and this caller's own, None: L2's is enough."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         if (outcome := self._read_local(key, record_key)) is None:
-            outcome = self._judge_or_stand_in(
-                key, await self._read_one(view, key, record_key, deadline), record_key
-            )
+            outcome = self._judge_or_stand_in(key, await self._read_one(view, key, record_key, deadline), record_key)
         self._count(view, (record_key,), (outcome,))
         return outcome
 
@@ -130,39 +120,25 @@ class TieredCache:
         """Return outcomes, one per record key, in order; all that L1 lacks are read from L2 together."""
         if len(record_keys) == 1 and is_counted:
             return [await self.get(view, record_keys[0], deadline)]
-        keys = [
-            LocalKey(view.generation, record_key.table.name, record_key.key)
-            for record_key in record_keys
-        ]
-        outcomes = [
-            self._read_local(key, record_key)
-            for key, record_key in zip(keys, record_keys, strict=True)
-        ]
+        keys = [LocalKey(view.generation, record_key.table.name, record_key.key) for record_key in record_keys]
+        outcomes = [self._read_local(key, record_key) for key, record_key in zip(keys, record_keys, strict=True)]
         missed_indexes = [index for index, outcome in enumerate(outcomes) if outcome is None]
-        if absent_by_index := {
-            index: (keys[index], record_keys[index]) for index in missed_indexes
-        }:
+        if absent_by_index := {index: (keys[index], record_keys[index]) for index in missed_indexes}:
             entries = await self._read(view, list(absent_by_index.values()), deadline)
-            for (index, (key, record_key)), entry in zip(
-                absent_by_index.items(), entries, strict=True
-            ):
+            for (index, (key, record_key)), entry in zip(absent_by_index.items(), entries, strict=True):
                 outcomes[index] = self._judge_or_stand_in(key, entry, record_key)
         results = cast(list[ReadResult], outcomes)
         if is_counted:
             self._count(view, record_keys, results)
         return results
 
-    async def get_rows(
-        self, view: SnapshotView, record_keys: RecordKeys, deadline: float | None
-    ) -> Rows:
+    async def get_rows(self, view: SnapshotView, record_keys: RecordKeys, deadline: float | None) -> Rows:
         """Return rows for entities of one table that the night knows; `deadline` None: L2's own deadline is enough."""
         rows = await self._row_reader.read(view, record_keys, self._remaining_s(deadline))
         for index, outcome in rows.result_by_index.items():
             if isinstance(outcome, Miss):
                 key = LocalKey(view.generation, record_keys.table.name, record_keys.keys[index])
-                rows.result_by_index[index] = self._judge_or_stand_in(
-                    key, outcome, record_keys.record_key_at(index)
-                )
+                rows.result_by_index[index] = self._judge_or_stand_in(key, outcome, record_keys.record_key_at(index))
         self.counters.count_rows(rows.is_l2, rows.result_by_index)
         self.access_trace.note_reads(view.generation, record_keys, rows.result_by_index)
         return rows
@@ -179,9 +155,7 @@ class TieredCache:
         outcome = self._judge_or_stand_in(key, entry, record_key)
         return outcome if isinstance(outcome, Hit) else None
 
-    def probe(
-        self, view: SnapshotView, record_key: RecordKey, on_reply: Callable[[bool], None]
-    ) -> None:
+    def probe(self, view: SnapshotView, record_key: RecordKey, on_reply: Callable[[bool], None]) -> None:
         """Ask Redis whether it holds an answer to this input; L1 is not changed, `on_reply` gets the result."""
         self.counters.l2_reads += 1
         asked_at = self._timer()
@@ -245,9 +219,7 @@ class TieredCache:
         """Store the overlays still queued within `timeout_s`; count the others as dropped."""
         await self.write_behind.aclose(timeout_s)
 
-    def _count(
-        self, view: SnapshotView, record_keys: Sequence[RecordKey], outcomes: Sequence[ReadResult]
-    ) -> None:
+    def _count(self, view: SnapshotView, record_keys: Sequence[RecordKey], outcomes: Sequence[ReadResult]) -> None:
         self.counters.count(outcomes)
         for record_key, outcome in zip(record_keys, outcomes, strict=True):
             self.access_trace.note_read(view.generation, record_key, outcome)
@@ -266,17 +238,11 @@ class TieredCache:
             return MISS_BY_REASON[MissReason.NEGATIVE]
         return None
 
-    def _judge_or_stand_in(
-        self, key: LocalKey, entry: Entry | Miss, record_key: RecordKey
-    ) -> ReadResult:
+    def _judge_or_stand_in(self, key: LocalKey, entry: Entry | Miss, record_key: RecordKey) -> ReadResult:
         """Return the outcome of a read of L2; if it gave no entry, L1's live answer to this input may replace it."""
         if isinstance(entry, Entry):
             return judge_entry(entry, record_key, "l2")
-        if (
-            record_key.position < 0
-            or record_key.digest is None
-            or not entry.reason.traits.allows_stand_in
-        ):
+        if record_key.position < 0 or record_key.digest is None or not entry.reason.traits.allows_stand_in:
             return entry
         live_entry = self.local_tier.get(live_key(key, record_key.digest))
         outcome = entry if live_entry is None else judge_entry(live_entry, record_key, "l1")
@@ -305,9 +271,7 @@ class TieredCache:
         remaining_s = self._remaining_s(deadline)
         if remaining_s is not None and remaining_s <= 0:
             return [MISS_BY_REASON[MissReason.L2_TIMEOUT]] * len(key_pairs)
-        flight_keys = [
-            self._flight_keys.of(view.generation, record_key) for _, record_key in key_pairs
-        ]
+        flight_keys = [self._flight_keys.of(view.generation, record_key) for _, record_key in key_pairs]
         pair_by_flight = dict(zip(flight_keys, key_pairs, strict=True))
 
         def work(new: Sequence[FlightKey]) -> asyncio.Future[list[Entry | Miss]]:
@@ -334,13 +298,9 @@ class TieredCache:
                 for (key, record_key), answer in zip(key_pairs, answers, strict=True)
             ]
 
-        return self._remote.submit(
-            reads_of(view, [record_key for _, record_key in key_pairs]), keep
-        )
+        return self._remote.submit(reads_of(view, [record_key for _, record_key in key_pairs]), keep)
 
-    def _fetch_one(
-        self, view: SnapshotView, key: LocalKey, record_key: RecordKey
-    ) -> asyncio.Future[Entry | Miss]:
+    def _fetch_one(self, view: SnapshotView, key: LocalKey, record_key: RecordKey) -> asyncio.Future[Entry | Miss]:
         self.counters.l2_reads += 1
         asked_at = self._timer()  # as for many
         return self._remote.submit(
@@ -348,9 +308,7 @@ class TieredCache:
             lambda answers: self._keep_answer(key, record_key, answers[0], asked_at),
         )
 
-    def _keep_answer(
-        self, key: LocalKey, record_key: RecordKey, answer: L2Result, asked_at: float
-    ) -> Entry | Miss:
+    def _keep_answer(self, key: LocalKey, record_key: RecordKey, answer: L2Result, asked_at: float) -> Entry | Miss:
         if type(answer) is bytes:
             if not is_answer_of(answer, record_key.fingerprint):
                 return MISS_BY_REASON[unsound_reason(answer, record_key.fingerprint)]
@@ -409,13 +367,9 @@ class RowReader:
         self._remote = remote
         self._counters = counters
 
-    async def read(
-        self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None
-    ) -> Rows:
+    async def read(self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None) -> Rows:
         """Return rows, one per record key, or misses; `remaining_s` None: L2's own deadline is enough."""
-        entries = (
-            self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
-        )
+        entries = self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
         if not any(entries):
             return await self._read(view, record_keys, remaining_s)
         absent_indexes = [index for index, entry in enumerate(entries) if entry is None]
@@ -439,9 +393,7 @@ class RowReader:
             rows.result_by_index[absent_indexes[index]] = read_result
         return rows
 
-    async def _read(
-        self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None
-    ) -> Rows:
+    async def _read(self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None) -> Rows:
         """Return rows from L2 alone; L2_TIMEOUT for all of them when `remaining_s` is over."""
 
         def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Miss]]:
@@ -455,9 +407,7 @@ class RowReader:
             )
         except TimeoutError:
             timeouts = dict.fromkeys(range(len(record_keys)), MISS_BY_REASON[MissReason.L2_TIMEOUT])
-            return Rows(
-                np.zeros(len(record_keys), record_keys.table.layout.dtype), is_l2, {**timeouts}
-            )
+            return Rows(np.zeros(len(record_keys), record_keys.table.layout.dtype), is_l2, {**timeouts})
         if type(flight_result) is not FlightRecords:
             entry_by_index.update(zip(new, flight_result, strict=True))
         elif len(new) == len(record_keys):
@@ -468,9 +418,7 @@ class RowReader:
         own_records: FlightRecords | None = None
         if type(flight_result) is FlightRecords:
             own_records = flight_result
-            result_by_index = {
-                new[index]: miss for index, miss in flight_result.miss_by_index.items()
-            }
+            result_by_index = {new[index]: miss for index, miss in flight_result.miss_by_index.items()}
         for batch_index, entry in entry_by_index.items():
             if isinstance(entry, Miss):
                 result_by_index[batch_index] = entry
@@ -478,9 +426,7 @@ class RowReader:
                 result_by_index[batch_index] = MISS_BY_REASON[MissReason.CORRUPT]
             else:
                 record_by_index[batch_index] = entry.record
-        return Rows(
-            _spread_rows(record_keys, own_records, new, record_by_index), is_l2, result_by_index
-        )
+        return Rows(_spread_rows(record_keys, own_records, new, record_by_index), is_l2, result_by_index)
 
     async def _wait(
         self,
@@ -495,9 +441,7 @@ class RowReader:
         async with asyncio.timeout(remaining_s):
             return await self._flights.do_batch(keys, work)
 
-    def _fetch(
-        self, view: SnapshotView, record_keys: RecordKeys
-    ) -> asyncio.Future[Sequence[Entry | Miss]]:
+    def _fetch(self, view: SnapshotView, record_keys: RecordKeys) -> asyncio.Future[Sequence[Entry | Miss]]:
         self._counters.l2_reads += len(record_keys)
 
         def keep(answers: Sequence[L2Result]) -> Sequence[Entry | Miss]:
@@ -552,12 +496,8 @@ def _spread_rows(
 ) -> NDArray[Any]:
     """Combine this flight's records at the indexes `new_indexes` with other flights' at theirs; zeros elsewhere."""
     dtype = record_keys.table.layout.dtype
-    indexes, rows = (
-        ([], b"") if flight_records is None else (list(new_indexes), flight_records.rows)
-    )
-    record_buffer = loader.kernels.spread(
-        len(record_keys), dtype.itemsize, rows, indexes, record_by_index
-    )
+    indexes, rows = ([], b"") if flight_records is None else (list(new_indexes), flight_records.rows)
+    record_buffer = loader.kernels.spread(len(record_keys), dtype.itemsize, rows, indexes, record_by_index)
     return np.frombuffer(record_buffer, dtype)
 
 
@@ -566,9 +506,7 @@ def _checked_rows(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
     result_by_index: dict[int, ReadResult] = {}
     own_mask = records["fingerprint"] == record_keys.fingerprints
     if np.count_nonzero(own_mask) < len(own_mask):
-        result_by_index = dict.fromkeys(
-            np.flatnonzero(~own_mask).tolist(), MISS_BY_REASON[MissReason.CORRUPT]
-        )
+        result_by_index = dict.fromkeys(np.flatnonzero(~own_mask).tolist(), MISS_BY_REASON[MissReason.CORRUPT])
     return Rows(records, np.zeros(len(record_keys), bool), result_by_index)
 
 
@@ -635,9 +573,7 @@ class WriteBehind:
         self._queued_bytes += len(write.payload)
         self._queue.append((write, self._timer() + write.ttl_s))
         if self._write_task is None or self._write_task.done():
-            self._write_task = self._loops.start(
-                "write_behind", self._write_some, is_due=lambda: bool(self._queue)
-            )
+            self._write_task = self._loops.start("write_behind", self._write_some, is_due=lambda: bool(self._queue))
 
     async def aclose(self, timeout_s: float) -> None:
         """Store the queued writes within `timeout_s` and drop the others."""

@@ -112,9 +112,7 @@ class PackedItems:
             residual[group_slice] = _upper_bounds(_group_lengths(grouped_vectors))
             rounded_codes += largest_code + 1
             shifted_codes = rounded_codes.astype(np.uint8)
-            codes[group_slice] = shifted_codes.reshape(-1, LANES, padded_dims // 4, 4).swapaxes(
-                1, 2
-            )
+            codes[group_slice] = shifted_codes.reshape(-1, LANES, padded_dims // 4, 4).swapaxes(1, 2)
         ordinals = np.zeros(group_count * LANES, np.uint32)
         ordinals[:item_count] = packing_order
         position_by_ordinal = np.empty(item_count, np.uint32)
@@ -130,16 +128,12 @@ class PackedItems:
         """Return a bit mask of the places whose items are allowed, uint16 [groups]; `allowed_mask` is by ordinal."""
         allowed_places = np.zeros(len(self.ordinals), np.bool_)
         allowed_places[: len(self.rank_by_ordinal)] = (
-            True
-            if allowed_mask is None
-            else allowed_mask[self.ordinals[: len(self.rank_by_ordinal)]]
+            True if allowed_mask is None else allowed_mask[self.ordinals[: len(self.rank_by_ordinal)]]
         )
         return np.packbits(allowed_places, bitorder="little").view("<u2").astype(np.uint16)
 
 
-def _packing_order(
-    compared_vectors: NDArray[np.float32], compared_lengths: NDArray[np.float64]
-) -> NDArray[np.int64]:
+def _packing_order(compared_vectors: NDArray[np.float32], compared_lengths: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return ordinals by falling length; within a tile by largest component, so that a group shares its scale well."""
     length_order = np.argsort(-compared_lengths, kind="stable")
     peaks = np.abs(compared_vectors).max(axis=1)[length_order]
@@ -149,9 +143,7 @@ def _packing_order(
 
 def _group_lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the length of the longest vector of each group, [groups]."""
-    longest_lengths: NDArray[np.float64] = np.sqrt(
-        np.einsum("glw,glw->gl", vectors, vectors).max(axis=1)
-    )
+    longest_lengths: NDArray[np.float64] = np.sqrt(np.einsum("glw,glw->gl", vectors, vectors).max(axis=1))
     return longest_lengths
 
 
@@ -186,9 +178,7 @@ class Kernel:
         item_count, dims = compared.vectors.shape
         is_cosine = compared.metric == "cosine"
         score_lengths = scored_item_lengths(compared.vectors) if is_cosine else None
-        user_like_lengths = (
-            row_lengths_of(compared.vectors) if is_cosine else compared.compared_lengths
-        )
+        user_like_lengths = row_lengths_of(compared.vectors) if is_cosine else compared.compared_lengths
         if not 0 < item_count < _ITEMS_MAX or dims > _DIMS_MAX or not self.same_bits(dims):
             return None
         if is_cosine and not _within_mask(user_like_lengths, _LENGTH_LIMITS).all():
@@ -249,9 +239,7 @@ class Kernel:
         users = rng.standard_normal((1, dims), np.float32)
         items = rng.standard_normal((64, dims), np.float32)
         kernel_scores = np.empty(64, np.float32)
-        self.library.larder_dots(
-            _address(users), _address(items), 64, dims, _address(kernel_scores)
-        )
+        self.library.larder_dots(_address(users), _address(items), 64, dims, _address(kernel_scores))
         numpy_scores = score(users, items, np.arange(64)[None])[0]
         is_equal = np.array_equal(kernel_scores.view(np.uint32), numpy_scores.view(np.uint32))
         if not is_equal:
@@ -306,16 +294,12 @@ def _load_library(folder: Path) -> ctypes.CDLL | None:
     return None
 
 
-def scores_fit_mask(
-    compared: ComparableItems, user_vectors: NDArray[np.float32]
-) -> NDArray[np.bool_]:
+def scores_fit_mask(compared: ComparableItems, user_vectors: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return a mask of users float32 [n, dims] whose scores neither overflow nor underflow."""
     return lengths_fit_mask(compared, row_lengths_of(user_vectors))
 
 
-def lengths_fit_mask(
-    compared: ComparableItems, user_lengths: NDArray[np.float64]
-) -> NDArray[np.bool_]:
+def lengths_fit_mask(compared: ComparableItems, user_lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return a mask of users with these lengths [n] whose scores neither overflow nor underflow."""
     if compared.metric == "cosine":
         return _within_mask(user_lengths, _LENGTH_LIMITS)

@@ -76,9 +76,7 @@ def user_chunks(
             min(threads, remaining_count // users_for_blas),
         )
         end = start + -(-remaining_count // max(1, part_count))
-        candidate_count = min(
-            k + int(exclusion_counts[user_rows[end - 1]]) + _SPARE_CANDIDATES, shape[0]
-        )
+        candidate_count = min(k + int(exclusion_counts[user_rows[end - 1]]) + _SPARE_CANDIDATES, shape[0])
         end = min(end, start + max(1, _CHUNK_CANDIDATES_MAX // max(1, candidate_count)))
         yield user_rows[start:end], candidate_count
         start = end
@@ -97,9 +95,7 @@ class FlatChunk:
     ) -> None:
         self._compared_items = compared_items
         self._user_vectors = user_vectors
-        self._queries = (
-            unit_rows(user_vectors) if compared_items.metric == "cosine" else user_vectors
-        )
+        self._queries = unit_rows(user_vectors) if compared_items.metric == "cosine" else user_vectors
         self._query_lengths = row_lengths_of(self._queries)
         self._excluded = excluded
         self._k = k
@@ -121,9 +117,7 @@ class FlatChunk:
         if self._candidate_count >= len(self._compared_items.vectors):
             bounds[:] = -np.inf
         ranked = [
-            self._settle_rows(
-                slice(start, start + _USERS_RANKED_AT_ONCE), products, candidates, bounds
-            )
+            self._settle_rows(slice(start, start + _USERS_RANKED_AT_ONCE), products, candidates, bounds)
             for start in range(0, len(self._user_vectors), _USERS_RANKED_AT_ONCE)
         ]
         return np.concatenate([tile_top[0] for tile_top in ranked]), np.concatenate(
@@ -155,47 +149,28 @@ class FlatChunk:
             filtered_products = np.take_along_axis(filtered_products, candidate_columns, axis=1)
             candidates = np.take_along_axis(candidates, candidate_columns, axis=1)
         candidates = np.where(np.isneginf(filtered_products), -1, candidates)
-        ordinals, scores = rank(
-            user_vectors, compared_items.vectors, candidates, None, k, metric=compared_items.metric
-        )
+        ordinals, scores = rank(user_vectors, compared_items.vectors, candidates, None, k, metric=compared_items.metric)
         rounding_margin = (
-            (user_vectors.shape[1] + 8)
-            * _FLOAT32_ROUNDING
-            * self._query_lengths[rows]
-            * compared_items.longest_length
+            (user_vectors.shape[1] + 8) * _FLOAT32_ROUNDING * self._query_lengths[rows] * compared_items.longest_length
         )
         if compared_items.metric == "cosine":
-            rounding_margin = np.full(
-                len(user_vectors), (user_vectors.shape[1] + 16) * _FLOAT32_ROUNDING
-            )
+            rounding_margin = np.full(len(user_vectors), (user_vectors.shape[1] + 16) * _FLOAT32_ROUNDING)
         full_mask = (candidates >= 0).sum(axis=1) >= k
-        certified_mask = np.isneginf(outside_maxima) | (
-            full_mask & (scores[:, -1] > outside_maxima + rounding_margin)
-        )
+        certified_mask = np.isneginf(outside_maxima) | (full_mask & (scores[:, -1] > outside_maxima + rounding_margin))
         for row in np.flatnonzero(~certified_mask):
-            excluded_ordinals = exclusions.indices[
-                exclusions.indptr[row] : exclusions.indptr[row + 1]
-            ]
-            ordinals[row], scores[row] = _rank_all_items(
-                compared_items, user_vectors[row], excluded_ordinals, k
-            )
+            excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
+            ordinals[row], scores[row] = _rank_all_items(compared_items, user_vectors[row], excluded_ordinals, k)
         return ordinals, scores
 
-    def _exclusion_mask(
-        self, candidates: NDArray[np.int64], exclusions: Histories
-    ) -> NDArray[np.bool_]:
+    def _exclusion_mask(self, candidates: NDArray[np.int64], exclusions: Histories) -> NDArray[np.bool_]:
         item_count = len(self._compared_items.vectors)
         is_known = (exclusions.indices >= 0) & (exclusions.indices < item_count)
         exclusion_rows = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
-        excluded_keys = np.sort(
-            exclusion_rows[is_known] * item_count + exclusions.indices[is_known]
-        )
+        excluded_keys = np.sort(exclusion_rows[is_known] * item_count + exclusions.indices[is_known])
         if not len(excluded_keys):
             return np.zeros(candidates.shape, np.bool_)
         candidate_keys = np.arange(len(candidates))[:, None] * item_count + candidates
-        insertion_indexes = np.minimum(
-            np.searchsorted(excluded_keys, candidate_keys), len(excluded_keys) - 1
-        )
+        insertion_indexes = np.minimum(np.searchsorted(excluded_keys, candidate_keys), len(excluded_keys) - 1)
         hit_mask: NDArray[np.bool_] = excluded_keys[insertion_indexes] == candidate_keys
         return hit_mask
 
@@ -210,17 +185,11 @@ def _rank_all_items(
     item_count = len(compared_items.vectors)
     sort_keys = np.empty(0, np.uint64)
     allowed_mask = np.ones(item_count, np.bool_)
-    allowed_mask[excluded_ordinals[(excluded_ordinals >= 0) & (excluded_ordinals < item_count)]] = (
-        False
-    )
+    allowed_mask[excluded_ordinals[(excluded_ordinals >= 0) & (excluded_ordinals < item_count)]] = False
     for start in range(0, item_count, _ITEMS_SCANNED_AT_ONCE):
         ordinals = start + np.flatnonzero(allowed_mask[start : start + _ITEMS_SCANNED_AT_ONCE])
-        scores = score(
-            user_vector[None], compared_items.vectors, ordinals[None], compared_items.metric
-        )[0]
-        sort_keys = top_sort_keys(
-            np.concatenate([sort_keys, pack_sort_keys(scores, ordinals)])[None], k
-        )[0]
+        scores = score(user_vector[None], compared_items.vectors, ordinals[None], compared_items.metric)[0]
+        sort_keys = top_sort_keys(np.concatenate([sort_keys, pack_sort_keys(scores, ordinals)])[None], k)[0]
         if not user_vector.any() and len(sort_keys) == k:
             break  # every score is zero: the first k ordinals are the answer
     top_lists = unpack_sort_keys(sort_keys[None], k)
@@ -229,7 +198,5 @@ def _rank_all_items(
 
 def row_lengths_of(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
     """Euclidean lengths of the rows, summed in float64."""
-    row_lengths: NDArray[np.float64] = np.sqrt(
-        np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
-    )
+    row_lengths: NDArray[np.float64] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
     return row_lengths

@@ -105,9 +105,7 @@ class Scorer:
             (self._flat, ~fits_kernel_mask),
         ):
             rows = np.flatnonzero(user_mask)
-            part_lists = method(
-                users[rows], k, exclusions.select_rows(rows), allowed, thread_count, report_progress
-            )
+            part_lists = method(users[rows], k, exclusions.select_rows(rows), allowed, thread_count, report_progress)
             ordinals[rows], scores[rows] = part_lists
         return ordinals, scores
 
@@ -145,9 +143,7 @@ class Scorer:
         report_progress: Callable[[int], None],
     ) -> TopLists:
         if allowed is not None:
-            return self._flat_among(
-                user_vectors, k, exclusions, np.flatnonzero(allowed), threads, report_progress
-            )
+            return self._flat_among(user_vectors, k, exclusions, np.flatnonzero(allowed), threads, report_progress)
         ordinals = np.full((len(user_vectors), k), NO_ITEM, np.uint32)
         scores = np.zeros((len(user_vectors), k), np.float32)
         if not len(self.compared_items.vectors):
@@ -155,15 +151,11 @@ class Scorer:
 
         def run(part: tuple[NDArray[np.int64], int]) -> int:
             rows, fetch = part
-            chunk = FlatChunk(
-                self.compared_items, user_vectors[rows], exclusions.select_rows(rows), k, fetch
-            )
+            chunk = FlatChunk(self.compared_items, user_vectors[rows], exclusions.select_rows(rows), k, fetch)
             ordinals[rows], scores[rows] = chunk.run()
             return len(rows)
 
-        chunks_to_run = user_chunks(
-            np.diff(exclusions.indptr), k, threads, self.compared_items.vectors.shape
-        )
+        chunks_to_run = user_chunks(np.diff(exclusions.indptr), k, threads, self.compared_items.vectors.shape)
         _run_all(run, chunks_to_run, threads, report_progress)
         return ordinals, scores
 
@@ -271,9 +263,7 @@ def _check_values(name: str, vectors: NDArray[np.float32]) -> None:
 
 def _check_histories(exclusions: Histories, user_count: int) -> None:
     has_shape = (
-        len(exclusions) == user_count
-        and exclusions.indptr[0] == 0
-        and exclusions.indptr[-1] == len(exclusions.indices)
+        len(exclusions) == user_count and exclusions.indptr[0] == 0 and exclusions.indptr[-1] == len(exclusions.indices)
     )
     if not has_shape or (exclusions.indptr[1:] < exclusions.indptr[:-1]).any():
         raise ConfigError(
@@ -281,9 +271,7 @@ def _check_histories(exclusions: Histories, user_count: int) -> None:
             f"indptr rising from 0 to {len(exclusions.indices)}"
         )
     if exclusions.indptr.dtype != np.int64 or exclusions.indices.dtype != np.int64:
-        raise ConfigError(
-            f"excluded must hold int64, not {exclusions.indptr.dtype}/{exclusions.indices.dtype}"
-        )
+        raise ConfigError(f"excluded must hold int64, not {exclusions.indptr.dtype}/{exclusions.indices.dtype}")
 
 
 def _check_allowed(allowed: NDArray[np.bool_] | None, item_count: int) -> None:

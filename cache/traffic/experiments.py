@@ -114,22 +114,16 @@ class Experiments(Versioned):
     @property
     def owners(self) -> BucketOwners:
         """Experiment of each key, by name; those that are held ready have theirs already."""
-        return BucketOwners(
-            self.salt, {experiment.name: experiment.buckets for experiment in self.current}
-        )
+        return BucketOwners(self.salt, {experiment.name: experiment.buckets for experiment in self.current})
 
     def find(self, name: str) -> Experiment | None:
         """The experiment of that name, over or not."""
-        return next(
-            (experiment for experiment in self.experiments if experiment.name == name), None
-        )
+        return next((experiment for experiment in self.experiments if experiment.name == name), None)
 
     def namespaces(self, own_namespace: str) -> tuple[str, ...]:
         """Namespaces of all arms that are not over, without one's `own_namespace`, in their order."""
         arm_namespaces = [arm.namespace for experiment in self.current for arm in experiment.arms]
-        return tuple(
-            namespace for namespace in dict.fromkeys(arm_namespaces) if namespace != own_namespace
-        )
+        return tuple(namespace for namespace in dict.fromkeys(arm_namespaces) if namespace != own_namespace)
 
     def to_bytes(self) -> bytes:
         """Return the value as the JSON that is stored."""
@@ -149,10 +143,7 @@ class Experiments(Versioned):
                 str(document["salt"]),
                 float(document["holdout_share"]),
                 _ranges_from_json(document["holdout"]),
-                tuple(
-                    _experiment_from_json(raw_experiment)
-                    for raw_experiment in document["experiments"]
-                ),
+                tuple(_experiment_from_json(raw_experiment) for raw_experiment in document["experiments"]),
             )
             experiments._check()
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -218,21 +209,15 @@ def latest_experiments(store: ArtefactStore) -> Experiments:
     return EXPERIMENTS_VERSIONS.latest(store)
 
 
-def change_experiments(
-    store: ArtefactStore, change: Callable[[Experiments], Experiments]
-) -> Experiments:
+def change_experiments(store: ArtefactStore, change: Callable[[Experiments], Experiments]) -> Experiments:
     """Apply `change` to the newest version and write the result; of ended ones the last ENDED_EXPERIMENTS_MAX stay."""
 
     def apply_change(experiments: Experiments) -> Experiments:
         changed_experiments = change(experiments)
         over = [experiment for experiment in changed_experiments.experiments if experiment.is_over]
-        forgotten = sorted(over, key=lambda experiment: experiment.stopped_at or 0.0)[
-            :-ENDED_EXPERIMENTS_MAX
-        ]
+        forgotten = sorted(over, key=lambda experiment: experiment.stopped_at or 0.0)[:-ENDED_EXPERIMENTS_MAX]
         retained_experiments = tuple(
-            experiment
-            for experiment in changed_experiments.experiments
-            if experiment not in forgotten
+            experiment for experiment in changed_experiments.experiments if experiment not in forgotten
         )
         return replace(changed_experiments, experiments=retained_experiments)
 
@@ -274,9 +259,6 @@ def rate_ratio(
     variance, effect_variance = 1 / events + 1 / base_events, RATE_RATIO_EFFECT * RATE_RATIO_EFFECT
     variance_ratio = 1 + effect_variance / variance
     log_half_width = math.sqrt(
-        variance
-        * variance_ratio
-        / (effect_variance / variance)
-        * (math.log(variance_ratio) - 2 * math.log(alpha))
+        variance * variance_ratio / (effect_variance / variance) * (math.log(variance_ratio) - 2 * math.log(alpha))
     )
     return RateRatio(ratio, ratio * math.exp(-log_half_width), ratio * math.exp(log_half_width))

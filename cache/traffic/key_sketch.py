@@ -38,9 +38,7 @@ class KeySketch:
 
     def count(self) -> float:
         """Estimate the number of different keys."""
-        estimate = (
-            _BIAS_CORRECTION * _REGISTER_COUNT**2 / sum(2.0**-rank for rank in self._registers)
-        )
+        estimate = _BIAS_CORRECTION * _REGISTER_COUNT**2 / sum(2.0**-rank for rank in self._registers)
         empty_registers = self._registers.count(0)
         if estimate <= _LINEAR_COUNTING_MAX and empty_registers:
             return _REGISTER_COUNT * math.log(_REGISTER_COUNT / empty_registers)
@@ -58,7 +56,5 @@ class KeySketch:
         except binascii.Error as error:
             raise ValueError(f"not a sketch of keys: {error}") from error
         if len(registers) != _REGISTER_COUNT:
-            raise ValueError(
-                f"a sketch of keys has {_REGISTER_COUNT} registers, not {len(registers)}"
-            )
+            raise ValueError(f"a sketch of keys has {_REGISTER_COUNT} registers, not {len(registers)}")
         return cls(registers)

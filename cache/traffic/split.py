@@ -67,17 +67,13 @@ def bucket_count(ranges: BucketRanges) -> int:
 
 def whole_bucket_counts(fraction_by_name: Mapping[str, float]) -> dict[str, int]:
     """Convert fractions to whole numbers of buckets with the same sum; those rounded down most get one more."""
-    exact_count_by_name = {
-        name: fraction * BUCKET_COUNT for name, fraction in fraction_by_name.items()
-    }
+    exact_count_by_name = {name: fraction * BUCKET_COUNT for name, fraction in fraction_by_name.items()}
     # Sums of floats: 0.1 * 3 is no whole number of buckets but for its last digits.
-    count_by_name = {
-        name: int(exact_count + 1e-6) for name, exact_count in exact_count_by_name.items()
-    }
+    count_by_name = {name: int(exact_count + 1e-6) for name, exact_count in exact_count_by_name.items()}
     remaining_count = round(sum(exact_count_by_name.values())) - sum(count_by_name.values())
-    for name in sorted(
-        exact_count_by_name, key=lambda name: count_by_name[name] - exact_count_by_name[name]
-    )[:remaining_count]:
+    for name in sorted(exact_count_by_name, key=lambda name: count_by_name[name] - exact_count_by_name[name])[
+        :remaining_count
+    ]:
         count_by_name[name] += 1
     return count_by_name
 
@@ -93,16 +89,11 @@ def allot_buckets(
     count_by_name = whole_bucket_counts(fraction_by_name)
     if sum(count_by_name.values()) > BUCKET_COUNT:
         raise ValueError(f"shares sum to {sum(fraction_by_name.values()):g}, more than 1")
-    buckets_by_name = {
-        name: _buckets_of(ranges_by_name.get(name, ()))[:count]
-        for name, count in count_by_name.items()
-    }
+    buckets_by_name = {name: _buckets_of(ranges_by_name.get(name, ()))[:count] for name, count in count_by_name.items()}
     used_buckets = {bucket for buckets in buckets_by_name.values() for bucket in buckets}
     free_buckets = (bucket for bucket in range(BUCKET_COUNT) if bucket not in used_buckets)
     for name, count in count_by_name.items():
-        buckets_by_name[name] += [
-            next(free_buckets) for _ in range(count - len(buckets_by_name[name]))
-        ]
+        buckets_by_name[name] += [next(free_buckets) for _ in range(count - len(buckets_by_name[name]))]
     return {name: _ranges_of(sorted(buckets)) for name, buckets in buckets_by_name.items()}
 
 

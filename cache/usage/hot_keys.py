@@ -86,9 +86,7 @@ def hottest_names(replies_by_window: Iterable[Sequence[bytes]]) -> list[EntityNa
         # Read in pieces, between which members may have changed places: each counts once.
         for sketch_member, count in dict(zip(replies[::2], replies[1::2], strict=True)).items():
             count_by_member[sketch_member] = count_by_member.get(sketch_member, 0.0) + float(count)
-    ranked_members = sorted(count_by_member, key=count_by_member.__getitem__, reverse=True)[
-        :MEMBERS_MAX
-    ]
+    ranked_members = sorted(count_by_member, key=count_by_member.__getitem__, reverse=True)[:MEMBERS_MAX]
     member_parts = [sketch_member.partition(b":") for sketch_member in ranked_members]
     return [(table.decode(errors="replace"), raw_id) for table, _, raw_id in member_parts if raw_id]
 
@@ -104,16 +102,12 @@ class SharedHotKeys:
         keys = self._sketch_keys(report.window_number, report.window)
         await self._control.execute("EVAL", REPORT_SCRIPT, len(keys), *keys, *report.arguments())
 
-    async def fetch_names(
-        self, window_number: int, window: Window = HOT_WINDOW
-    ) -> list[EntityName]:
+    async def fetch_names(self, window_number: int, window: Window = HOT_WINDOW) -> list[EntityName]:
         """Return the most requested names of all replicas in this window and the last, hottest first.
 
         For COLD windows these are names that no generation knew; `window_number` is the window's number.
         """
-        return hottest_names(
-            [await self._fetch_members(key) for key in self._sketch_keys(window_number, window)]
-        )
+        return hottest_names([await self._fetch_members(key) for key in self._sketch_keys(window_number, window)])
 
     def _sketch_keys(self, window_number: int, window: Window) -> tuple[str, str]:
         """Return the keys of a window's sketch and of the one before."""
@@ -125,9 +119,7 @@ class SharedHotKeys:
         scored_members: list[bytes] = []
         for first_rank in range(0, MEMBERS_MAX, MEMBERS_READ_AT_ONCE):
             last_rank = first_rank + MEMBERS_READ_AT_ONCE - 1
-            reply = await self._control.execute(
-                "ZREVRANGE", key, first_rank, last_rank, "WITHSCORES"
-            )
+            reply = await self._control.execute("ZREVRANGE", key, first_rank, last_rank, "WITHSCORES")
             with as_unavailable():
                 members_page = checked_reply("ZREVRANGE", reply, SCORED_MEMBERS_SHAPE)
                 scored_members += members_page

@@ -79,9 +79,7 @@ class MissRatioCurve:
                 added_weight += weight
                 sampled_count += 1
                 if bytes_above is not None:
-                    hit_weights[
-                        bisect_left(capacities, bytes_above * weight + size_bytes + slot_bytes)
-                    ] += weight
+                    hit_weights[bisect_left(capacities, bytes_above * weight + size_bytes + slot_bytes)] += weight
             if bytes_above is None:
                 heappush(self._negated_spot_heap, -spot)
                 if len(stack) > self._keys_max:
@@ -112,9 +110,7 @@ class MissRatioCurve:
         """Return the hit ratio of all reads for each capacity; 0 before the first read."""
         if not self.reads:
             return [0.0] * len(self._capacities)
-        cumulative_hits = accumulate(
-            self._hit_weights[:-1], initial=self._answerable_reads - self._sampled_weight
-        )
+        cumulative_hits = accumulate(self._hit_weights[:-1], initial=self._answerable_reads - self._sampled_weight)
         next(cumulative_hits)
         return [min(1.0, max(0.0, hit_count / self.reads)) for hit_count in cumulative_hits]
 
@@ -125,9 +121,7 @@ class MissRatioCurve:
 
     def _lower_threshold(self, spot: int) -> None:
         """Lower the threshold to the spot's multiple of `_THRESHOLD_STEP`, and forget the keys above it."""
-        self.greatest_sampled_spot = (
-            max(_THRESHOLD_STEP, spot // _THRESHOLD_STEP * _THRESHOLD_STEP) - 1
-        )
+        self.greatest_sampled_spot = max(_THRESHOLD_STEP, spot // _THRESHOLD_STEP * _THRESHOLD_STEP) - 1
         self.rate = (self.greatest_sampled_spot + 1) / HASH_SPACE
         negated_spots = self._negated_spot_heap
         while negated_spots and -negated_spots[0] > self.greatest_sampled_spot:
@@ -221,8 +215,6 @@ class RecencyStack:
 
     def key_counts_within(self, depths: Sequence[float]) -> list[int]:
         """Return the number of keys from the top that fit within each number of bytes."""
-        newest_first_bytes = [
-            self._bytes_by_slot[slot] for slot in reversed(self._slot_by_key.values())
-        ]
+        newest_first_bytes = [self._bytes_by_slot[slot] for slot in reversed(self._slot_by_key.values())]
         cumulative_bytes = list(accumulate(newest_first_bytes))
         return [bisect_right(cumulative_bytes, depth) for depth in depths]

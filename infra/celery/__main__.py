@@ -51,14 +51,10 @@ def _serve(args: argparse.Namespace) -> None:
     environment = {"LARDER_CONFIG": str(args.config.absolute()), **absolute_folders(os.environ)}
     night_config(environment["LARDER_CONFIG"])
     with ExitStack() as exit_stack:
-        redis_server_url = exit_stack.enter_context(
-            redis_url(args.state, os.environ.get("REDIS_URL"))
-        )
+        redis_server_url = exit_stack.enter_context(redis_url(args.state, os.environ.get("REDIS_URL")))
         environment["REDIS_URL"] = redis_server_url
         print("starting: broker, PostgreSQL, Airflow, workers ...", flush=True)
-        running_airflow = exit_stack.enter_context(
-            celery_airflow(args.state, environment=environment)
-        )
+        running_airflow = exit_stack.enter_context(celery_airflow(args.state, environment=environment))
         print(f"Airflow    {running_airflow.airflow.url}")
         print(f"queues     {', '.join(CONCURRENCY_BY_QUEUE)}: a worker each")
         print(f"REDIS_URL  {redis_server_url}")

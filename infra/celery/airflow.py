@@ -43,27 +43,15 @@ _POSTGRES_SETTINGS = (
 )
 
 
-def find_postgres(
-    environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN_POSTGRES_FOLDER
-) -> Path:
+def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN_POSTGRES_FOLDER) -> Path:
     """The folder with `initdb` and `postgres`: that of PATH, else Debian's newest; ConfigError where there is none."""
-    bin_folders = [
-        Path(path_entry) for path_entry in environ.get("PATH", "").split(os.pathsep) if path_entry
-    ]
-    debian_bin_folders = [
-        bin_folder for bin_folder in debian.glob("*/bin") if bin_folder.parent.name.isdecimal()
-    ]
-    bin_folders += sorted(
-        debian_bin_folders, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True
-    )
+    bin_folders = [Path(path_entry) for path_entry in environ.get("PATH", "").split(os.pathsep) if path_entry]
+    debian_bin_folders = [bin_folder for bin_folder in debian.glob("*/bin") if bin_folder.parent.name.isdecimal()]
+    bin_folders += sorted(debian_bin_folders, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True)
     for candidate_folder in bin_folders:
-        if all(
-            (candidate_folder / program_name).is_file() for program_name in ("initdb", "postgres")
-        ):
+        if all((candidate_folder / program_name).is_file() for program_name in ("initdb", "postgres")):
             return candidate_folder
-    raise ConfigError(
-        f"no PostgreSQL server (initdb and postgres) on PATH or in {debian}/*/bin: {_INSTALL_REMEDY}"
-    )
+    raise ConfigError(f"no PostgreSQL server (initdb and postgres) on PATH or in {debian}/*/bin: {_INSTALL_REMEDY}")
 
 
 def postgres_account(user_id: int, system_user: str = POSTGRES_USER) -> pwd.struct_passwd:
@@ -107,9 +95,7 @@ def postgres(state: Path) -> Iterator[str]:
             "--auth=trust",
         ]
         initdb_command += ["--encoding=UTF8", "--no-locale", "--no-sync"]
-        with GuardedCommand(
-            initdb_command, log_path=log_path, cwd=postgres_folder
-        ) as initdb_process:
+        with GuardedCommand(initdb_command, log_path=log_path, cwd=postgres_folder) as initdb_process:
             _wait(initdb_process, lambda: not initdb_process.is_running)
             if initdb_process.returncode != 0:
                 raise ConfigError(f"initdb failed: {initdb_process.log_tail(5)}")
@@ -123,12 +109,8 @@ def postgres(state: Path) -> Iterator[str]:
         ]
         for setting in _POSTGRES_SETTINGS:
             server_command += ["-c", setting]
-        with GuardedCommand(
-            server_command, log_path=log_path, cwd=postgres_folder
-        ) as server_process:
-            _wait(
-                server_process, lambda: "ready to accept connections" in server_process.log_tail()
-            )
+        with GuardedCommand(server_command, log_path=log_path, cwd=postgres_folder) as server_process:
+            _wait(server_process, lambda: "ready to accept connections" in server_process.log_tail())
             yield f"postgresql+psycopg2://airflow@/postgres?host={postgres_folder}"
     finally:
         _remove_linked_folder(folder_link)
@@ -156,9 +138,7 @@ def _wait(process: GuardedCommand, condition: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + _POSTGRES_START_S_MAX
     while not condition():
         if not process.is_running or time.monotonic() > give_up_at:
-            raise ConfigError(
-                f"{Path(process.command[0]).name} of PostgreSQL failed: {process.log_tail(5)}"
-            )
+            raise ConfigError(f"{Path(process.command[0]).name} of PostgreSQL failed: {process.log_tail(5)}")
         time.sleep(0.02)
 
 
@@ -201,9 +181,7 @@ class CeleryWorkers:
         it listens.
         """
         dead_workers = {
-            queue_name: worker
-            for queue_name, worker in self._worker_by_queue.items()
-            if not worker.is_running
+            queue_name: worker for queue_name, worker in self._worker_by_queue.items() if not worker.is_running
         }
         for worker in dead_workers.values():
             worker.stop()
@@ -220,15 +198,11 @@ class CeleryWorkers:
             )
         give_up_at = time.monotonic() + WORKER_START_S_MAX
         while waiting_queues := [
-            queue_name
-            for queue_name in queues
-            if f"celery@{queue_name} ready" not in self.log(queue_name)
+            queue_name for queue_name in queues if f"celery@{queue_name} ready" not in self.log(queue_name)
         ]:
             worker = self._worker_by_queue[waiting_queues[0]]
             if not worker.is_running or time.monotonic() > give_up_at:
-                raise AirflowFailed(
-                    f"the worker of the queue {waiting_queues[0]} does not listen\n{worker.log_tail()}"
-                )
+                raise AirflowFailed(f"the worker of the queue {waiting_queues[0]} does not listen\n{worker.log_tail()}")
             time.sleep(0.1)
 
     def _stop(self) -> None:
@@ -289,9 +263,7 @@ def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[C
 def check_installed() -> None:
     """Raise ConfigError naming the packages to install, where Airflow, Celery, the broker or PostgreSQL is missing."""
     # Looked up by name: importing Airflow writes to the home folder.
-    missing_packages = [
-        package_name for package_name in _PACKAGES if not any(distributions(name=package_name))
-    ]
+    missing_packages = [package_name for package_name in _PACKAGES if not any(distributions(name=package_name))]
     if missing_packages:
         raise ConfigError(
             f"{', '.join(missing_packages)} is not installed: `make env`, or {install_command('airflow')}"
@@ -300,9 +272,7 @@ def check_installed() -> None:
     find_postgres()
 
 
-def celery_settings(
-    broker_url: str, database_url: str, environ: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def celery_settings(broker_url: str, database_url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return Airflow's settings for CeleryExecutor, added to those of LocalAirflow; `environ` wins over NOTICED."""
     return {
         "AIRFLOW__CORE__EXECUTOR": "CeleryExecutor",
@@ -311,10 +281,7 @@ def celery_settings(
         "AIRFLOW__CELERY__RESULT_BACKEND": f"db+{database_url}",
         "AIRFLOW__CELERY__SYNC_PARALLELISM": "1",
         "LARDER_SCORE_QUEUE": "gpu",
-        **{
-            setting_name: environ.get(setting_name) or value
-            for setting_name, value in HEARTBEAT_SETTINGS.items()
-        },
+        **{setting_name: environ.get(setting_name) or value for setting_name, value in HEARTBEAT_SETTINGS.items()},
     }
 
 

@@ -57,11 +57,7 @@ def _run(argv: list[str]) -> int:
     if missing_extra_text := missing_extras_line(entry):
         print(f"larder: {missing_extra_text}", file=sys.stderr)
         return EXIT_USAGE
-    if (
-        config_path is None
-        and not os.environ.get("LARDER_CONFIG")
-        and Path(SETTINGS_FILE).is_file()
-    ):
+    if config_path is None and not os.environ.get("LARDER_CONFIG") and Path(SETTINGS_FILE).is_file():
         config_path = SETTINGS_FILE
     if config_path is not None:
         os.environ["LARDER_CONFIG"] = config_path
@@ -85,9 +81,7 @@ def _split_config(argv: list[str]) -> tuple[list[str], str | None]:
 
 def _unknown_word_text(word: str) -> str:
     kind = "option" if word.startswith("-") else "command"
-    close_matches = difflib.get_close_matches(
-        word, [*ENTRY_BY_NAME, "--help", "--version", "--config"], n=1
-    )
+    close_matches = difflib.get_close_matches(word, [*ENTRY_BY_NAME, "--help", "--version", "--config"], n=1)
     hint = f"did you mean {close_matches[0]}?" if close_matches else "larder --help lists all"
     return f"there is no {kind} {word!r}: {hint}"
 

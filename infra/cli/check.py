@@ -98,20 +98,13 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     check_lines = [_run_check("settings", _check_settings)]
     if check_lines[0].state == "ok":
         config = read_night_settings()
-        check_lines += [
-            _run_check(subject, partial(check, config))
-            for subject, check in CHECK_BY_SUBJECT.items()
-        ]
+        check_lines += [_run_check(subject, partial(check, config)) for subject, check in CHECK_BY_SUBJECT.items()]
     if args.json:
         print(printable_lines(json_text([check_line._asdict() for check_line in check_lines])))
     else:
         for check_line in check_lines:
             print(printable_lines(f"{check_line.state:<9} {check_line.what:<9} {check_line.told}"))
-    return (
-        FOUND_PROBLEM_EXIT_CODE
-        if any(check_line.state == "to do" for check_line in check_lines)
-        else 0
-    )
+    return FOUND_PROBLEM_EXIT_CODE if any(check_line.state == "to do" for check_line in check_lines) else 0
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -186,27 +179,16 @@ def check_sources(config: "NightConfig") -> CheckResult:
     demand_same_columns(interaction_files, sources)
     demand_times(sources, interaction_files, config.data_until)
     unusable_rows = UnusableRows()
-    batches, is_all_read = read_first_batches(
-        read_interactions(sources, base_folder, unusable_rows=unusable_rows)
-    )
+    batches, is_all_read = read_first_batches(read_interactions(sources, base_folder, unusable_rows=unusable_rows))
     interaction_count = sum(len(batch.times) for batch in batches)
-    if (
-        sources.interactions
-        and is_all_read
-        and not unusable_rows.to_json().get(INTERACTIONS_SOURCE)
-    ):
+    if sources.interactions and is_all_read and not unusable_rows.to_json().get(INTERACTIONS_SOURCE):
         demand_enough_ids(0, 0)
     if sources.interactions and not interaction_count:
         return (
             "to do",
             f"no interaction in the first rows of {all_source_files[0]}: is every weight above 0?",
         )
-    if (
-        config.data_until
-        and interaction_count
-        and is_all_read
-        and not any(batch.times.any() for batch in batches)
-    ):
+    if config.data_until and interaction_count and is_all_read and not any(batch.times.any() for batch in batches):
         return "to do", chosen_cut_in_words(config.data_until)
     for table_name, column_names in (
         (sources.item_features, (sources.item_column, *sources.item_attributes)),
@@ -244,15 +226,12 @@ def check_sources(config: "NightConfig") -> CheckResult:
             *find_copy_remarks(interaction_files),
             *oddity_remarks,
         ]
-        summary += f"; {interaction_count:,} interactions" + (
-            "" if is_all_read else " in the first rows"
-        )
+        summary += f"; {interaction_count:,} interactions" + ("" if is_all_read else " in the first rows")
     for source_name, source_report in unusable_rows.to_json().items():
         if source_report["left_out"]:
             source_clause = "" if source_name == INTERACTIONS_SOURCE else f" of {source_name}"
             reasons_text = ", ".join(
-                f"{reason['rows']:,} {reason_name}"
-                for reason_name, reason in source_report["reasons"].items()
+                f"{reason['rows']:,} {reason_name}" for reason_name, reason in source_report["reasons"].items()
             )
             summary += f", {source_report['left_out']:,} rows{source_clause} that cannot be used: {reasons_text}"
     finding_text = "; ".join([summary, *unusable_rows.remarks_of_all(), *oddity_remarks])
@@ -355,20 +334,12 @@ def check_redis(config: "NightConfig") -> CheckResult:
         client = open_client(server_url, protocol=2, socket_timeout=REDIS_TIMEOUT_S)
         try:
             servers = primary_clients(client).values()
-            eviction_policies = {
-                str(server.info("memory").get("maxmemory_policy", "")) for server in servers
-            }
+            eviction_policies = {str(server.info("memory").get("maxmemory_policy", "")) for server in servers}
             redis_kinds = sorted({inspect_redis(server) for server in servers})
             keys = Keyspace(config.namespace)
             has_all_commands = not any(redis_kind.missing for redis_kind in redis_kinds)
-            refused_commands = (
-                _find_refused_commands(client, _commands_of_nights(keys))
-                if has_all_commands
-                else []
-            )
-            may_only_serve = bool(refused_commands) and not _find_refused_commands(
-                client, _commands_of_services(keys)
-            )
+            refused_commands = _find_refused_commands(client, _commands_of_nights(keys)) if has_all_commands else []
+            may_only_serve = bool(refused_commands) and not _find_refused_commands(client, _commands_of_services(keys))
         finally:
             client.close()
     except AuthenticationError as error:
@@ -382,9 +353,7 @@ def check_redis(config: "NightConfig") -> CheckResult:
             "to do",
             f"{url_without_password(server_url)} cannot be used: {error}; is REDIS_URL right, and does it run?",
         )
-    if unfit_policies := sorted(
-        policy for policy in eviction_policies if policy.startswith("allkeys")
-    ):
+    if unfit_policies := sorted(policy for policy in eviction_policies if policy.startswith("allkeys")):
         return (
             "to do",
             f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru",
@@ -400,14 +369,10 @@ def check_redis(config: "NightConfig") -> CheckResult:
     origin_text = "" if config.redis_url else ", of `larder redis` or another command"
     summary = f"{url_without_password(server_url)}{origin_text}; "
     summary += ", ".join(map(str, redis_kinds))
-    lacking_commands = sorted(
-        {lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.without}
-    )
+    lacking_commands = sorted({lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.without})
     if may_only_serve:
         summary += f"; its user may serve, not load ({', '.join(refused_commands)} refused): nights need another one"
-    return "ok", summary + "".join(
-        f"; without {lacking_command}" for lacking_command in lacking_commands
-    )
+    return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in lacking_commands)
 
 
 def _commands_of_nights(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
@@ -447,13 +412,9 @@ def _find_refused_commands(client: "redis.Redis", commands: Sequence[tuple[str, 
 
 def _missing_rights_text(url: str, namespace: str, command_names: Sequence[str]) -> str:
     user_name = urlsplit(url).username or "default"
-    command_rights = " ".join(
-        f"+{command_name.lower()}" for command_name in dict.fromkeys(command_names)
-    )
+    command_rights = " ".join(f"+{command_name.lower()}" for command_name in dict.fromkeys(command_names))
     question = "is LARDER_NAMESPACE right? If it is, " if "GET" in command_names else ""
-    key_patterns = (
-        f"~larder:{KEYSPACE_VERSION}:{{{namespace}}}:* ~larder:{KEYSPACE_VERSION}:{namespace}:g:*"
-    )
+    key_patterns = f"~larder:{KEYSPACE_VERSION}:{{{namespace}}}:* ~larder:{KEYSPACE_VERSION}:{namespace}:g:*"
     return (
         f"{url_without_password(url)} refuses {', '.join(command_names)} to its user {user_name} in the "
         f"namespace {namespace}: {question}give "
@@ -506,9 +467,7 @@ def check_events(config: "NightConfig") -> CheckResult:
         f"{url_without_password(server_url)}; durability {durability.persistence}, maxmemory-policy "
         f"{eviction_policy or 'not told'}"
     )
-    return "ok", summary + (
-        ", which may evict ids of events: a repetition may count" if may_evict_ids else ""
-    )
+    return "ok", summary + (", which may evict ids of events: a repetition may count" if may_evict_ids else "")
 
 
 async def _read_durability(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
@@ -578,8 +537,7 @@ def check_airflow(_config: "NightConfig") -> CheckResult:
     except LarderError:
         return (
             "not used",
-            refusal_text
-            or "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
+            refusal_text or "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
         )
     if refusal_text is not None:
         return "to do", refusal_text
@@ -673,32 +631,22 @@ def inspect_redis(server: "redis.Redis") -> RedisKind:
     except ResponseError:
         command_infos = command_names
     known_commands = {
-        product_name
-        for product_name, command_info in zip(command_names, command_infos, strict=True)
-        if command_info
+        product_name for product_name, command_info in zip(command_names, command_infos, strict=True) if command_info
     }
-    missing_requirements += [
-        command.upper() for command in NEEDED_COMMANDS if command not in known_commands
-    ]
+    missing_requirements += [command.upper() for command in NEEDED_COMMANDS if command not in known_commands]
     # Events wait for the disk only where no setting tells how durable they are.
     dispensable_names = (
         ()
         if "config" in known_commands
         else [command for command in LACK_EFFECT_BY_COMMAND if command not in known_commands]
     )
-    dispensable_missing = [
-        f"{command.upper()} ({LACK_EFFECT_BY_COMMAND[command]})" for command in dispensable_names
-    ]
-    return RedisKind(
-        product_name, product_version, tuple(missing_requirements), tuple(dispensable_missing)
-    )
+    dispensable_missing = [f"{command.upper()} ({LACK_EFFECT_BY_COMMAND[command]})" for command in dispensable_names]
+    return RedisKind(product_name, product_version, tuple(missing_requirements), tuple(dispensable_missing))
 
 
 def _product_and_version(server_info: dict[str, Any]) -> tuple[str, str]:
     if "dragonfly_version" in server_info:
-        return "Dragonfly", str(server_info["dragonfly_version"]).removeprefix("df-").removeprefix(
-            "v"
-        )
+        return "Dragonfly", str(server_info["dragonfly_version"]).removeprefix("df-").removeprefix("v")
     if server_info.get("server_name") == "valkey":
         return "Valkey", str(server_info.get("valkey_version", ""))
     # KeyDB calls itself Redis in all but the name of its program.

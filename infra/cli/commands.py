@@ -119,33 +119,24 @@ ENTRY_BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 def missing_extras_line(entry: CommandEntry) -> str | None:
     """Line about the extras that a command needs and that are not installed; None if all are."""
     command_name, extras = f"larder {entry.name}", entry.needs
-    missing_extras = [
-        extra for extra in extras if missing_extra(command_name, extra, *MODULES_BY_EXTRA[extra])
-    ]
-    module_names = (
-        module_name for extra in missing_extras for module_name in MODULES_BY_EXTRA[extra]
-    )
+    missing_extras = [extra for extra in extras if missing_extra(command_name, extra, *MODULES_BY_EXTRA[extra])]
+    module_names = (module_name for extra in missing_extras for module_name in MODULES_BY_EXTRA[extra])
     return missing_extra(command_name, ",".join(missing_extras), *module_names)
 
 
 def help_page() -> str:
     """The help as text; it fits a screen of 24 lines by 80 columns, and each command has a longer one of its own."""
     entries_by_group = {
-        group: list(group_entries)
-        for group, group_entries in groupby(ENTRIES, lambda entry: entry.group)
+        group: list(group_entries) for group, group_entries in groupby(ENTRIES, lambda entry: entry.group)
     }
-    help_lines = [
-        help_line for group in GROUPS for help_line in _group_lines(group, entries_by_group[group])
-    ]
+    help_lines = [help_line for group in GROUPS for help_line in _group_lines(group, entries_by_group[group])]
     return "\n".join([_HELP_START_TEXT, "", *help_lines, "", _HELP_END_TEXT])
 
 
 def _group_lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
     help_rows = [f"{entry.name:<{_NAME_COLUMNS}} {entry.text}" for entry in entries if entry.text]
     if names_without_text := ", ".join(entry.name for entry in entries if not entry.text):
-        help_rows += textwrap.wrap(
-            names_without_text, HELP_COLUMNS - _GROUP_COLUMNS, break_on_hyphens=False
-        )
+        help_rows += textwrap.wrap(names_without_text, HELP_COLUMNS - _GROUP_COLUMNS, break_on_hyphens=False)
     for row_index, help_row in enumerate(help_rows):
         yield f"{'' if row_index else group:<{_GROUP_COLUMNS}}{help_row}"
 

@@ -46,30 +46,20 @@ def build_root_parser() -> argparse.ArgumentParser:
     commands = root_parser.add_subparsers()
     for entry in ENTRIES:
         command_parser = None if missing_extras_line(entry) else _build_command_parser(entry)
-        help_text = (
-            entry.text
-            if command_parser is None
-            else entry.text or (command_parser.description or "")
-        )
+        help_text = entry.text if command_parser is None else entry.text or (command_parser.description or "")
         commands.add_parser(entry.name, help=help_text.partition(";")[0].replace("\n", " "))
         if command_parser is not None:
             commands.choices[entry.name] = command_parser
-    _complete_paths(
-        root_parser, {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY}
-    )
+    _complete_paths(root_parser, {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY})
     return root_parser
 
 
 def _build_command_parser(entry: CommandEntry) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = import_module(entry.module).argument_parser(
-        f"larder {entry.name}"
-    )
+    parser: argparse.ArgumentParser = import_module(entry.module).argument_parser(f"larder {entry.name}")
     return parser
 
 
-def _complete_paths(
-    parser: argparse.ArgumentParser, completion_by_metavar: Mapping[str, object]
-) -> None:
+def _complete_paths(parser: argparse.ArgumentParser, completion_by_metavar: Mapping[str, object]) -> None:
     """Set path completion for values whose metavar in a parser's help is a path."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

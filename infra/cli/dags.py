@@ -68,14 +68,8 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     if not args.force:
         for file, state in state_by_file.items():
             if state in ("changed", "foreign"):
-                reason = (
-                    "was changed by hand"
-                    if state == "changed"
-                    else "was not written by this command"
-                )
-                raise ConfigError(
-                    f"{file.target} {reason}: move it away, or overwrite it with --force"
-                )
+                reason = "was changed by hand" if state == "changed" else "was not written by this command"
+                raise ConfigError(f"{file.target} {reason}: move it away, or overwrite it with --force")
     for file, state in state_by_file.items():
         if state != "current":
             _write_dag_file(file)
@@ -88,9 +82,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         print(
             "Airflow is not installed in this environment, so its version was not looked at: the DAGs need Airflow 3.3."
         )
-    print(
-        f"Airflow's tasks need Larder in Airflow's own environment: {install_command('precompute')}."
-    )
+    print(f"Airflow's tasks need Larder in Airflow's own environment: {install_command('precompute')}.")
     print("They need LARDER_CONFIG with an absolute path, REDIS_URL, and a pool:")
     print('airflow pools set gpu 2 "scoring tasks". Each file tells how it is run.')
     return 0
@@ -137,12 +129,8 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         "folder", nargs="?", metavar="FOLDER",
         help="Airflow's folder of DAGs (default: AIRFLOW__CORE__DAGS_FOLDER, else dags in AIRFLOW_HOME)",
     )  # fmt: skip
-    install_parser.add_argument(
-        "--force", action="store_true", help="overwrite whatever is in the way"
-    )
-    install_parser.add_argument(
-        "--json", action="store_true", help="each file with its state before"
-    )
+    install_parser.add_argument("--force", action="store_true", help="overwrite whatever is in the way")
+    install_parser.add_argument("--json", action="store_true", help="each file with its state before")
     return parser
 
 
@@ -167,9 +155,7 @@ def dags_folder(named_folder: str | None, environ: Mapping[str, str] = os.enviro
 
 def _folder_setting_name(environ: Mapping[str, str]) -> str:
     return next(
-        setting_name
-        for setting_name in ("AIRFLOW__CORE__DAGS_FOLDER", "AIRFLOW_HOME")
-        if environ.get(setting_name)
+        setting_name for setting_name in ("AIRFLOW__CORE__DAGS_FOLDER", "AIRFLOW_HOME") if environ.get(setting_name)
     )
 
 
@@ -189,9 +175,7 @@ def list_dag_files(airflow_folder: Path) -> Iterator[DagFile]:
 
 def _write_dag_file(dag_file: DagFile) -> None:
     dag_file.target.parent.mkdir(parents=True, exist_ok=True)
-    part_path = dag_file.target.with_suffix(
-        ".part"
-    )  # no .py: Airflow parses what it finds at any time
+    part_path = dag_file.target.with_suffix(".part")  # no .py: Airflow parses what it finds at any time
     part_path.write_text(dag_file.text())
     part_path.replace(dag_file.target)
 

@@ -34,9 +34,7 @@ def _error_with_option_names(error: SourceError) -> SourceError:
     """Return the error with this command's options in place of setting and argument names."""
     message = error.message
     for setting_name in _SETTING_NAMES:
-        message = message.replace(
-            f"name it by {setting_name}", f"name it by --{setting_name.replace('_', '-')}"
-        )
+        message = message.replace(f"name it by {setting_name}", f"name it by --{setting_name.replace('_', '-')}")
     return SourceError(message, **error.details)
 
 
@@ -88,18 +86,14 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         metavar="NAME",
         help="table that requests ask, default: %(default)s",
     )
-    classifier_parser.add_argument(
-        "--output", metavar="NAME", help="output of the model, if there are several"
-    )
+    classifier_parser.add_argument("--output", metavar="NAME", help="output of the model, if there are several")
     classifier_parser.add_argument(
         "--expected",
         metavar="FILE",
         help="what the library says of each row, as .npy: compared with the model",
     )
     for kind_parser in (vectors_parser, implicit_parser, classifier_parser):
-        kind_parser.add_argument(
-            "--to", required=True, metavar="FOLDER", help="where it is written"
-        )
+        kind_parser.add_argument("--to", required=True, metavar="FOLDER", help="where it is written")
         kind_parser.add_argument("--json", action="store_true", help="the report, for programs")
     for kind_parser in (vectors_parser, implicit_parser):
         kind_parser.add_argument(
@@ -108,16 +102,12 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         )  # fmt: skip
         for entity_kind in ("user", "item"):
             help_text = f"column of {entity_kind} ids in a table of clicks, default: %(default)s"
-            kind_parser.add_argument(
-                f"--{entity_kind}-column", default=entity_kind, metavar="NAME", help=help_text
-            )
+            kind_parser.add_argument(f"--{entity_kind}-column", default=entity_kind, metavar="NAME", help=help_text)
         kind_parser.add_argument(
             "--timestamp-column", default="timestamp", metavar="NAME",
             help="column of times, which put clicks in their order, default: %(default)s",
         )  # fmt: skip
-        kind_parser.add_argument(
-            "--item-ids", metavar="FILE", help="one id a line, in the order of the rows"
-        )
+        kind_parser.add_argument("--item-ids", metavar="FILE", help="one id a line, in the order of the rows")
         kind_parser.add_argument("--user-ids", metavar="FILE", help="the same of users")
     return parser
 

@@ -25,9 +25,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
     config = read_night_settings()
     if config.redis_url:
-        raise ConfigError(
-            "a Redis is configured (redis_url or REDIS_URL), which all commands use: none is started"
-        )
+        raise ConfigError("a Redis is configured (redis_url or REDIS_URL), which all commands use: none is started")
     state_folder = config.path(config.state)
     if (existing_server := running_server(state_folder)) is not None:
         raise ConfigError(

@@ -62,15 +62,11 @@ class Judge:
         rolled_back_generations: Collection[str] = (),
     ) -> None:
         """Judge one answered request; `rolled_back_generations` are those that were rolled back when it was sent."""
-        answering_generations = {
-            answer.generation for answer in answers if answer.source != Source.PREVIOUS
-        }
+        answering_generations = {answer.generation for answer in answers if answer.source != Source.PREVIOUS}
         with self._lock:
             self.requests += 1
             if len(answering_generations) > 1:
-                self.violations.append(
-                    f"one request of several generations: {sorted(answering_generations)}"
-                )
+                self.violations.append(f"one request of several generations: {sorted(answering_generations)}")
             for question, answer in zip(questions, answers, strict=True):
                 self.sources[answer.source] += 1
                 self.generations[answer.generation] += 1
@@ -81,8 +77,7 @@ class Judge:
                     *self._judge_list(question, answer),
                 ]
                 self.violations += [
-                    f"{question.table}/{question.id}: {violation_text}"
-                    for violation_text in violation_texts
+                    f"{question.table}/{question.id}: {violation_text}" for violation_text in violation_texts
                 ]
 
     def _judge_list(self, question: Question, answer: Answer) -> Iterator[str]:
@@ -107,9 +102,7 @@ class Judge:
         if not question.hidden and answer.source in STORED_SOURCES:
             question_key = (answer.generation, question.table, question.id)
             first_items = self._items_by_question.setdefault(question_key, items)
-            if any(
-                first_item != item for first_item, item in zip(first_items, items, strict=False)
-            ):
+            if any(first_item != item for first_item, item in zip(first_items, items, strict=False)):
                 yield f"two different answers within {answer.generation}"
             self._items_by_question[question_key] = max(first_items, items, key=len)
 
@@ -117,9 +110,7 @@ class Judge:
         """Hold all answers against the service's own counters, and the generations that were live."""
         self.violations += metric_contradictions(metrics_text, self.sources)
         if unpublished_generations := self.generations.keys() - set(published_generations):
-            self.violations.append(
-                f"answers from {sorted(unpublished_generations)}, which never was live"
-            )
+            self.violations.append(f"answers from {sorted(unpublished_generations)}, which never was live")
         self.stop_if_broken()
 
 
@@ -140,9 +131,7 @@ def metric_contradictions(metrics_text: str, sources: Mapping[str, int]) -> list
             label = sample.labels.get("source") or sample.labels.get("status", "")[:1]
             count_by_label_by_metric[sample.name][label] += int(sample.value)
     answer_count_by_source = count_by_label_by_metric["larder_answers_total"]
-    live_or_worse = answer_count_by_source.total() - sum(
-        answer_count_by_source[source] for source in STORED_SOURCES
-    )
+    live_or_worse = answer_count_by_source.total() - sum(answer_count_by_source[source] for source in STORED_SOURCES)
     compared_counts = (
         (
             "entities",

@@ -50,9 +50,7 @@ class Dataset:
         folder.mkdir(parents=True)
         times = self.table["timestamp"].cast(pa.timestamp("us", tz="UTC"))
         pq.write_table(self.table.set_column(2, "timestamp", times), folder / INTERACTIONS_FILE)
-        for table_name, table_rows in (
-            {} if self.profiles is None else self.profiles.tables
-        ).items():
+        for table_name, table_rows in ({} if self.profiles is None else self.profiles.tables).items():
             pq.write_table(pa.Table.from_pylist(table_rows), folder / f"{table_name}.parquet")
 
 
@@ -81,61 +79,43 @@ def read_user_data(path: Path, *, today: datetime) -> Dataset:
     times = np.asarray(table["timestamp"])
     if times.any():
         late_times = np.quantile(times, [0.9, 0.95])
-        first_cut, second_cut = (
-            datetime.fromtimestamp(int(cut_us) // 1_000_000 + 1, UTC) for cut_us in late_times
-        )
-        return _split_at_cuts(
-            path.stem, table, first_cut, max(second_cut, first_cut + timedelta(seconds=1))
-        )
+        first_cut, second_cut = (datetime.fromtimestamp(int(cut_us) // 1_000_000 + 1, UTC) for cut_us in late_times)
+        return _split_at_cuts(path.stem, table, first_cut, max(second_cut, first_cut + timedelta(seconds=1)))
     # The last item of each user with at least three is held out.
     held_out_mask, click_count_by_user = (
         np.zeros(len(table), np.bool_),
         Counter(table["user"].to_pylist()),
     )
     last_row_by_user = {
-        user: row
-        for row, user in enumerate(table["user"].to_pylist())
-        if click_count_by_user[user] >= 3
+        user: row for row, user in enumerate(table["user"].to_pylist()) if click_count_by_user[user] >= 3
     }
     held_out_mask[list(last_row_by_user.values())] = True
-    return _split_untimed(
-        path.stem, table.filter(~held_out_mask), table.filter(held_out_mask), today
-    )
+    return _split_untimed(path.stem, table.filter(~held_out_mask), table.filter(held_out_mask), today)
 
 
 def _read_interactions(path: Path) -> pa.Table:
     """Read all rows, oldest first, without a user's repeated interactions with an item."""
     batches = read_interactions(Sources(interactions=(str(path),)), Path("/"))
-    batch_columns = [
-        (batch.users.texts(), batch.items.texts(), pa.array(batch.times)) for batch in batches
-    ]
-    table = pa.concat_tables(
-        [pa.table(list(columns), names=COLUMN_NAMES) for columns in batch_columns]
-    )
+    batch_columns = [(batch.users.texts(), batch.items.texts(), pa.array(batch.times)) for batch in batches]
+    table = pa.concat_tables([pa.table(list(columns), names=COLUMN_NAMES) for columns in batch_columns])
     table = table.take(np.argsort(table["timestamp"], kind="stable"))
     table_with_rows = table.append_column("row", pa.array(np.arange(len(table))))
     first_rows = table_with_rows.group_by(["user", "item"]).aggregate([("row", "min")])["row_min"]
     return table.take(np.sort(first_rows))
 
 
-def _split_untimed(
-    name: str, train_table: pa.Table, held_out_table: pa.Table, today: datetime
-) -> Dataset:
+def _split_untimed(name: str, train_table: pa.Table, held_out_table: pa.Table, today: datetime) -> Dataset:
     """Give the held-out interactions times after the first cut, those of a few users before the second."""
     first_cut = today - timedelta(days=1)
     arriving_users = pc.unique(held_out_table["user"])[::ARRIVING_USER_STEP]
     hours_after_first_cut = np.where(pc.is_in(held_out_table["user"], arriving_users), 0, 24)
     hours_after_first_cut = np.concatenate([np.full(len(train_table), -1), hours_after_first_cut])
     times = int(first_cut.timestamp() * 1_000_000) + hours_after_first_cut * 3_600_000_000
-    table = pa.concat_tables([train_table, held_out_table]).set_column(
-        2, "timestamp", pa.array(times)
-    )
+    table = pa.concat_tables([train_table, held_out_table]).set_column(2, "timestamp", pa.array(times))
     return _split_at_cuts(name, table, first_cut, today)
 
 
-def _split_at_cuts(
-    name: str, table: pa.Table, first_cut: datetime, second_cut: datetime
-) -> Dataset:
+def _split_at_cuts(name: str, table: pa.Table, first_cut: datetime, second_cut: datetime) -> Dataset:
     times = np.asarray(table["timestamp"])
     first_us, second_us = (int(cut.timestamp() * 1_000_000) for cut in (first_cut, second_cut))
     histories = _items_by_user(table.filter(times < first_us))
@@ -143,18 +123,11 @@ def _split_at_cuts(
         raise SourceError(f"{name}: nothing is left to train on once the newest part is held out")
     later_items_by_user = _items_by_user(table.filter(times >= first_us))
     arriving_users = table.filter((times >= first_us) & (times < second_us))["user"].to_pylist()
-    held_out_by_user = {
-        user: items for user, items in later_items_by_user.items() if user in histories
-    }
-    newcomers = {
-        user: items for user, items in later_items_by_user.items() if user not in histories
-    }
+    held_out_by_user = {user: items for user, items in later_items_by_user.items() if user in histories}
+    newcomers = {user: items for user, items in later_items_by_user.items() if user not in histories}
     if not newcomers:  # what known users do later stands for people never seen before
         users = sorted(held_out_by_user)[:: max(1, len(held_out_by_user) // NEWCOMERS_MAX)]
-        newcomers = {
-            f"fresh-{newcomer_index:04d}": held_out_by_user[user]
-            for newcomer_index, user in enumerate(users)
-        }
+        newcomers = {f"fresh-{newcomer_index:04d}": held_out_by_user[user] for newcomer_index, user in enumerate(users)}
     sampled_newcomers = {user: newcomers[user][:20] for user in sorted(newcomers)[:NEWCOMERS_MAX]}
     return Dataset(
         name,

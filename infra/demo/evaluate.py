@@ -19,17 +19,13 @@ TRIES_MAX = 10
 Lists = Mapping[str, Sequence[str]]
 
 
-def recall_and_ndcg(
-    list_by_user: Lists, held_out_by_user: Lists, top: int = LIST_LENGTH
-) -> dict[str, float]:
+def recall_and_ndcg(list_by_user: Lists, held_out_by_user: Lists, top: int = LIST_LENGTH) -> dict[str, float]:
     """Return mean recall = hits / held-out items, and NDCG with binary gain, ideal = min(top, held-out items) hits."""
     gains = 1 / np.log2(np.arange(2, top + 2))
     recalls, ndcgs = [], []
     for user, held_out_items in held_out_by_user.items():
         if relevant_items := set(held_out_items):
-            hit_ranks = [
-                rank for rank, item in enumerate(list_by_user[user][:top]) if item in relevant_items
-            ]
+            hit_ranks = [rank for rank, item in enumerate(list_by_user[user][:top]) if item in relevant_items]
             recalls.append(len(hit_ranks) / len(relevant_items))
             ndcgs.append(gains[hit_ranks].sum() / gains[: len(relevant_items)].sum())
     return {"recall": float(np.mean(recalls)), "NDCG": float(np.mean(ndcgs))}
@@ -44,19 +40,13 @@ def served_lists(url: str, users: Sequence[str], judge: Judge) -> dict[str, Sequ
     missing_users = list(users)
     with Client(url, policy=POLICY) as larder:
         for _ in range(TRIES_MAX):
-            answers = larder.lookup_many(
-                "user_topk", missing_users, Options(LIST_LENGTH, deadline_ms=60_000)
-            )
-            judge.request(
-                [Question("user_topk", user, LIST_LENGTH) for user in missing_users], answers
-            )
+            answers = larder.lookup_many("user_topk", missing_users, Options(LIST_LENGTH, deadline_ms=60_000))
+            judge.request([Question("user_topk", user, LIST_LENGTH) for user in missing_users], answers)
             stored_answers = [answer for answer in answers if answer.source in STORED_SOURCES]
             list_by_user |= {str(answer.id): answer.items or () for answer in stored_answers}
             if not (missing_users := [user for user in users if user not in list_by_user]):
                 return list_by_user
-    raise InvariantViolation(
-        f"{len(missing_users)} users are not answered from the night: {missing_users[0]}"
-    )
+    raise InvariantViolation(f"{len(missing_users)} users are not answered from the night: {missing_users[0]}")
 
 
 def offline_lists(
@@ -75,28 +65,15 @@ def offline_lists(
         [[bundle_row_by_item.get(item, -1)] for item in column_by_item],
     )
     item_vectors = _run_tower(bundle.item_tower, item_rows, list(profiles.items.values()))
-    user_rows = [
-        [bundle_row_by_item[item] for item in histories[user] if item in bundle_row_by_item]
-        for user in users
-    ]
+    user_rows = [[bundle_row_by_item[item] for item in histories[user] if item in bundle_row_by_item] for user in users]
     user_features = [profiles.users.get(user, {}) for user in users]
     list_by_user: dict[str, list[str]] = {}
-    for user, vector in zip(
-        users, _run_tower(bundle.user_tower, user_rows, user_features), strict=True
-    ):
+    for user, vector in zip(users, _run_tower(bundle.user_tower, user_rows, user_features), strict=True):
         scores = item_vectors @ vector
-        scores[
-            [column_by_item[item] for item in histories[user] if item in column_by_item]
-        ] = -np.inf
-        best_columns = np.argpartition(-scores, min(4 * LIST_LENGTH, len(item_ids) - 1))[
-            : 4 * LIST_LENGTH
-        ]
-        sorted_columns = best_columns[np.lexsort((best_columns, -scores[best_columns]))][
-            :LIST_LENGTH
-        ]
-        list_by_user[user] = [
-            item_ids[column] for column in sorted_columns if scores[column] > -np.inf
-        ]
+        scores[[column_by_item[item] for item in histories[user] if item in column_by_item]] = -np.inf
+        best_columns = np.argpartition(-scores, min(4 * LIST_LENGTH, len(item_ids) - 1))[: 4 * LIST_LENGTH]
+        sorted_columns = best_columns[np.lexsort((best_columns, -scores[best_columns]))][:LIST_LENGTH]
+        list_by_user[user] = [item_ids[column] for column in sorted_columns if scores[column] > -np.inf]
     return list_by_user
 
 
@@ -107,12 +84,8 @@ def _run_tower(
     inputs: dict[str, Histories | NDArray[Any]] = {}
     for input_spec in model.spec.inputs:
         if input_spec.bind == "feature":
-            feature_values = [
-                entity_features[str(input_spec.column)] for entity_features in features
-            ]
+            feature_values = [entity_features[str(input_spec.column)] for entity_features in features]
             inputs[input_spec.name] = np.array(feature_values, object)
         else:
-            inputs[input_spec.name] = (
-                Histories.of(index_rows) if input_spec.bind == "history" else np.ravel(index_rows)
-            )
+            inputs[input_spec.name] = Histories.of(index_rows) if input_spec.bind == "history" else np.ravel(index_rows)
     return Tower.open(model.path, model.spec).run(inputs)

@@ -57,8 +57,7 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
     item_ids = [raw.decode() for raw in reference.item_ids]
     row_by_item = {item_spec: row for row, item_spec in enumerate(item_ids)}
     history_sums = [
-        user_table[[row_by_item[item_spec] for item_spec in items]].sum(axis=0)
-        for items in histories.values()
+        user_table[[row_by_item[item_spec] for item_spec in items]].sum(axis=0) for items in histories.values()
     ]
     user_countries = [profiles.users[user_spec]["country"] for user_spec in histories]
     countries, country_means = label_means(user_countries, np.stack(history_sums))
@@ -77,9 +76,7 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
     user_nodes = _label_encoder_node("code", "country", countries) + USER_NODES_TEXT
     item_code = _label_encoder_node("code", "category", categories)
     item_nodes = item_code + _label_encoder_node("row", "item", item_ids) + ITEM_NODES_TEXT
-    country_input, *item_inputs = [
-        InputSpec(name, "feature", "string", name) for name in FEATURE_NAMES
-    ]
+    country_input, *item_inputs = [InputSpec(name, "feature", "string", name) for name in FEATURE_NAMES]
     user_spec = TowerSpec((*reference.user_tower.spec.inputs, country_input), "vector", dims)
     item_spec = TowerSpec(tuple(item_inputs), "vector", dims)
     taste_model = OnnxModel(affinity_model.path.read_bytes())
@@ -91,21 +88,13 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
         dims=dims,
         item_ids=item_ids,
         user_tower=ModelFile(_build_model(user_nodes, user_spec, user_constants), user_spec),
-        item_tower=ModelFile(
-            _build_model(item_nodes, item_spec, item_constants), item_spec, entity="item"
-        ),
-        values={
-            "user_affinity": ModelFile(
-                taste_model, affinity_model.spec, labels=affinity_model.labels
-            )
-        },
+        item_tower=ModelFile(_build_model(item_nodes, item_spec, item_constants), item_spec, entity="item"),
+        values={"user_affinity": ModelFile(taste_model, affinity_model.spec, labels=affinity_model.labels)},
         training=reference.training,
     )
 
 
-def label_means(
-    labels: Sequence[str], vectors: NDArray[np.float32]
-) -> tuple[list[str], NDArray[np.float32]]:
+def label_means(labels: Sequence[str], vectors: NDArray[np.float32]) -> tuple[list[str], NDArray[np.float32]]:
     """Return the distinct labels, and the mean vector [labels + 1, dims] of each; the last is the mean of all."""
     distinct_labels, codes = np.unique(np.array(labels), return_inverse=True)
     means = [vectors[codes == code].mean(axis=0) for code in range(len(distinct_labels))]
@@ -115,9 +104,7 @@ def label_means(
 def _label_encoder_node(output_name: str, input_name: str, labels: Sequence[str]) -> str:
     """Return a node that numbers labels; an unknown one gets the number after the last."""
     labels_json, numbers = json.dumps(labels, ensure_ascii=False), list(range(len(labels)))
-    attributes = (
-        f"keys_strings = {labels_json}, values_int64s = {numbers}, default_int64 = {len(labels)}"
-    )
+    attributes = f"keys_strings = {labels_json}, values_int64s = {numbers}, default_int64 = {len(labels)}"
     return f"{output_name} = ai.onnx.ml.LabelEncoder <{attributes}> ({input_name})\n"
 
 
@@ -135,9 +122,7 @@ def _read_constant(model_path: Path, tensor_name: str) -> NDArray[np.float32]:
     return np.array(numpy_helper.to_array(tensors[tensor_name]))
 
 
-def ask_cold_entities(
-    url: str, profiles: Profiles, histories: ItemsByUser, judge: Judge
-) -> list[str]:
+def ask_cold_entities(url: str, profiles: Profiles, histories: ItemsByUser, judge: Judge) -> list[str]:
     """Ask for a user and an item without a click, and for new ones that no table has; return a line for each.
 
     Raises Unanswered, and InvariantViolation if a new one was not answered live.

@@ -147,31 +147,20 @@ class Click:
         """Hold the list of a night that took the click over against the one that was answered live."""
         answer = self._look_up()
         if answer.events or answer.producer != "batch":
-            raise InvariantViolation(
-                f"the night did not take the click of {self.user} over: {answer}"
-            )
+            raise InvariantViolation(f"the night did not take the click of {self.user} over: {answer}")
         return self._compare(answer, "it has the click: the list is the one answered live")
 
     def check_counted_again(self) -> list[str]:
         """Hold the list after a roll back to a generation without the click against the one that was answered live."""
-        return self._compare(
-            self._wait_until_counted(), "the click is counted again: the same list"
-        )
+        return self._compare(self._wait_until_counted(), "the click is counted again: the same list")
 
     def _compare(self, answer: Answer, success_line: str) -> list[str]:
         """Return the line if the list could be compared; raise InvariantViolation if it differs from the live one."""
         live_answer = self._live_answer
-        if (
-            live_answer is None
-            or not self._is_list_unchanged_else
-            or live_answer.approximate
-            or answer.approximate
-        ):
+        if live_answer is None or not self._is_list_unchanged_else or live_answer.approximate or answer.approximate:
             return []
         if answer.items != live_answer.items:
-            raise InvariantViolation(
-                f"{self.user} was answered {live_answer.items}, now {answer.items}"
-            )
+            raise InvariantViolation(f"{self.user} was answered {live_answer.items}, now {answer.items}")
         return [success_line]
 
     def _look_up(self, max_events: int | None = None) -> Answer:
@@ -225,13 +214,9 @@ class Demo:
             namespace = f"demo-{secrets.token_hex(4)}"
             self._make_data(demo_folder, namespace)
             with run_demo_step(self.console, "Redis and Airflow") as notes:
-                environment = process_environment(
-                    demo_folder, exit_stack.enter_context(redis_url(demo_folder, None))
-                )
+                environment = process_environment(demo_folder, exit_stack.enter_context(redis_url(demo_folder, None)))
                 self.airflow = exit_stack.enter_context(
-                    LocalAirflow(
-                        demo_folder, environment=environment, pools={"gpu": SCORING_TASKS_MAX}
-                    )
+                    LocalAirflow(demo_folder, environment=environment, pools={"gpu": SCORING_TASKS_MAX})
                 )
                 notes.append(self.airflow.url)
             self._first_night(demo_folder / "bundle")
@@ -243,9 +228,7 @@ class Demo:
             self._measure(demo_folder / "bundle")
             second_generation = self._second_night(first_generation)
             self._audit(ArtefactStore(str(demo_folder / "artifacts" / namespace)))
-            checked_text = (
-                f"{self.judge.requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"
-            )
+            checked_text = f"{self.judge.requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"
             self.summary |= {
                 "live": first_generation,
                 "rolled back": second_generation,
@@ -263,9 +246,7 @@ class Demo:
             user_count, item_count = (3_000, 1_000) if self.is_quick else (20_000, 5_000)
             world = WorldSettings(user_count, item_count, ends_at=today, drift=0.3)
             path = self.data_path
-            dataset = (
-                make_synthetic_data(world) if path is None else read_user_data(path, today=today)
-            )
+            dataset = make_synthetic_data(world) if path is None else read_user_data(path, today=today)
             dataset.write(demo_folder / "data")
             write_settings(demo_folder, namespace, dataset)
             self.data, self.judge.histories = dataset, dataset.histories
@@ -286,16 +267,12 @@ class Demo:
             self.airflow.pause(NIGHT_DAG, False)
             self.airflow.announce("larder_bundle")
         with run_demo_step(self.console, f"DAG {NIGHT_DAG}: started by the new bundle") as notes:
-            notes += self._wait_for_run(
-                NIGHT_DAG, self.airflow.wait_for_new_run(NIGHT_DAG, earlier_run_ids)
-            )
+            notes += self._wait_for_run(NIGHT_DAG, self.airflow.wait_for_new_run(NIGHT_DAG, earlier_run_ids))
 
     def _wait_for_run(self, dag_id: str, run_id: str) -> list[str]:
         tasks = self.airflow.wait(dag_id, run_id, RUN_TIMEOUT_S).tasks
         longest_task = max(tasks, key=lambda task: task.duration_s)
-        return [
-            f"tasks: {len(tasks)}; longest: {longest_task.task_id}, {longest_task.duration_s:.1f} s"
-        ]
+        return [f"tasks: {len(tasks)}; longest: {longest_task.task_id}, {longest_task.duration_s:.1f} s"]
 
     def _measure(self, bundle_folder: Path) -> None:
         dataset, judge, url = self.data, self.judge, self.service.url
@@ -304,19 +281,13 @@ class Demo:
                 notes += ask_cold_entities(url, dataset.profiles, dataset.histories, judge)
                 judge.stop_if_broken()
         request_count = 1_500 if self.is_quick else 6_000
-        with run_demo_step(
-            self.console, f"Replay {request_count:,} requests, {REPLAY_RATE:.0f} a second"
-        ):
-            replay_run = replay(
-                url, islice(RequestStream(dataset), request_count), judge, rate=REPLAY_RATE
-            )
+        with run_demo_step(self.console, f"Replay {request_count:,} requests, {REPLAY_RATE:.0f} a second"):
+            replay_run = replay(url, islice(RequestStream(dataset), request_count), judge, rate=REPLAY_RATE)
             self.summary["latency"] = _percentiles_text(asyncio.run(replay_run))
             judge.stop_if_broken()
         if not (users := list(dataset.held_out)):
             return
-        with run_demo_step(
-            self.console, f"Recall and NDCG at {LIST_LENGTH}, over HTTP and offline"
-        ):
+        with run_demo_step(self.console, f"Recall and NDCG at {LIST_LENGTH}, over HTTP and offline"):
             served_quality = recall_and_ndcg(served_lists(url, users, judge), dataset.held_out)
             exact_lists = offline_lists(bundle_folder, dataset.histories, users, dataset.profiles)
             offline_quality = recall_and_ndcg(exact_lists, dataset.held_out)
@@ -337,15 +308,9 @@ class Demo:
             click = Click(url, dataset, judge)
             notes += click.send()
             judge.stop_if_broken()
-        with replay_in_background(
-            url, RequestStream(dataset), judge, rate=BUSY_RATE
-        ) as traffic_future:
-            with run_demo_step(
-                self.console, f"DAG {NIGHT_DAG}: a day later, under traffic"
-            ) as notes:
-                run_id = self.airflow.trigger(
-                    NIGHT_DAG, {"data_until": dataset.second_cut.isoformat()}
-                )
+        with replay_in_background(url, RequestStream(dataset), judge, rate=BUSY_RATE) as traffic_future:
+            with run_demo_step(self.console, f"DAG {NIGHT_DAG}: a day later, under traffic") as notes:
+                run_id = self.airflow.trigger(NIGHT_DAG, {"data_until": dataset.second_cut.isoformat()})
                 notes += self._wait_for_run(NIGHT_DAG, run_id)
                 second_generation = self._follow(lambda live: live != first_generation)
                 notes += [f"generation {second_generation}", *click.taken_over()]
@@ -356,9 +321,7 @@ class Demo:
                 # Whoever asks from now on must not hear of it again.
                 judge.rolled_back_generations.add(second_generation)
                 notes += [f"{first_generation} is live again", *click.check_counted_again()]
-            with run_demo_step(
-                self.console, "Traffic goes on, none of it from what was rolled back"
-            ):
+            with run_demo_step(self.console, "Traffic goes on, none of it from what was rolled back"):
                 time.sleep(3.0)
                 self.service.check()
         self.summary["under a night"] = _percentiles_text(traffic_future.result())
@@ -374,18 +337,14 @@ class Demo:
             while not is_expected(live_generation := larder.generations().live.generation):
                 self.service.check()
                 if time.monotonic() > give_up_at:
-                    raise InvariantViolation(
-                        f"{live_generation} still answers {WAIT_S_MAX:.0f} s after the move"
-                    )
+                    raise InvariantViolation(f"{live_generation} still answers {WAIT_S_MAX:.0f} s after the move")
                 time.sleep(0.05)
         return live_generation
 
     def _audit(self, store: ArtefactStore) -> None:
         with run_demo_step(self.console, "Audit: every answer against the service's own counters"):
             metrics_text = httpx.get(f"{self.service.url}/metrics").raise_for_status().text
-            published_generations = {
-                move.generation for move in all_releases(store) if move.is_done
-            }
+            published_generations = {move.generation for move in all_releases(store) if move.is_done}
             self.judge.audit_answers(metrics_text, published_generations)
         answer_count = self.judge.sources.total()
         for source, count in self.judge.sources.most_common():

@@ -69,9 +69,7 @@ def synthesize(world: WorldSettings) -> Clicks:
     groups_by_user = rng.choice(
         group_count, (world.users, len(TASTE_SHARES)), p=group_popularity / group_popularity.sum()
     )
-    click_groups = groups_by_user[
-        click_users, rng.choice(len(TASTE_SHARES), len(click_users), p=TASTE_SHARES)
-    ]
+    click_groups = groups_by_user[click_users, rng.choice(len(TASTE_SHARES), len(click_users), p=TASTE_SHARES)]
     group_starts, group_ends = group_bounds[click_groups], group_bounds[click_groups + 1]
     drawn_items = (
         np.searchsorted(
@@ -87,18 +85,14 @@ def synthesize(world: WorldSettings) -> Clicks:
     joined_days = rng.random(world.users) * 0.7 * CLICK_DAYS
     newcomer_mask = rng.random(world.users) < world.newcomers
     joined_days[newcomer_mask] = CLICK_DAYS - 5.0 * rng.random(int(newcomer_mask.sum()))
-    click_days = joined_days[click_users] + (CLICK_DAYS - joined_days[click_users]) * rng.random(
-        len(click_users)
-    )
+    click_days = joined_days[click_users] + (CLICK_DAYS - joined_days[click_users]) * rng.random(len(click_users))
     start_s = (world.ends_at - timedelta(days=CLICK_DAYS)).timestamp()
     times = ((start_s + click_days * 86_400) * 1_000_000).astype(np.int64)
     if world.drift:
         # Each user's clicks are dealt out anew: items that come into fashion later get the later times.
         rng = np.random.default_rng([world.seed, 2])
         fashion_times = rng.random(world.items)[click_items]
-        fashion_keys = world.drift * fashion_times + (1 - world.drift) * rng.random(
-            len(click_items)
-        )
+        fashion_keys = world.drift * fashion_times + (1 - world.drift) * rng.random(len(click_items))
         click_items, times = (
             click_items[np.lexsort((fashion_keys, click_users))],
             times[np.lexsort((times, click_users))],
@@ -114,18 +108,9 @@ def synthesize(world: WorldSettings) -> Clicks:
     _, first_click_rows = np.unique(click_users * world.items + click_items, return_index=True)
     first_click_rows.sort()
     return Clicks(
-        tuple(
-            ODD_USER_ID_FORMATS.get(ordinal % 200, "u-{:05d}").format(ordinal)
-            for ordinal in range(world.users)
-        ),
-        tuple(
-            ODD_ITEM_ID_FORMATS.get(ordinal % 250, "i-{:05d}").format(ordinal)
-            for ordinal in range(world.items)
-        ),
-        tuple(
-            CATEGORIES[ordinal // GROUPS_PER_CATEGORY % len(CATEGORIES)]
-            for ordinal in group_of_item
-        ),
+        tuple(ODD_USER_ID_FORMATS.get(ordinal % 200, "u-{:05d}").format(ordinal) for ordinal in range(world.users)),
+        tuple(ODD_ITEM_ID_FORMATS.get(ordinal % 250, "i-{:05d}").format(ordinal) for ordinal in range(world.items)),
+        tuple(CATEGORIES[ordinal // GROUPS_PER_CATEGORY % len(CATEGORIES)] for ordinal in group_of_item),
         click_users[first_click_rows],
         click_items[first_click_rows],
         times[first_click_rows],

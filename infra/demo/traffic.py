@@ -42,9 +42,7 @@ class RequestStream:
 
     def __init__(self, dataset: Dataset, seed: int = 0) -> None:
         self._random_generator = np.random.default_rng(seed)
-        self._users_by_rank = self._random_generator.permutation(
-            np.array(sorted(dataset.histories), object)
-        )
+        self._users_by_rank = self._random_generator.permutation(np.array(sorted(dataset.histories), object))
         items = set(itertools.chain(*dataset.histories.values()))
         self._items = np.array(sorted(items), object)
         self._histories = dataset.histories
@@ -59,9 +57,7 @@ class RequestStream:
     def __iter__(self) -> Iterator[TrafficRequest]:
         request_kinds = list(SHARE_BY_REQUEST_KIND)
         while True:
-            kind = request_kinds[
-                int(np.searchsorted(self._cumulative_kind_shares, self._random_generator.random()))
-            ]
+            kind = request_kinds[int(np.searchsorted(self._cumulative_kind_shares, self._random_generator.random()))]
             questions, options = self._draw_request(kind)
             yield TrafficRequest(kind, tuple(questions), replace(options, k=questions[0].k))
 
@@ -69,22 +65,16 @@ class RequestStream:
         if kind == "similar":
             return [Question("item_similar", self._draw_items(1)[0], 10)], Options()
         if kind == "stranger":
-            return [
-                Question(TOPK_TABLE, f"nobody-{self._random_generator.integers(1 << 40)}", 20)
-            ], Options()
+            return [Question(TOPK_TABLE, f"nobody-{self._random_generator.integers(1 << 40)}", 20)], Options()
         if kind == "newcomer":
-            user, items = self._newcomers[
-                int(len(self._newcomers) * self._random_generator.random() ** 2)
-            ]
+            user, items = self._newcomers[int(len(self._newcomers) * self._random_generator.random() ** 2)]
             # Some come back having done one thing more: another input, so another answer.
             known_items = items[: max(1, len(items) - int(self._random_generator.integers(3)))]
             return [self._question_with_input(user, known_items)], Options()
         user = self._draw_user()
         match kind:
             case "known_user":
-                return [
-                    Question(TOPK_TABLE, user, int(self._random_generator.choice((10, 20, 50))))
-                ], Options()
+                return [Question(TOPK_TABLE, user, int(self._random_generator.choice((10, 20, 50))))], Options()
             case "batch":
                 users = dict.fromkeys([user, *(self._draw_user() for _ in range(19))])
                 return [Question(TOPK_TABLE, user, 20) for user in users], Options()
@@ -99,16 +89,11 @@ class RequestStream:
         return [*tables, Question("item_vector", self._draw_items(1)[0])], Options()
 
     def _draw_user(self) -> str:
-        position = int(
-            np.searchsorted(self._cumulative_user_shares, self._random_generator.random())
-        )
+        position = int(np.searchsorted(self._cumulative_user_shares, self._random_generator.random()))
         return str(self._users_by_rank[min(position, len(self._users_by_rank) - 1)])
 
     def _draw_items(self, count: int) -> list[str]:
-        return [
-            str(item)
-            for item in self._items[self._random_generator.integers(len(self._items), size=count)]
-        ]
+        return [str(item) for item in self._items[self._random_generator.integers(len(self._items), size=count)]]
 
     def _question_with_input(self, user: str, history: Sequence[str]) -> Question:
         """Question with everything to compute from; a model that takes features wants them all."""
@@ -116,9 +101,7 @@ class RequestStream:
         return Question(TOPK_TABLE, user, 20, frozenset(items), items, features)
 
 
-async def replay(
-    url: str, requests: Iterable[TrafficRequest], judge: Judge, *, rate: float
-) -> list[float]:
+async def replay(url: str, requests: Iterable[TrafficRequest], judge: Judge, *, rate: float) -> list[float]:
     """Send requests, at most `rate` per second, and judge the answers; return their milliseconds."""
     latencies_ms: list[float] = []
     numbered_requests = enumerate(requests)

@@ -49,11 +49,7 @@ def make_requirement_files(pins_to_audit: Iterable[Pin]) -> list[str]:
     for name, version in sorted({(pin.name, pin.version) for pin in pins_to_audit}):
         if (
             version_by_name := next(
-                (
-                    file_without_name
-                    for file_without_name in version_by_name_files
-                    if name not in file_without_name
-                ),
+                (file_without_name for file_without_name in version_by_name_files if name not in file_without_name),
                 None,
             )
         ) is None:
@@ -68,9 +64,7 @@ def make_requirement_files(pins_to_audit: Iterable[Pin]) -> list[str]:
 def list_complaints(source: str, requirements_text: str, accepted_ids: Iterable[str]) -> list[str]:
     """Return open advisories and unknown packages by one source; raise SourceUnavailable if it does not answer."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements_file:
-        requirements_file.write(
-            f"{requirements_text}{KNOWN_BAD_PIN.name}=={KNOWN_BAD_PIN.version}\n"
-        )
+        requirements_file.write(f"{requirements_text}{KNOWN_BAD_PIN.name}=={KNOWN_BAD_PIN.version}\n")
         requirements_file.flush()
         command = [
             str(PIP_AUDIT_PATH), "--vulnerability-service", source, "--format", "json",
@@ -96,18 +90,12 @@ def list_complaints(source: str, requirements_text: str, accepted_ids: Iterable[
         for package in dependencies
         for advisory in package.get("vulns", ())
     ]
-    if not any(
-        advisory_line.startswith(f"{KNOWN_BAD_PIN.name} ") for advisory_line in advisory_lines
-    ):
+    if not any(advisory_line.startswith(f"{KNOWN_BAD_PIN.name} ") for advisory_line in advisory_lines):
         raise SourceUnavailable(f"it has no advisory on {KNOWN_BAD_PIN.name}, which has some")
     unknown_packages = [package["name"] for package in dependencies if "skip_reason" in package]
     return [
         *(f"{name}: unknown to the source, so not audited" for name in unknown_packages),
-        *(
-            advisory_line
-            for advisory_line in advisory_lines
-            if not advisory_line.startswith(f"{KNOWN_BAD_PIN.name} ")
-        ),
+        *(advisory_line for advisory_line in advisory_lines if not advisory_line.startswith(f"{KNOWN_BAD_PIN.name} ")),
     ]
 
 
@@ -119,9 +107,7 @@ def main() -> int:
         try:
             requirement_texts = make_requirement_files(pins_to_audit)
             complaint_lines = [
-                line
-                for text in requirement_texts
-                for line in list_complaints(source, text, accepted_ids)
+                line for text in requirement_texts for line in list_complaints(source, text, accepted_ids)
             ]
         except SourceUnavailable as problem:
             print(f"advisories of {source} could not be asked: {problem}", file=sys.stderr)

@@ -46,9 +46,7 @@ def read_installed_licences() -> dict[str, tuple[str, str]]:
         "json",
     ]
     package_rows = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    return {
-        canonicalize_name(row["Name"]): (row["Version"], row["License"]) for row in package_rows
-    }
+    return {canonicalize_name(row["Name"]): (row["Version"], row["License"]) for row in package_rows}
 
 
 def judge_licences(
@@ -62,9 +60,7 @@ def judge_licences(
     for pin in sorted({pin for pins in pins_by_lock.values() for pin in pins}, key=str):
         version, licence = version_and_licence_by_name.get(pin.name, ("", ""))
         if not pin.is_for_this_machine():
-            licence_by_name.setdefault(
-                pin.name, licence_rules["elsewhere"].get(pin.name, licence or "UNKNOWN")
-            )
+            licence_by_name.setdefault(pin.name, licence_rules["elsewhere"].get(pin.name, licence or "UNKNOWN"))
         elif version != pin.version:
             complaints.append(f"{pin.name}: {version or 'nothing'} is installed, not {pin.version}")
         else:

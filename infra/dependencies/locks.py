@@ -10,9 +10,7 @@ from packaging.utils import canonicalize_name
 LOCKS_FOLDER = Path(__file__).parents[1] / "locks"
 LOCK_NAMES = ("all", "serving", "airflow", "audit", "chart", "docs", "package")
 """The locks; the last four are of tools, each in an environment of its own."""
-PIN_LINE_PATTERN = re.compile(
-    r"^(?P<name>[\w.-]+)(?:\[[\w,-]+\])?==(?P<version>[^ ;\\]+)(?: ; (?P<marker>[^\\]+))?"
-)
+PIN_LINE_PATTERN = re.compile(r"^(?P<name>[\w.-]+)(?:\[[\w,-]+\])?==(?P<version>[^ ;\\]+)(?: ; (?P<marker>[^\\]+))?")
 
 
 @dataclass(frozen=True)

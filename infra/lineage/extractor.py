@@ -80,16 +80,12 @@ def is_build_argument(argument: object) -> bool:
 def _input_dataset(dataset: StepDataset) -> InputDataset:
     input_facets: dict[str, Any] = {}
     if (dataset.rows, dataset.size_bytes, dataset.files) != (None, None, None):
-        input_facets["inputStatistics"] = (
-            input_statistics_input_dataset.InputStatisticsInputDatasetFacet(
-                rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
-            )
+        input_facets["inputStatistics"] = input_statistics_input_dataset.InputStatisticsInputDatasetFacet(
+            rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
         )
     if dataset.checks:
-        input_facets["dataQualityAssertions"] = (
-            data_quality_assertions_dataset.DataQualityAssertionsDatasetFacet(
-                [_assertion(check) for check in dataset.checks]
-            )
+        input_facets["dataQualityAssertions"] = data_quality_assertions_dataset.DataQualityAssertionsDatasetFacet(
+            [_assertion(check) for check in dataset.checks]
         )
     return InputDataset(
         dataset.name.namespace,
@@ -102,10 +98,8 @@ def _input_dataset(dataset: StepDataset) -> InputDataset:
 def _output_dataset(dataset: StepDataset) -> OutputDataset:
     output_facets: dict[str, Any] = {}
     if (dataset.rows, dataset.size_bytes, dataset.files) != (None, None, None):
-        output_facets["outputStatistics"] = (
-            output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(
-                rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
-            )
+        output_facets["outputStatistics"] = output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(
+            rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
         )
     return OutputDataset(
         dataset.name.namespace,
@@ -118,13 +112,9 @@ def _output_dataset(dataset: StepDataset) -> OutputDataset:
 def _dataset_facets(dataset: StepDataset) -> dict[str, DatasetFacet]:
     dataset_facets: dict[str, DatasetFacet] = {}
     if dataset.version is not None:
-        dataset_facets["version"] = dataset_version_dataset.DatasetVersionDatasetFacet(
-            dataset.version
-        )
+        dataset_facets["version"] = dataset_version_dataset.DatasetVersionDatasetFacet(dataset.version)
     if dataset.location is not None:
-        location_identifier = symlinks_dataset.Identifier(
-            dataset.location.namespace, dataset.location.name, "LOCATION"
-        )
+        location_identifier = symlinks_dataset.Identifier(dataset.location.namespace, dataset.location.name, "LOCATION")
         dataset_facets["symlinks"] = symlinks_dataset.SymlinksDatasetFacet([location_identifier])
     return dataset_facets
 

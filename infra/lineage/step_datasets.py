@@ -62,9 +62,7 @@ class DatasetName:
         url = _without_query(url)
         azure_match = _AZURE_CONTAINER_PATTERN.match(url)
         prefix_length = azure_match.end() if azure_match else 0
-        scheme, _, location_path = (
-            f"{url[:prefix_length]}{without_secrets(url[prefix_length:])}".rpartition("://")
-        )
+        scheme, _, location_path = f"{url[:prefix_length]}{without_secrets(url[prefix_length:])}".rpartition("://")
         path = PurePosixPath(location_path, *subpath_parts)
         if scheme in ("", "file"):
             return cls("file", str(path))
@@ -73,11 +71,7 @@ class DatasetName:
     @classmethod
     def of_pattern(cls, pattern: str, base_folder: str) -> Self:
         """Return the name of source files: the file, or the folder above the first wildcard, from `base_folder`."""
-        full_pattern = (
-            _without_query(pattern)
-            if "://" in pattern
-            else str(PurePosixPath(base_folder, pattern))
-        )
+        full_pattern = _without_query(pattern) if "://" in pattern else str(PurePosixPath(base_folder, pattern))
         wildcard_free_parts = []
         for part in full_pattern.split("/"):
             if any(wildcard in part for wildcard in "*?["):
@@ -239,17 +233,13 @@ def _begin_datasets(finished_step: FinishedStep) -> StepDatasets:
     )
 
 
-def _source_datasets(
-    finished_step: FinishedStep, begin_report: BeginReport | None
-) -> Iterator[StepDataset]:
+def _source_datasets(finished_step: FinishedStep, begin_report: BeginReport | None) -> Iterator[StepDataset]:
     """Yield the sources, with row counts if one file or pattern has all rows, and checks on rows left out."""
     config = finished_step.build.config
     unusable_by_source = {} if begin_report is None else begin_report["unusable"]
     for source_name in SOURCE_NAMES:
         source_setting: Any = getattr(config.sources, source_name)
-        patterns = (
-            [source_setting] if isinstance(source_setting, str) else [*(source_setting or ())]
-        )
+        patterns = [source_setting] if isinstance(source_setting, str) else [*(source_setting or ())]
         source_report = unusable_by_source.get(source_name)
         left_out_checks = tuple(
             Check(f"usable: {reason}", False, reason_counts["rows"], 0, blocks=False)
@@ -270,9 +260,7 @@ def _embed_items_datasets(finished_step: FinishedStep) -> StepDatasets:
 def _score_datasets(finished_step: FinishedStep) -> StepDatasets:
     score_report = finished_step.report(shard_report_name(finished_step.shard or 0))
     if score_report is None:
-        return StepDatasets(
-            (finished_step.part("work/partition"), finished_step.vectors, finished_step.bundle)
-        )
+        return StepDatasets((finished_step.part("work/partition"), finished_step.vectors, finished_step.bundle))
     users_report, tables = score_report["users"], _tables_of_shard(score_report)
     table_datasets = tuple(
         finished_step.part(
@@ -285,9 +273,7 @@ def _score_datasets(finished_step: FinishedStep) -> StepDatasets:
         for table_name, table_report in tables.items()
     )
     partition_dataset = finished_step.part("work/partition", rows=users_report["entities"])
-    return StepDatasets(
-        (partition_dataset, finished_step.vectors, finished_step.bundle), table_datasets
-    )
+    return StepDatasets((partition_dataset, finished_step.vectors, finished_step.bundle), table_datasets)
 
 
 def _tables_of_shard(score_report: ShardReport) -> dict[str, PagesEntry]:
@@ -295,21 +281,11 @@ def _tables_of_shard(score_report: ShardReport) -> dict[str, PagesEntry]:
 
 
 def _assemble_datasets(finished_step: FinishedStep) -> StepDatasets:
-    reports = [
-        finished_step.report(shard_report_name(shard))
-        for shard in range(finished_step.build.config.shards)
-    ]
-    table_names = {
-        table_name
-        for report in reports
-        if report is not None
-        for table_name in _tables_of_shard(report)
-    }
+    reports = [finished_step.report(shard_report_name(shard)) for shard in range(finished_step.build.config.shards)]
+    table_names = {table_name for report in reports if report is not None for table_name in _tables_of_shard(report)}
     assemble_report = finished_step.report(ASSEMBLE_REPORT)
     user_count = assemble_report and assemble_report["users_scored"]
-    table_datasets = tuple(
-        finished_step.part("tables", table_name) for table_name in sorted(table_names)
-    )
+    table_datasets = tuple(finished_step.part("tables", table_name) for table_name in sorted(table_names))
     return StepDatasets(table_datasets, (finished_step.part(rows=user_count),))
 
 
@@ -327,10 +303,7 @@ def _quantize_datasets(finished_step: FinishedStep) -> StepDatasets:
     quantize_report = finished_step.report(QUANTIZE_REPORT)
     models = {} if quantize_report is None else quantize_report["models"]
     model_files = [
-        model_file
-        for model in models.values()
-        for model_file in (model["fp32"], model["int8"])
-        if model_file
+        model_file for model in models.values() for model_file in (model["fp32"], model["int8"]) if model_file
     ]
     size_bytes = sum(model_file["size_bytes"] for model_file in model_files)
     models_dataset = finished_step.part("models", size_bytes=size_bytes, files=len(model_files))
@@ -339,9 +312,7 @@ def _quantize_datasets(finished_step: FinishedStep) -> StepDatasets:
 
 def _load_datasets(finished_step: FinishedStep) -> StepDatasets:
     manifest = finished_step.manifest
-    return StepDatasets(
-        _table_datasets(finished_step, manifest), _page_datasets(finished_step, manifest)
-    )
+    return StepDatasets(_table_datasets(finished_step, manifest), _page_datasets(finished_step, manifest))
 
 
 def _verify_datasets(finished_step: FinishedStep) -> StepDatasets:
@@ -373,26 +344,20 @@ def _gate_check(gate: Mapping[str, Any]) -> Check:
     return Check(gate["rule"], gate["passed"], gate["value"], gate["threshold"], note)
 
 
-def _table_datasets(
-    finished_step: FinishedStep, manifest: Manifest | None
-) -> tuple[StepDataset, ...]:
+def _table_datasets(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
     return tuple(
         finished_step.part("tables", table_name, **table_totals)
         for table_name, table_totals in _totals_by_table(manifest)
     )
 
 
-def _page_datasets(
-    finished_step: FinishedStep, manifest: Manifest | None
-) -> tuple[StepDataset, ...]:
+def _page_datasets(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
     generation, key_prefix = (
         finished_step.build.generation,
         f"larder:{KEYSPACE_VERSION}:{finished_step.build.config.namespace}:g",
     )
     return tuple(
-        finished_step.in_redis(
-            f"{key_prefix}:{table_name}", f"{key_prefix}:{generation}:{table_name}", **table_totals
-        )
+        finished_step.in_redis(f"{key_prefix}:{table_name}", f"{key_prefix}:{generation}:{table_name}", **table_totals)
         for table_name, table_totals in _totals_by_table(manifest)
     )
 

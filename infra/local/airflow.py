@@ -116,16 +116,11 @@ class LocalAirflow:
     def is_ready(self, dag_count: int) -> bool:
         """True once scheduler and DAG processor are healthy and so many DAGs are parsed; raise AirflowFailed."""
         health = self._call("GET", "/api/v2/monitor/health")
-        if any(
-            health[component_name]["status"] != "healthy"
-            for component_name in ("scheduler", "dag_processor")
-        ):
+        if any(health[component_name]["status"] != "healthy" for component_name in ("scheduler", "dag_processor")):
             return False
         import_errors = self._call("GET", "/api/v2/importErrors")["import_errors"]
         if import_errors:
-            raise AirflowFailed(
-                f"{import_errors[0]['filename']}: {import_errors[0]['stack_trace']}"
-            )
+            raise AirflowFailed(f"{import_errors[0]['filename']}: {import_errors[0]['stack_trace']}")
         return int(self._call("GET", "/api/v2/dags")["total_entries"]) >= dag_count
 
     def add_pool(self, name: str, slots: int) -> None:
@@ -145,9 +140,7 @@ class LocalAirflow:
     def announce(self, asset_name: str) -> None:
         """Create an event of an asset, like a task that lists it among its outlets, which starts its DAGs."""
         assets = self._call("GET", f"/api/v2/assets?name_pattern={quote(asset_name)}")["assets"]
-        asset_id = next(
-            asset_record["id"] for asset_record in assets if asset_record["name"] == asset_name
-        )
+        asset_id = next(asset_record["id"] for asset_record in assets if asset_record["name"] == asset_name)
         self._call("POST", "/api/v2/assets/events", {"asset_id": asset_id, "extra": {}})
 
     def clear(self, dag_id: str, run_id: str) -> None:
@@ -176,23 +169,17 @@ class LocalAirflow:
             )
             for task in instances_reply["task_instances"]
         )
-        return RunReport(
-            dag_id, run_id, run["run_type"], run["state"], run["duration"] or 0.0, tasks
-        )
+        return RunReport(dag_id, run_id, run["run_type"], run["state"], run["duration"] or 0.0, tasks)
 
     def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
         """Return the end of a task's last log, as text."""
-        task = next(
-            task_report for task_report in reversed(report.tasks) if task_report.task_id == task_id
-        )
+        task = next(task_report for task_report in reversed(report.tasks) if task_report.task_id == task_id)
         return _read_task_log(self.home / "logs", report, task, lines)
 
     @property
     def session(self) -> int:
         """Id of the session that every task's processes belong to."""
-        return next(
-            process.pid for process in self._processes if process.log_path.stem == "scheduler"
-        )
+        return next(process.pid for process in self._processes if process.log_path.stem == "scheduler")
 
     def wait_for_new_run(self, dag_id: str, earlier_run_ids: tuple[str, ...]) -> str:
         """Return the first run that is not among `earlier_run_ids`, such as the one that an asset starts."""
@@ -203,9 +190,7 @@ class LocalAirflow:
                 if run_id not in earlier_run_ids:
                     return run_id
             time.sleep(0.25)
-        raise AirflowFailed(
-            f"no new run of {dag_id} within {NEW_RUN_S_MAX:.0f} s\n{self._log_ends()}"
-        )
+        raise AirflowFailed(f"no new run of {dag_id} within {NEW_RUN_S_MAX:.0f} s\n{self._log_ends()}")
 
     def wait(
         self,
@@ -222,11 +207,7 @@ class LocalAirflow:
             self.check()
             report = self.report(dag_id, run_id)
             for task_report in report.tasks:
-                if (
-                    on_task is not None
-                    and task_report.state in TERMINAL_STATES
-                    and task_report not in reported_tasks
-                ):
+                if on_task is not None and task_report.state in TERMINAL_STATES and task_report not in reported_tasks:
                     reported_tasks.add(task_report)
                     on_task(task_report)
             if report.state == "success":
@@ -240,8 +221,7 @@ class LocalAirflow:
         for process in self._processes:
             if not process.is_running:
                 raise AirflowFailed(
-                    f"airflow {process.log_path.stem} ended by itself ({process.returncode})\n"
-                    f"{process.log_tail()}"
+                    f"airflow {process.log_path.stem} ended by itself ({process.returncode})\n{process.log_tail()}"
                 )
 
     def _start(self) -> None:
@@ -276,9 +256,7 @@ class LocalAirflow:
         while not condition():
             self.check()
             if time.monotonic() > give_up_at:
-                raise AirflowFailed(
-                    f"{subject} not ready within {timeout_s:.0f} s\n{self._log_ends()}"
-                )
+                raise AirflowFailed(f"{subject} not ready within {timeout_s:.0f} s\n{self._log_ends()}")
             time.sleep(0.1)
 
     def _call(self, method: str, path: str, request_body: Mapping[str, Any] | None = None) -> Any:
@@ -288,16 +266,12 @@ class LocalAirflow:
         return response.json()
 
     def _log_ends(self) -> str:
-        return "\n".join(
-            f"-- {process.log_path.stem}\n{process.log_tail(8)}" for process in self._processes
-        )
+        return "\n".join(f"-- {process.log_path.stem}\n{process.log_tail(8)}" for process in self._processes)
 
     def _describe_failure(self, report: RunReport, timeout_s: float) -> str:
         report_lines = [f"{report.dag_id} {report.run_id} is {report.state}"]
         if report.state != "failed":
-            task_states_text = ", ".join(
-                f"{task_report.task_id} {task_report.state}" for task_report in report.tasks
-            )
+            task_states_text = ", ".join(f"{task_report.task_id} {task_report.state}" for task_report in report.tasks)
             report_lines = [f"{report_lines[0]} after {timeout_s:.0f} s: {task_states_text}"]
         for task in report.tasks:
             if task.state in ("failed", "up_for_retry"):
@@ -334,9 +308,7 @@ def local_airflow_settings(airflow_home: Path, url: str, parallelism: int) -> di
     }
 
 
-def _read_task_log(
-    logs_folder: Path, report: RunReport, task: TaskReport, line_count: int = 25
-) -> str:
+def _read_task_log(logs_folder: Path, report: RunReport, task: TaskReport, line_count: int = 25) -> str:
     task_folder = logs_folder / f"dag_id={report.dag_id}" / f"run_id={report.run_id}"
     task_folder /= f"task_id={task.task_id}"
     if task.map_index >= 0:
@@ -360,8 +332,7 @@ def _readable_log_line(json_line: str) -> str:
         readable_text += f"\n    {error.get('exc_type')}: {error.get('exc_value')}"
         for stack_frame in (error.get("frames") or [])[-3:]:
             readable_text += (
-                f"\n        {stack_frame.get('filename')}:{stack_frame.get('lineno')} "
-                f"{stack_frame.get('name')}"
+                f"\n        {stack_frame.get('filename')}:{stack_frame.get('lineno')} {stack_frame.get('name')}"
             )
     return readable_text
 

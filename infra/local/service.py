@@ -43,9 +43,7 @@ class ServiceProcess:
 
     def __enter__(self) -> Self:
         self.log.unlink(missing_ok=True)
-        self._process = GuardedCommand(
-            self._command, log_path=self.log, env=self._environment, cwd=self._root
-        )
+        self._process = GuardedCommand(self._command, log_path=self.log, env=self._environment, cwd=self._root)
         try:
             self.url = self._wait_for_url()
         except BaseException:

@@ -61,8 +61,7 @@ _ROWS_DIFFER_REMEDY = (
     "categories?"
 )
 _ROUNDED_REMEDY = (
-    "differences so small against the largest value are float32's: train on a smaller scale (thousands, or a "
-    "logarithm)"
+    "differences so small against the largest value are float32's: train on a smaller scale (thousands, or a logarithm)"
 )
 _TEXTS_DIFFER_REMEDY = (
     "exported tokenizers and lower-casing treat letters beyond ASCII in their own way; make texts lower-case ASCII "
@@ -147,8 +146,7 @@ class ClassifierReport:
             *self.remarks,
             *(f"cannot: {limit_text}" for limit_text in (self.remark, *self.limits) if limit_text),
             self._comparison_in_words(),
-            "a request about an id without a row sends features like "
-            + orjson.dumps(self.request).decode(),
+            "a request about an id without a row sends features like " + orjson.dumps(self.request).decode(),
             f"next: cd {self.folder}, then larder check, larder night and larder serve",
         ]
 
@@ -171,9 +169,7 @@ class ClassifierReport:
         remarks = []
         if self.classes and self.classes != self.labels:
             class_label_pairs = zip(self.classes, self.labels, strict=True)
-            pairs_text = ", ".join(
-                f"{class_name} is {label}" for class_name, label in class_label_pairs
-            )
+            pairs_text = ", ".join(f"{class_name} is {label}" for class_name, label in class_label_pairs)
             remarks.append(f"classes of the model: {pairs_text}")
         if self.earlier_labels:
             earlier_text, current_text = ", ".join(self.earlier_labels), ", ".join(self.labels)
@@ -230,9 +226,7 @@ def from_classifier(
     _demand_labels(labels)
     onnx_bytes = _onnx_bytes(model)
     onnx_graph = _parse_graph(onnx_bytes)
-    columns_by_input = _columns_by_input(
-        onnx_graph, source_table.drop_columns([id_column]), columns
-    )
+    columns_by_input = _columns_by_input(onnx_graph, source_table.drop_columns([id_column]), columns)
     spec, column_by_input = _bind_inputs(onnx_graph, source_table, columns_by_input, output, labels)
     classes = stated_classes(onnx_graph, len(labels))
     _demand_order_of_classes(labels, classes)
@@ -270,9 +264,7 @@ def from_classifier(
             training={"imported": "classifier", COLUMNS_OF_INPUTS_KEY: columns_by_input},
         )
         tower = Tower.open(bundle.values[table].path, spec)
-        is_complete_row = np.stack(
-            [_complete_row_mask(column) for column in column_by_input.values()]
-        ).all(axis=0)
+        is_complete_row = np.stack([_complete_row_mask(column) for column in column_by_input.values()]).all(axis=0)
         usable_rows = np.flatnonzero(is_complete_row)
         if not len(usable_rows):
             raise _no_usable_row_error(source_table.drop_columns([id_column]), len(ids))
@@ -280,8 +272,7 @@ def from_classifier(
         if tuple(labels) not in (classes, earlier_labels):
             compared_rows = usable_rows[:REORDER_CHECK_ROWS_MAX]
             input_by_name = {
-                spec_.name: _model_input(column_by_input[spec_.name], spec_, compared_rows)
-                for spec_ in spec.inputs
+                spec_.name: _model_input(column_by_input[spec_.name], spec_, compared_rows) for spec_ in spec.inputs
             }
             _demand_earlier_label_order(to, bundle.values[table], tower, input_by_name)
         note_import_begun(to)
@@ -303,8 +294,7 @@ def from_classifier(
         )
     remark = reinstate_bundle(to) if is_again else ""
     request = {
-        input_name: _shown_value(column[int(usable_rows[0])].as_py())
-        for input_name, column in column_by_input.items()
+        input_name: _shown_value(column[int(usable_rows[0])].as_py()) for input_name, column in column_by_input.items()
     }
     limits = limits_of_user_features(to, feature_rows, spec, tried_rows.nonfinite_row_count)
     if tried_rows.common_output is not None and len(usable_rows) >= JUDGED_ROWS_MIN:
@@ -369,9 +359,7 @@ def _demand_labels(labels: Sequence[str]) -> None:
         raise SourceError("labels are empty: give a name for each number that the model gives")
     for label_index, label in enumerate(labels):
         if not label:
-            raise SourceError(
-                f"label {label_index + 1} of {','.join(labels)} is empty: give it a name"
-            )
+            raise SourceError(f"label {label_index + 1} of {','.join(labels)} is empty: give it a name")
         if label in labels[:label_index]:
             raise SourceError(f"label {label!r} is there twice: give each number a name of its own")
 
@@ -379,8 +367,7 @@ def _demand_labels(labels: Sequence[str]) -> None:
 def _demand_order_of_classes(labels: Sequence[str], class_names: tuple[str, ...]) -> None:
     """Raise SourceError for a label that is one of the model's classes, at another place."""
     if any(
-        label in class_names and class_names.index(label) != label_index
-        for label_index, label in enumerate(labels)
+        label in class_names and class_names.index(label) != label_index for label_index, label in enumerate(labels)
     ):
         raise SourceError(
             f"labels are {', '.join(labels)}, and the model's classes are {', '.join(class_names)}, in this order: "
@@ -417,9 +404,7 @@ def _shown_value(feature_value: object) -> object:
 def _names_in_words(names: Sequence[str]) -> str:
     """Return the first names of a list, and the number of all where there are more."""
     names_text = ", ".join(names[:LISTED_NAMES_MAX])
-    return (
-        names_text if len(names) <= LISTED_NAMES_MAX else f"{names_text}, ... ({len(names)} in all)"
-    )
+    return names_text if len(names) <= LISTED_NAMES_MAX else f"{names_text}, ... ({len(names)} in all)"
 
 
 def _demand_earlier_label_order(
@@ -432,14 +417,8 @@ def _demand_earlier_label_order(
     """
     try:
         earlier_model = Bundle.read(import_folder / BUNDLE_FOLDER).values[model.name]
-        is_reordered = earlier_model.labels != model.labels and set(earlier_model.labels) == set(
-            model.labels
-        )
-        if (
-            not is_reordered
-            or earlier_model.spec != model.spec
-            or earlier_model.digest == model.digest
-        ):
+        is_reordered = earlier_model.labels != model.labels and set(earlier_model.labels) == set(model.labels)
+        if not is_reordered or earlier_model.spec != model.spec or earlier_model.digest == model.digest:
             return
         outputs, earlier_outputs = (
             tower.run(input_by_name),
@@ -447,9 +426,7 @@ def _demand_earlier_label_order(
         )
     except (LarderError, KeyError):  # what cannot be compared proves nothing
         return
-    reordered_outputs = earlier_outputs[
-        :, [earlier_model.labels.index(label) for label in model.labels]
-    ]
+    reordered_outputs = earlier_outputs[:, [earlier_model.labels.index(label) for label in model.labels]]
     mean_error_by_place = float(np.abs(outputs - earlier_outputs).mean())
     mean_error_by_label = float(np.abs(outputs - reordered_outputs).mean())
     if mean_error_by_place < mean_error_by_label:
@@ -484,10 +461,7 @@ def _kept_settings_in_words(import_folder: Path, value_name: str) -> tuple[str, 
             "(kind = "
             f'"value", value = "{value_name}")'
         )
-    if (
-        features_file is None
-        or config.path(features_file).resolve() != (import_folder / FEATURES_FILE).resolve()
-    ):
+    if features_file is None or config.path(features_file).resolve() != (import_folder / FEATURES_FILE).resolve():
         remark = (
             f"nights read {features_file or 'no features'} ([sources] user_features in {SETTINGS_FILE}), not the rows "
             "of "
@@ -553,9 +527,7 @@ def _columns_by_input(
     """Return the columns of the table that each input takes; raise SourceError for one that it lacks."""
     input_names = [graph_input.name for graph_input in _graph_inputs(graph)]
     all_columns: tuple[str, ...] = tuple(feature_table.column_names if columns is None else columns)
-    columns_by_input = {
-        name: (name,) if len(input_names) > 1 else all_columns for name in input_names
-    }
+    columns_by_input = {name: (name,) if len(input_names) > 1 else all_columns for name in input_names}
     for column in (column for names in columns_by_input.values() for column in names):
         if column not in feature_table.column_names:
             raise SourceError(
@@ -586,9 +558,7 @@ def _bind_inputs(
         input_columns = columns_by_input[graph_input.name]
         input_spec = _input_spec(graph_input, input_columns)
         input_specs.append(input_spec)
-        column_by_input[graph_input.name] = _input_column(
-            feature_table.select(input_columns), input_spec
-        )
+        column_by_input[graph_input.name] = _input_column(feature_table.select(input_columns), input_spec)
     return TowerSpec(tuple(input_specs), output_name, len(labels)), column_by_input
 
 
@@ -602,16 +572,9 @@ def _output_name(graph: Any, requested_output: str | None, label_count: int) -> 
     output_names = (
         [requested_output]
         if requested_output
-        else [
-            name
-            for name in width_by_float_output
-            if len(width_by_float_output) == 1 or "prob" in name
-        ]
+        else [name for name in width_by_float_output if len(width_by_float_output) == 1 or "prob" in name]
     )
-    if (
-        any(graph_output.type.HasField("sequence_type") for graph_output in graph.output)
-        and not width_by_float_output
-    ):
+    if any(graph_output.type.HasField("sequence_type") for graph_output in graph.output) and not width_by_float_output:
         raise SourceError(
             "the model gives a list of dictionaries: export it with zipmap off (skl2onnx: "
             "options={LogisticRegression: {'zipmap': False}}; onnxmltools: zipmap=False)"
@@ -688,32 +651,20 @@ def _input_column(feature_table: Any, input_spec: InputSpec) -> Any:
 
 def _complete_row_mask(feature_column: Any) -> NDArray[np.bool_]:
     """Mask of the rows in which no value is missing or NaN."""
-    values = (
-        feature_column.flatten()
-        if pa.types.is_fixed_size_list(feature_column.type)
-        else feature_column
-    )
+    values = feature_column.flatten() if pa.types.is_fixed_size_list(feature_column.type) else feature_column
     has_value: NDArray[np.bool_] = np.asarray(pc.is_valid(values))
     if pa.types.is_floating(values.type):
         has_value = has_value & np.asarray(pc.fill_null(pc.is_finite(values), False))
     return np.asarray(has_value.reshape(len(feature_column), -1).all(axis=1), np.bool_)
 
 
-def _model_input(
-    feature_column: Any, input_spec: InputSpec, rows: NDArray[np.int64]
-) -> NDArray[Any]:
+def _model_input(feature_column: Any, input_spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
     """The input as the model takes it."""
     selected_column = feature_column.take(pa.array(rows))
     if pa.types.is_fixed_size_list(selected_column.type):
         selected_column = selected_column.flatten()
-    input_values = np.asarray(
-        selected_column.to_pylist(), object if input_spec.dtype == "string" else input_spec.dtype
-    )
-    return (
-        input_values
-        if input_spec.width is None
-        else input_values.reshape(len(rows), input_spec.width)
-    )
+    input_values = np.asarray(selected_column.to_pylist(), object if input_spec.dtype == "string" else input_spec.dtype)
+    return input_values if input_spec.width is None else input_values.reshape(len(rows), input_spec.width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -750,9 +701,7 @@ def _try_rows(
         outputs[batch_start : batch_start + len(batch_rows)] = run_named(
             tower,
             {
-                input_spec.name: _model_input(
-                    column_by_input[input_spec.name], input_spec, batch_rows
-                )
+                input_spec.name: _model_input(column_by_input[input_spec.name], input_spec, batch_rows)
                 for input_spec in tower.spec.inputs
             },
             partial(name_row, "row of", ids, batch_rows),
@@ -768,18 +717,14 @@ def _try_rows(
         return TriedRows(None, nonfinite_row_count, common_output)
     differences = np.abs(outputs - expected_outputs)
     largest_by_label = np.abs(expected_outputs).max(axis=0)
-    tolerances = (
-        TOLERANCE + TOLERANCE * np.abs(expected_outputs) + COLUMN_SHARE_TOLERANCE * largest_by_label
-    )
+    tolerances = TOLERANCE + TOLERANCE * np.abs(expected_outputs) + COLUMN_SHARE_TOLERANCE * largest_by_label
     is_beyond_tolerance = ~(differences <= tolerances)  # also where the output is not a number
     if (is_differing_row := is_beyond_tolerance.any(axis=1)).any():
         row = int(is_differing_row.argmax())
         label_index = int(is_beyond_tolerance[row].argmax())
         off_differences = differences[is_differing_row]
         finite_differences = off_differences[np.isfinite(off_differences)]
-        largest_text = (
-            f"{finite_differences.max():.2g}" if len(finite_differences) else "not finite"
-        )
+        largest_text = f"{finite_differences.max():.2g}" if len(finite_differences) else "not finite"
         remedy = _ROWS_DIFFER_REMEDY
         if (off_differences <= ROUNDING_SHARE_MAX * largest_by_label).all():
             remedy = _ROUNDED_REMEDY
@@ -824,11 +769,7 @@ def _expected_outputs(
 
 def _has_odd_letters(column_by_input: Mapping[str, Any], row: int) -> bool:
     """True if a text of the row has a character beyond ASCII."""
-    return any(
-        not str(value).isascii()
-        for column in column_by_input.values()
-        for value in _texts_in_cell(column[row])
-    )
+    return any(not str(value).isascii() for column in column_by_input.values() for value in _texts_in_cell(column[row]))
 
 
 def _texts_in_cell(cell: Any) -> list[str]:

@@ -40,25 +40,16 @@ def from_implicit(
     `recalculate_user` would, by the usual confidence of a click. Raises SourceError for a model that was not fitted.
     """
     attribute_by_name = (
-        _saved_implicit(Path(model))
-        if isinstance(model, str | Path)
-        else _attributes_of_implicit(model)
+        _saved_implicit(Path(model)) if isinstance(model, str | Path) else _attributes_of_implicit(model)
     )
     user_factors, item_factors = (
         attribute_by_name.get("user_factors"),
         attribute_by_name.get("item_factors"),
     )
-    if (
-        user_factors is None
-        or item_factors is None
-        or not np.size(user_factors)
-        or not np.size(item_factors)
-    ):
+    if user_factors is None or item_factors is None or not np.size(user_factors) or not np.size(item_factors):
         model_name = model if isinstance(model, str | Path) else type(model).__name__
         raise SourceError(f"{model_name} has no factors: call fit before it is imported")
-    model_title = (
-        "implicit" if isinstance(model, str | Path) else f"implicit {type(model).__name__}"
-    )
+    model_title = "implicit" if isinstance(model, str | Path) else f"implicit {type(model).__name__}"
     item_vectors, user_vectors = (
         EntityVectors.of(item_ids, item_factors, "item"),
         EntityVectors.of(user_ids, user_factors, "user"),
@@ -67,9 +58,7 @@ def from_implicit(
     folds, limits = [], [NO_NEW_ITEM_LIMIT]
     if attribute_by_name.get("alpha") is not None:  # only ALS has confidences
         confidence = float(attribute_by_name["alpha"]) * clicks.median_weight
-        folds.append(
-            _als_fold(item_vectors.rows, float(attribute_by_name["regularization"]), confidence)
-        )
+        folds.append(_als_fold(item_vectors.rows, float(attribute_by_name["regularization"]), confidence))
         if clicks.is_weighted:
             limits.append(
                 f"weigh the clicks of a stranger's history: each counts {confidence:g}, alpha times the median weight"
@@ -105,12 +94,8 @@ def from_lightfm(
     features that are not the model's.
     """
     remedy = "call fit first, and give the features that it was fitted on"
-    user_bias, user_rows = _call_model(
-        lambda: model.get_user_representations(user_features), remedy
-    )
-    item_bias, item_rows = _call_model(
-        lambda: model.get_item_representations(item_features), remedy
-    )
+    user_bias, user_rows = _call_model(lambda: model.get_user_representations(user_features), remedy)
+    item_bias, item_rows = _call_model(lambda: model.get_item_representations(item_features), remedy)
     user_matrix = np.column_stack([user_rows, np.ones(len(user_rows), np.float32), user_bias])
     item_matrix = np.column_stack([item_rows, item_bias, np.ones(len(item_rows), np.float32)])
     return _import_vector_pair(
@@ -164,9 +149,7 @@ def from_sklearn(
             )
         )
         if clicks.is_weighted:
-            limits.append(
-                f"weigh the clicks of a stranger's history: each counts {clicks.median_weight:g}, the median"
-            )
+            limits.append(f"weigh the clicks of a stranger's history: each counts {clicks.median_weight:g}, the median")
     model_title = f"scikit-learn {type(model).__name__}"
     return import_vectors(
         Path(to),
@@ -199,9 +182,7 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
         "call fit first, and give the dataset that it was fitted on",
     )
     clicks = dataset.get_user_item_matrix(include_weights=True)
-    clicks.resize(
-        len(user_vectors), len(item_vectors)
-    )  # who never clicked has a row at the end, or no vector
+    clicks.resize(len(user_vectors), len(item_vectors))  # who never clicked has a row at the end, or no vector
     # What was not in any interaction comes last in both, and some models have no vectors of it.
     ids_by_side = tuple(
         id_map.external_ids[: len(side_vectors)]
@@ -213,39 +194,27 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
     inner_model = getattr(model, "model", None)
     has_features = dataset.user_features is not None or dataset.item_features is not None
     if getattr(inner_model, "alpha", None) is not None and not has_features:
-        return from_implicit(
-            inner_model, clicks, to=to, user_ids=ids_by_side[0], item_ids=ids_by_side[1], seed=seed
-        )
+        return from_implicit(inner_model, clicks, to=to, user_ids=ids_by_side[0], item_ids=ids_by_side[1], seed=seed)
     limits = [NO_NEW_ITEM_LIMIT, *([_FEATURES_LIMIT] if has_features else [])]
     distance_name = getattr(getattr(model, "u2i_dist", None), "name", "DOT")
     if distance_name == "EUCLIDEAN":
         item_vectors = np.asarray(item_vectors)
         user_vectors = np.column_stack([user_vectors, np.ones(len(user_vectors), np.float32)])
-        item_vectors = np.column_stack(
-            [item_vectors, np.square(item_vectors, dtype=np.float64).sum(axis=1) / -2]
-        )
+        item_vectors = np.column_stack([item_vectors, np.square(item_vectors, dtype=np.float64).sum(axis=1) / -2])
         limits.append("score by distance: a score orders a user's items and says nothing else")
     elif distance_name != "DOT":
-        raise SourceError(
-            f"{model_name} ranks by {distance_name}: give its vectors to from_vectors"
-        )
+        raise SourceError(f"{model_name} ranks by {distance_name}: give its vectors to from_vectors")
     return _import_vector_pair(
         to, f"RecTools {model_name}", user_vectors, item_vectors, clicks, ids_by_side, limits, seed
     )
 
 
-def _als_fold(
-    item_factors: NDArray[np.float32], regularization: float, confidence: float
-) -> HistoryFold:
+def _als_fold(item_factors: NDArray[np.float32], regularization: float, confidence: float) -> HistoryFold:
     """Return the fold-in of ALS for implicit feedback, with one confidence for every click."""
     factors_f8 = item_factors.astype(np.float64)
-    eigenvalues, eigenvectors = np.linalg.eigh(
-        factors_f8.T @ factors_f8 + regularization * np.eye(factors_f8.shape[1])
-    )
+    eigenvalues, eigenvectors = np.linalg.eigh(factors_f8.T @ factors_f8 + regularization * np.eye(factors_f8.shape[1]))
     if eigenvalues[0] <= 0:
-        raise SourceError(
-            "the items' factors span less than their dimensions, and regularization is 0: set it above 0"
-        )
+        raise SourceError("the items' factors span less than their dimensions, and regularization is 0: set it above 0")
     inverse_root = (eigenvectors / np.sqrt(eigenvalues)) @ eigenvectors.T
     return HistoryFold(
         "the model's own equations",
@@ -257,13 +226,9 @@ def _als_fold(
 
 
 def _attributes_of_implicit(model: Any) -> Mapping[str, Any]:
-    attribute_by_name: dict[str, Any] = {
-        name: getattr(model, name, None) for name in _IMPLICIT_ATTRIBUTES
-    }
+    attribute_by_name: dict[str, Any] = {name: getattr(model, name, None) for name in _IMPLICIT_ATTRIBUTES}
     copied_from_gpu = {
-        name: attribute.to_numpy()
-        for name, attribute in attribute_by_name.items()
-        if hasattr(attribute, "to_numpy")
+        name: attribute.to_numpy() for name, attribute in attribute_by_name.items() if hasattr(attribute, "to_numpy")
     }
     return attribute_by_name | copied_from_gpu
 

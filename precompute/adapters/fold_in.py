@@ -85,9 +85,7 @@ class HistoryFold:
         solution: NDArray[np.float64] = np.linalg.solve(system_matrix, item_rows.sum(axis=0))
         if self.is_mean:
             solution /= max(len(history_ordinals), 1)
-        rotated_solution = (
-            solution if self.back_matrix is None else solution @ self.back_matrix.astype(np.float64)
-        )
+        rotated_solution = solution if self.back_matrix is None else solution @ self.back_matrix.astype(np.float64)
         return rotated_solution + self.offset.astype(np.float64)
 
     def tower(self, step_count: int) -> OnnxModel:
@@ -156,15 +154,9 @@ def _conjugate_gradients(step_count: int) -> list[NodeProto]:
         previous_step, next_step = str(step_index), str(step_index + 1)
         nodes += [
             helper.make_node("MatMul", [f"p{previous_step}", "columns"], [f"along{previous_step}"]),
-            helper.make_node(
-                "MatMul", [f"along{previous_step}", "rows"], [f"square{previous_step}"]
-            ),
-            helper.make_node(
-                "Mul", [f"square{previous_step}", "strength"], [f"weighed{previous_step}"]
-            ),
-            helper.make_node(
-                "Add", [f"weighed{previous_step}", f"p{previous_step}"], [f"ap{previous_step}"]
-            ),
+            helper.make_node("MatMul", [f"along{previous_step}", "rows"], [f"square{previous_step}"]),
+            helper.make_node("Mul", [f"square{previous_step}", "strength"], [f"weighed{previous_step}"]),
+            helper.make_node("Add", [f"weighed{previous_step}", f"p{previous_step}"], [f"ap{previous_step}"]),
             *_dot_nodes(f"p{previous_step}", f"ap{previous_step}", f"pap{previous_step}"),
             *_ratio_nodes(f"rr{previous_step}", f"pap{previous_step}", f"alpha{previous_step}"),
             *_update_nodes(
@@ -183,9 +175,7 @@ def _conjugate_gradients(step_count: int) -> list[NodeProto]:
             ),
             *_dot_nodes(f"r{next_step}", f"r{next_step}", f"rr{next_step}"),
             *_ratio_nodes(f"rr{next_step}", f"rr{previous_step}", f"beta{previous_step}"),
-            *_update_nodes(
-                f"r{next_step}", f"beta{previous_step}", f"p{previous_step}", f"p{next_step}", "Add"
-            ),
+            *_update_nodes(f"r{next_step}", f"beta{previous_step}", f"p{previous_step}", f"p{next_step}", "Add"),
         ]
     return nodes
 
@@ -286,20 +276,14 @@ def share_if_by_chance(
         return None
     sampled_pairs = rng.choice(click_pairs.nnz, min(click_pairs.nnz, 20_000), replace=False)
     sampled_user_vectors = user_vectors[click_pairs.row[sampled_pairs]]
-    clicked_scores = np.einsum(
-        "ij,ij->i", sampled_user_vectors, item_vectors[click_pairs.col[sampled_pairs]]
-    )
+    clicked_scores = np.einsum("ij,ij->i", sampled_user_vectors, item_vectors[click_pairs.col[sampled_pairs]])
     random_scores = np.einsum(
         "ij,ij->i",
         sampled_user_vectors,
         item_vectors[rng.integers(len(item_vectors), size=len(sampled_pairs))],
     )
     auc = float(((clicked_scores > random_scores) + 0.5 * (clicked_scores == random_scores)).mean())
-    return (
-        auc
-        if auc + SIGNIFICANT_DEVIATIONS * 0.5 / np.sqrt(len(sampled_pairs)) < CHANCE_SHARE_MAX
-        else None
-    )
+    return auc if auc + SIGNIFICANT_DEVIATIONS * 0.5 / np.sqrt(len(sampled_pairs)) < CHANCE_SHARE_MAX else None
 
 
 def choose_fold(
@@ -311,18 +295,12 @@ def choose_fold(
 ) -> FoldChoice:
     """Return the candidate with the highest recall of held-out items, the first of equals, or without histories."""
     spec = TowerSpec(
-        (
-            InputSpec(
-                "history", "history", "int32", max_length=HISTORY_ITEMS_MAX, pad=len(item_vectors)
-            ),
-        ),
+        (InputSpec("history", "history", "int32", max_length=HISTORY_ITEMS_MAX, pad=len(item_vectors)),),
         "vector",
         item_vectors.shape[1],
     )
     sampled_users = (
-        np.empty(0, np.int64)
-        if clicks is None
-        else clicks.sample(SAMPLED_USERS_MAX, HISTORY_ITEMS_MIN, rng)
+        np.empty(0, np.int64) if clicks is None else clicks.sample(SAMPLED_USERS_MAX, HISTORY_ITEMS_MIN, rng)
     )
     fold_in_items, held_out_items = _split_sampled_histories(clicks, sampled_users, rng)
     if not len(sampled_users):
@@ -362,9 +340,7 @@ class InputGain:
 
         The test is paired: the mean of the users' differences, and its standard error.
         """
-        user_gains = (self.shares_with_input - self.without)[
-            np.isfinite(self.shares_with_input - self.without)
-        ]
+        user_gains = (self.shares_with_input - self.without)[np.isfinite(self.shares_with_input - self.without)]
         if len(user_gains) < JUDGED_USERS_MIN:
             return []
         mean_gain, standard_error = (
@@ -434,28 +410,20 @@ def check_user_tower(
         sampled_users = clicks.sample(SAMPLED_USERS_MAX, 2, rng, are_usable)
     if not len(sampled_users):
         return UserTowerCheck(None, "no user has clicked two items, of which one could be held out")
-    user_features = {
-        name: feature_values[sampled_users] for name, feature_values in features.items()
-    }
+    user_features = {name: feature_values[sampled_users] for name, feature_values in features.items()}
     shuffled_histories = _shuffle_histories(clicks, sampled_users, rng)
     strangers_inputs = _inputs_of_strangers(spec, user_features, rng)
     vector_parts, held_out_parts, tower_recall = [], [], 0.0
-    stranger_vectors_by_input: dict[str, list[NDArray[np.float32]]] = {
-        name: [] for name in strangers_inputs
-    }
+    stranger_vectors_by_input: dict[str, list[NDArray[np.float32]]] = {name: [] for name in strangers_inputs}
     for part_index in range(HISTORY_PARTS):
         fold_in_items, held_out_items = _hold_out(shuffled_histories, part_index)
         vector_parts.append(run_tower(tower, spec, fold_in_items, user_features))
         for input_name, (is_emptied, features_of_others) in strangers_inputs.items():
             histories = Histories.of([()] * len(sampled_users)) if is_emptied else fold_in_items
-            stranger_vectors_by_input[input_name].append(
-                run_tower(tower, spec, histories, features_of_others)
-            )
+            stranger_vectors_by_input[input_name].append(run_tower(tower, spec, histories, features_of_others))
         held_out_parts += _split_histories(held_out_items)
         if part_index == 0:
-            tower_recall = mean_recall(
-                vector_parts[0], item_vectors, fold_in_items, held_out_items, metric
-            )
+            tower_recall = mean_recall(vector_parts[0], item_vectors, fold_in_items, held_out_items, metric)
         if sum(map(len, held_out_parts)) >= HELD_OUT_CLICKS_ENOUGH:
             break
     # Not what is in the history itself: a model of the next item may well place that last.
@@ -511,10 +479,7 @@ def _inputs_of_strangers(
         user_permutation = rng.permutation(len(next(iter(features.values()))))
         inputs_by_name["user_features"] = (
             False,
-            {
-                feature_name: feature_values[user_permutation]
-                for feature_name, feature_values in features.items()
-            },
+            {feature_name: feature_values[user_permutation] for feature_name, feature_values in features.items()},
         )
     return inputs_by_name
 
@@ -547,9 +512,7 @@ def complete_row_mask(features: Mapping[str, NDArray[Any]], row_count: int) -> N
     return is_complete
 
 
-def find_enough_steps(
-    fold: HistoryFold, spec: TowerSpec, histories: Histories
-) -> tuple[int, OnnxModel]:
+def find_enough_steps(fold: HistoryFold, spec: TowerSpec, histories: Histories) -> tuple[int, OnnxModel]:
     """The fewest steps whose vectors are within STEP_TOLERANCE of the exact ones, or no step more makes them better."""
     if not fold.strength:
         return 1, fold.tower(1)
@@ -559,16 +522,12 @@ def find_enough_steps(
     )
     if not len(sampled_histories):
         sampled_histories = Histories.of([range(min(8, len(fold.rows)))])
-    exact_vectors = np.stack(
-        [fold.exact(history) for history in _split_histories(sampled_histories)]
-    )
+    exact_vectors = np.stack([fold.exact(history) for history in _split_histories(sampled_histories)])
     vector_scale = np.abs(exact_vectors).max(axis=1, keepdims=True) + STEP_TOLERANCE
     best_steps_and_tower, best_error = (TRIED_STEP_COUNTS[0], OnnxModel(b"")), np.inf
     for step_count in TRIED_STEP_COUNTS:
         tower = fold.tower(step_count)
-        relative_error = float(
-            (np.abs(run_tower(tower, spec, sampled_histories) - exact_vectors) / vector_scale).max()
-        )
+        relative_error = float((np.abs(run_tower(tower, spec, sampled_histories) - exact_vectors) / vector_scale).max())
         if relative_error < best_error / 1.5:
             best_steps_and_tower, best_error = (step_count, tower), relative_error
         if relative_error <= STEP_TOLERANCE:
@@ -621,17 +580,13 @@ def _shuffle_histories(
     return [(history, rng.permutation(len(history))) for history in histories]
 
 
-def _hold_out(
-    shuffled_histories: _ShuffledHistories, part_index: int
-) -> tuple[Histories, Histories]:
+def _hold_out(shuffled_histories: _ShuffledHistories, part_index: int) -> tuple[Histories, Histories]:
     """Return (items to fold, items to find); histories of fewer items than parts have nothing to find in the last."""
     fold_in_items, held_out_items = [], []
     for history, shuffled_indexes in shuffled_histories:
         part_size = max(1, len(shuffled_indexes) // HISTORY_PARTS)
         is_held_out = np.zeros(len(shuffled_indexes), np.bool_)
         is_held_out[shuffled_indexes[part_index * part_size : (part_index + 1) * part_size]] = True
-        held_out_items.append(
-            history[shuffled_indexes[part_index * part_size : (part_index + 1) * part_size]]
-        )
+        held_out_items.append(history[shuffled_indexes[part_index * part_size : (part_index + 1) * part_size]])
         fold_in_items.append(history[~is_held_out])
     return Histories.of(fold_in_items), Histories.of(held_out_items)

@@ -109,22 +109,14 @@ class ImportReport:
 
     def lines(self) -> list[str]:
         """Return the report as text lines."""
-        recalls_text = ", ".join(
-            f"{fold_name} {recall:.4f}" for fold_name, recall in self.recalls.items()
-        )
+        recalls_text = ", ".join(f"{fold_name} {recall:.4f}" for fold_name, recall in self.recalls.items())
         users_text = "users by the tower"
         if self.fold_in != OWN_TOWER_FOLD_IN:
             users_text = f"{self.users:,} users with vectors"
         sizes_text = f"{self.items:,} items, {users_text}, {self.clicks:,} clicks"
-        left_out_text = ", ".join(
-            f"{count:,} {reason}" for reason, count in self.left_out.items() if count
-        )
+        left_out_text = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items() if count)
         has_users = self.users or self.clicks
-        todo_text = (
-            ""
-            if has_users
-            else f"name what users did in [sources] interactions of {SETTINGS_FILE}, "
-        )
+        todo_text = "" if has_users else f"name what users did in [sources] interactions of {SETTINGS_FILE}, "
         replacement_note = f"the import before it is replaced, its {SETTINGS_FILE} kept"
         return [
             f"{self.model}: {sizes_text}, {self.dims} dimensions, {self.metric}",
@@ -159,9 +151,7 @@ class ImportReport:
             )
         if self.unused_columns:
             columns_text = ", ".join(self.unused_columns)
-            remarks.append(
-                f"left out of user_features, since the model does not take them: {columns_text}"
-            )
+            remarks.append(f"left out of user_features, since the model does not take them: {columns_text}")
         return remarks
 
 
@@ -205,9 +195,7 @@ def open_import_folder(import_folder: Path) -> None:
         not import_folder.is_dir()
         or (any(import_folder.iterdir()) and not (import_folder / IMPORT_REPORT_FILE).exists())
     ):
-        raise ConfigError(
-            f"{import_folder} exists and was not made by an import: name another folder"
-        )
+        raise ConfigError(f"{import_folder} exists and was not made by an import: name another folder")
     import_folder.mkdir(parents=True, exist_ok=True)
     if not (import_folder / IMPORT_REPORT_FILE).exists():
         write_atomically(
@@ -235,18 +223,12 @@ def write_folder(import_folder: Path, imported: ImportedModel, started_at: float
     _write_tables(import_folder, imported, click_columns)
     limit_texts, is_again = imported.cannot, (import_folder / SETTINGS_FILE).exists()
     if is_again:
-        limit_texts += _unnamed_files_remarks(
-            (import_folder / SETTINGS_FILE).read_text(encoding="utf-8"), imported
-        )
+        limit_texts += _unnamed_files_remarks((import_folder / SETTINGS_FILE).read_text(encoding="utf-8"), imported)
         limit_texts += _twice_counted_remarks(import_folder, imported)
         limit_texts += tuple(filter(None, [reinstate_bundle(import_folder)]))
     else:
-        users_setting = (
-            f'user_vectors = "{USER_VECTORS_FILE}"\n' if imported.users is not None else ""
-        )
-        users_setting += "".join(
-            f'{column_name} = "{column_name}.parquet"\n' for column_name in imported.features
-        )
+        users_setting = f'user_vectors = "{USER_VECTORS_FILE}"\n' if imported.users is not None else ""
+        users_setting += "".join(f'{column_name} = "{column_name}.parquet"\n' for column_name in imported.features)
         clicks_setting = (
             "# TO DO: files of what users did, and how their columns are called\ninteractions = []\n"
             '# user_column = "user"\n# item_column = "item"\n# timestamp_column = "timestamp"'
@@ -254,14 +236,10 @@ def write_folder(import_folder: Path, imported: ImportedModel, started_at: float
         if imported.users is not None:
             clicks_setting = "interactions = []     # files of what users did, if you have any: left out of their lists"
         if imported.clicks is not None:
-            clicks_setting = (
-                f'interactions = ["{CLICKS_FILE}"]     # left out of their lists; or your own files'
-            )
+            clicks_setting = f'interactions = ["{CLICKS_FILE}"]     # left out of their lists; or your own files'
             clicks_setting += "".join(
                 f"\n{setting} = {orjson.dumps(column_name).decode()}"
-                for setting, column_name, usual_name in zip(
-                    _COLUMN_SETTINGS, click_columns, CLICK_COLUMNS, strict=True
-                )
+                for setting, column_name, usual_name in zip(_COLUMN_SETTINGS, click_columns, CLICK_COLUMNS, strict=True)
                 if column_name != usual_name
             )
         write_atomically(
@@ -357,9 +335,7 @@ def limits_of_user_features(
             )
         if mask_by_reason:
             is_unusable = np.logical_or.reduce(list(mask_by_reason.values()))
-            row_count_by_lack[f"cannot be used ({', '.join(mask_by_reason)})"] = int(
-                is_unusable.sum()
-            )
+            row_count_by_lack[f"cannot be used ({', '.join(mask_by_reason)})"] = int(is_unusable.sum())
     threshold = config.gates.unusable_rows
     limit_texts += [
         f"have a night published: {count:,} of {row_count:,} rows ({count / row_count:.2%}) {lack}, and the gate "
@@ -375,9 +351,7 @@ def limits_of_user_features(
 def _unnamed_files_remarks(settings_text: str, imported: ImportedModel) -> tuple[str, ...]:
     """Return remarks on kept settings that do not name files of this import."""
     file_names = [f"{setting_name}.parquet" for setting_name in imported.features]
-    file_names += [USER_VECTORS_FILE] * (imported.users is not None) + [CLICKS_FILE] * (
-        imported.clicks is not None
-    )
+    file_names += [USER_VECTORS_FILE] * (imported.users is not None) + [CLICKS_FILE] * (imported.clicks is not None)
     return tuple(
         f"use {file_name}, which {SETTINGS_FILE} does not name: it was there, and is kept"
         for file_name in file_names
@@ -402,9 +376,7 @@ def _twice_counted_remarks(import_folder: Path, imported: ImportedModel) -> tupl
     return (remark,)
 
 
-def write_model_bundle(
-    imported: ImportedModel, bundle_folder: Path, **training_facts: Any
-) -> Bundle:
+def write_model_bundle(imported: ImportedModel, bundle_folder: Path, **training_facts: Any) -> Bundle:
     """Write the model into a folder as a bundle; its `training` has these entries and those of the fold-in.
 
     The same model is the same bytes.
@@ -435,9 +407,7 @@ def write_model_bundle(
     )
 
 
-def _write_tables(
-    import_folder: Path, imported: ImportedModel, click_columns: tuple[str, str, str]
-) -> None:
+def _write_tables(import_folder: Path, imported: ImportedModel, click_columns: tuple[str, str, str]) -> None:
     """Write clicks, users' vectors and features as Parquet; remove an earlier import's files that have no successor."""
     part_path = import_folder / f".{secrets.token_hex(4)}.part"
     try:
@@ -452,9 +422,7 @@ def _write_tables(
             vector_column = pa.FixedSizeListArray.from_arrays(
                 pa.array(imported.users.rows.ravel()), imported.users.dims
             )
-            pq.write_table(
-                pa.table({click_columns[0]: imported.users.ids, "vector": vector_column}), part_path
-            )
+            pq.write_table(pa.table({click_columns[0]: imported.users.ids, "vector": vector_column}), part_path)
             part_path.replace(import_folder / USER_VECTORS_FILE)
         for setting_name in FEATURE_SETTINGS - imported.features.keys():
             (import_folder / f"{setting_name}.parquet").unlink(missing_ok=True)
@@ -480,10 +448,7 @@ def _measure_agreement(bundle: Bundle, imported: ImportedModel) -> dict[str, Any
     inputs = user_inputs(
         spec,
         histories,
-        {
-            input_name: feature_values[sampled_users]
-            for input_name, feature_values in feature_inputs.items()
-        },
+        {input_name: feature_values[sampled_users] for input_name, feature_values in feature_inputs.items()},
     )
     with tempfile.TemporaryDirectory() as temporary_folder:
         int8_path = Path(temporary_folder) / "int8.onnx"

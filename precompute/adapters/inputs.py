@@ -101,22 +101,16 @@ class ClickMatrix:
             clicks = Sources(interactions=(str(clicks),))
         if isinstance(clicks, Sources):
             files_text = ", ".join(clicks.interactions)
-            click_matrix = cls.read(
-                read_interactions(clicks, Path.cwd()), files_text, user_ids, item_ids
-            )
+            click_matrix = cls.read(read_interactions(clicks, Path.cwd()), files_text, user_ids, item_ids)
             column_names = clicks.user_column, clicks.item_column, clicks.timestamp_column
             return replace(click_matrix, columns=column_names)
         if isinstance(clicks, str | Path):
             try:
                 clicks = sp.load_npz(clicks)
             except (OSError, ValueError, KeyError) as error:
-                raise SourceError(
-                    f"{clicks}: {error}; write it with scipy.sparse.save_npz"
-                ) from None
+                raise SourceError(f"{clicks}: {error}; write it with scipy.sparse.save_npz") from None
         if not sp.issparse(clicks):
-            raise SourceError(
-                f"clicks are a scipy sparse matrix, users by items, not a {type(clicks).__name__}"
-            )
+            raise SourceError(f"clicks are a scipy sparse matrix, users by items, not a {type(clicks).__name__}")
         matrix = sp.csr_matrix(clicks, dtype=np.float32, copy=True)
         user_texts = checked_ids(range(matrix.shape[0]), "user") if user_ids is None else user_ids
         if matrix.shape != (len(user_texts), len(item_ids)):
@@ -135,9 +129,7 @@ class ClickMatrix:
         return cls(matrix, user_texts, left_out=left_out)
 
     @classmethod
-    def read(
-        cls, batches: Iterable[Interactions], files_text: str, user_ids: Any, items: Any
-    ) -> Self:
+    def read(cls, batches: Iterable[Interactions], files_text: str, user_ids: Any, items: Any) -> Self:
         """Read clicks like a night; leave out unknown items, and users not in `user_ids` (None: keep all users).
 
         Raises NoKnownClicks if no click is left, naming their source `files_text`.
@@ -149,9 +141,7 @@ class ClickMatrix:
         assert item_vocabulary is not None  # noqa: S101 - ids were checked
         for batch in batches:
             numbered_users.add(batch.users)
-            user_row_parts.append(
-                item_vocabulary.find_positions(batch.items.names)[batch.items.codes]
-            )
+            user_row_parts.append(item_vocabulary.find_positions(batch.items.names)[batch.items.codes])
             time_parts.append(batch.times)
             if len(example_item_ids) < _EXAMPLE_BATCHES_MAX:
                 example_item_ids.append(pc.unique(batch.items.names))
@@ -167,17 +157,13 @@ class ClickMatrix:
             user_rows, user_names = user_vocabulary.find_positions(user_names)[user_rows], user_ids
         is_known = (user_rows >= 0) & (item_columns >= 0)
         if not is_known.any():
-            clicked_item_ids = pa.concat_arrays(
-                [batch_ids.cast(pa.string()) for batch_ids in example_item_ids]
-            )
+            clicked_item_ids = pa.concat_arrays([batch_ids.cast(pa.string()) for batch_ids in example_item_ids])
             remedy = (
                 _leading_zeros_remedy("item", items, clicked_item_ids)
                 or _leading_zeros_remedy("user", user_ids, numbered_users.names.cast(pa.string()))
                 or _ids_remedy(user_ids, items)
             )
-            raise NoKnownClicks(
-                f"{files_text}: not one click is of a known user on a known item; {remedy}"
-            )
+            raise NoKnownClicks(f"{files_text}: not one click is of a known user on a known item; {remedy}")
         click_matrix = cls.in_order(
             user_rows[is_known],
             item_columns[is_known],
@@ -204,9 +190,7 @@ class ClickMatrix:
         latest_clicks = newest_first[np.sort(np.unique(pair_codes, return_index=True)[1])][::-1]
         indptr = np.searchsorted(user_rows[latest_clicks], np.arange(len(user_ids) + 1))
         ones = np.ones(len(latest_clicks), np.float32)
-        matrix = sp.csr_matrix(
-            (ones, item_columns[latest_clicks], indptr), (len(user_ids), item_count)
-        )
+        matrix = sp.csr_matrix((ones, item_columns[latest_clicks], indptr), (len(user_ids), item_count))
         has_times = bool(click_times.any())
         latest_times = click_times[latest_clicks] if has_times and keeps_times else None
         return cls(
@@ -236,44 +220,32 @@ class ClickMatrix:
     ) -> NDArray[np.int64]:
         """Return the rows of at most `users_max` usable users with at least `items_min` items, ascending."""
         has_enough = np.diff(self.matrix.indptr) >= items_min
-        eligible_users = np.flatnonzero(
-            has_enough if is_usable_user is None else has_enough & is_usable_user
-        )
-        return np.sort(
-            rng.choice(eligible_users, min(users_max, len(eligible_users)), replace=False)
-        )
+        eligible_users = np.flatnonzero(has_enough if is_usable_user is None else has_enough & is_usable_user)
+        return np.sort(rng.choice(eligible_users, min(users_max, len(eligible_users)), replace=False))
 
     def histories(self, user_rows: NDArray[np.int64], history_items_max: int) -> Histories:
         """Return the histories of some users, the last `history_items_max` items of each."""
-        all_histories = Histories(
-            self.matrix.indptr.astype(np.int64), self.matrix.indices.astype(np.int64)
-        )
+        all_histories = Histories(self.matrix.indptr.astype(np.int64), self.matrix.indices.astype(np.int64))
         user_histories = [
-            all_histories.indices[
-                all_histories.indptr[user_row] : all_histories.indptr[user_row + 1]
-            ][-history_items_max:]
+            all_histories.indices[all_histories.indptr[user_row] : all_histories.indptr[user_row + 1]][
+                -history_items_max:
+            ]
             for user_row in user_rows
         ]
         return Histories.of(user_histories)
 
-    def write(
-        self, path: Path, item_ids: Any, columns: tuple[str, str, str] = CLICK_COLUMNS
-    ) -> None:
+    def write(self, path: Path, item_ids: Any, columns: tuple[str, str, str] = CLICK_COLUMNS) -> None:
         """Write a Parquet file with a row for each click: `columns` of users, items and, if there are any, times."""
         user_column, item_column, timestamp_column = columns
         schema_fields = [(user_column, pa.string()), (item_column, pa.string())]
         has_times = self.times is not None and bool(timestamp_column)
-        schema = pa.schema(
-            [*schema_fields, (timestamp_column, _TIMESTAMP_TYPE)] if has_times else schema_fields
-        )
+        schema = pa.schema([*schema_fields, (timestamp_column, _TIMESTAMP_TYPE)] if has_times else schema_fields)
         with pq.ParquetWriter(path, schema) as file:
             rows_at_once = 100_000
             for first_row in range(0, self.matrix.shape[0], rows_at_once):
                 matrix_part = self.matrix[first_row : first_row + rows_at_once].tocoo()
                 row_order = np.argsort(matrix_part.row, kind="stable")
-                user_column_values = self.users.take(
-                    pa.array(matrix_part.row[row_order] + first_row)
-                )
+                user_column_values = self.users.take(pa.array(matrix_part.row[row_order] + first_row))
                 column_values = [
                     user_column_values,
                     item_ids.take(pa.array(matrix_part.col[row_order])),
@@ -281,9 +253,7 @@ class ClickMatrix:
                 if self.times is not None and has_times:
                     first_click = int(self.matrix.indptr[first_row])
                     part_times = self.times[first_click : first_click + matrix_part.nnz]
-                    column_values.append(
-                        pa.array(part_times, pa.int64(), mask=part_times == 0).cast(_TIMESTAMP_TYPE)
-                    )
+                    column_values.append(pa.array(part_times, pa.int64(), mask=part_times == 0).cast(_TIMESTAMP_TYPE))
                 file.write_table(pa.table(column_values, schema=schema))
 
 
@@ -291,9 +261,7 @@ def _leading_zeros_remedy(entity_kind: str, known_ids: Any, clicked_ids: Any) ->
     """Return the remedy for ids that differ by leading zeros alone, with an example of both forms; else nothing."""
     if known_ids is None or not len(clicked_ids):
         return ""
-    known_without_zeros, clicked_without_zeros = (
-        pc.utf8_ltrim(texts, "0") for texts in (known_ids, clicked_ids)
-    )
+    known_without_zeros, clicked_without_zeros = (pc.utf8_ltrim(texts, "0") for texts in (known_ids, clicked_ids))
     known_positions = pc.index_in(clicked_without_zeros, value_set=known_without_zeros)
     if known_positions.null_count == len(known_positions):
         return ""
@@ -334,20 +302,12 @@ def checked_ids(ids: Any, entity_kind: str) -> Any:
             id_lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
             ids = [line.strip(BLANK_CHARACTERS) for line in id_lines]
         except (OSError, UnicodeDecodeError) as error:
-            raise SourceError(
-                f"{entity_kind} ids {path}: {error}; it holds one id a line, in UTF-8"
-            ) from None
+            raise SourceError(f"{entity_kind} ids {path}: {error}; it holds one id a line, in UTF-8") from None
     id_values = ids.tolist() if isinstance(ids, np.ndarray) else ids
     try:
-        id_array = (
-            id_values
-            if isinstance(id_values, pa.Array | pa.ChunkedArray)
-            else pa.array(list(id_values))
-        )
+        id_array = id_values if isinstance(id_values, pa.Array | pa.ChunkedArray) else pa.array(list(id_values))
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
-        raise SourceError(
-            f"{entity_kind} ids: {error}; ids are texts or integers, all of one kind"
-        ) from None
+        raise SourceError(f"{entity_kind} ids: {error}; ids are texts or integers, all of one kind") from None
     if isinstance(id_array, pa.ChunkedArray):
         id_array = id_array.combine_chunks()
     if not len(id_array):
@@ -393,9 +353,7 @@ def _read_vectors_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
                 "objects"
             ) from None
         raise SourceError(f"{entity_kind} vectors {path}: {error}") from None
-    vector_columns = [
-        arrow_field.name for arrow_field in table.schema if _is_list(arrow_field.type)
-    ]
+    vector_columns = [arrow_field.name for arrow_field in table.schema if _is_list(arrow_field.type)]
     id_columns = [name for name in table.column_names if name not in vector_columns]
     if len(vector_columns) != 1 or len(id_columns) > 1:
         raise SourceError(
@@ -411,9 +369,7 @@ def _vector_matrix(vector_rows: Any, entity_kind: str) -> NDArray[np.float32]:
         if isinstance(vector_rows, pa.ChunkedArray):
             vector_rows = vector_rows.combine_chunks()
         if not _is_list(vector_rows.type):
-            raise SourceError(
-                f"{entity_kind} vectors are {vector_rows.type}: lists of numbers are needed"
-            )
+            raise SourceError(f"{entity_kind} vectors are {vector_rows.type}: lists of numbers are needed")
         row_widths = pc.list_value_length(vector_rows).unique().to_pylist()
         if len(row_widths) > 1 or None in row_widths:
             raise SourceError(
@@ -434,9 +390,7 @@ def _vector_matrix(vector_rows: Any, entity_kind: str) -> NDArray[np.float32]:
     try:
         matrix = np.asarray(vector_rows)
     except ValueError as error:
-        raise SourceError(
-            f"{entity_kind} vectors: {error}; all rows need as many numbers"
-        ) from None
+        raise SourceError(f"{entity_kind} vectors: {error}; all rows need as many numbers") from None
     if matrix.dtype == object or matrix.ndim != 2 or 0 in matrix.shape:
         raise SourceError(
             f"{entity_kind} vectors are a matrix of numbers, a row for each {entity_kind}, not {matrix.dtype} "
@@ -449,9 +403,7 @@ def _vector_matrix(vector_rows: Any, entity_kind: str) -> NDArray[np.float32]:
         )
     if not np.issubdtype(matrix.dtype, np.number) or np.iscomplexobj(matrix):
         raise SourceError(f"{entity_kind} vectors are {matrix.dtype}: real numbers are needed")
-    with np.errstate(
-        over="ignore"
-    ):  # what float32 cannot hold becomes infinite, and is refused as that
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
         matrix = np.ascontiguousarray(matrix, np.float32)
     is_finite_row = np.isfinite(matrix).all(axis=1)
     if not is_finite_row.all():
@@ -505,11 +457,7 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
             f"{entity_kind!r}; "
             f"or, if these are no {entity_kind} ids, give arrays by name, with a row for each id, in their order"
         )
-    return {
-        name: _column_values(table[name].combine_chunks())
-        for name in table.column_names
-        if name != entity_kind
-    }
+    return {name: _column_values(table[name].combine_chunks()) for name in table.column_names if name != entity_kind}
 
 
 def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
@@ -524,11 +472,7 @@ def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
                 raise SourceError(f"{setting}: there is no file {path}")
             is_csv = path.suffix.lower() == ".csv"
             id_as_text_options = pa.csv.ConvertOptions(column_types={id_column: pa.string()})
-            return (
-                pa.csv.read_csv(path, convert_options=id_as_text_options)
-                if is_csv
-                else pq.read_table(path)
-            )
+            return pa.csv.read_csv(path, convert_options=id_as_text_options) if is_csv else pq.read_table(path)
         if isinstance(table_source, pa.Table):
             return table_source
         if hasattr(table_source, "to_arrow"):  # polars
@@ -536,9 +480,7 @@ def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
         if hasattr(table_source, "columns") and hasattr(table_source, "iloc"):  # pandas
             return pa.Table.from_pandas(table_source, preserve_index=False)
     except (OSError, pa.ArrowException) as error:
-        raise SourceError(
-            f"{setting}: {error}; a file is Parquet, or CSV with the ending .csv"
-        ) from None
+        raise SourceError(f"{setting}: {error}; a file is Parquet, or CSV with the ending .csv") from None
     raise SourceError(
         f"{setting} is a {type(table_source).__name__}: give arrays by name, a table of Arrow, pandas or polars, or "
         "the "
@@ -552,11 +494,7 @@ def _select_rows_of_ids(feature_table: Any, ids: Any, entity_kind: str) -> Any:
     row_indices = pc.index_in(ids, value_set=table_ids)
     if row_indices.null_count:
         missing_id = ids.filter(pc.is_null(row_indices))[0].as_py()
-        remedy = (
-            _leading_zeros_remedy(entity_kind, ids, table_ids)
-            if row_indices.null_count == len(ids)
-            else ""
-        )
+        remedy = _leading_zeros_remedy(entity_kind, ids, table_ids) if row_indices.null_count == len(ids) else ""
         raise SourceError(
             f"{entity_kind}_features has no row of {row_indices.null_count:,} {entity_kind} ids, {missing_id!r} among "
             f"them: {remedy or 'give one for each'}"
@@ -572,9 +510,7 @@ def _find_misnamed_id_column(feature_table: Any, ids: Any) -> str | None:
             column = column.cast(column.type.value_type)
         arrow_type = column.type
         if not (
-            pa.types.is_integer(arrow_type)
-            or pa.types.is_string(arrow_type)
-            or pa.types.is_large_string(arrow_type)
+            pa.types.is_integer(arrow_type) or pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)
         ):
             continue
         column_texts = column.cast(pa.string()).combine_chunks()
@@ -588,20 +524,12 @@ def _find_misnamed_id_column(feature_table: Any, ids: Any) -> str | None:
 def _column_values(column: Any) -> Any:
     """Convert numbers to numpy, a list column to a matrix; leave texts and other types in Arrow."""
     arrow_type = column.type
-    if (
-        pa.types.is_list(arrow_type)
-        or pa.types.is_large_list(arrow_type)
-        or pa.types.is_fixed_size_list(arrow_type)
-    ):
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type):
         if pa.types.is_string(arrow_type.value_type):
             return column
         row_lists = column.to_pylist()
         has_equal_lengths = None not in row_lists and len({len(row) for row in row_lists}) <= 1
         return np.asarray(row_lists) if has_equal_lengths else column
-    if (
-        pa.types.is_integer(arrow_type)
-        or pa.types.is_floating(arrow_type)
-        or pa.types.is_boolean(arrow_type)
-    ):
+    if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type) or pa.types.is_boolean(arrow_type):
         return column if column.null_count else column.to_numpy(zero_copy_only=False)
     return column

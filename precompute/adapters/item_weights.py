@@ -43,18 +43,14 @@ def from_item_weights(
     Raises SourceError for weights that are not finite, not square, or not of these items.
     """
     checked_weights = _checked_weights(weights)
-    item_texts = checked_ids(
-        range(checked_weights.shape[0]) if item_ids is None else item_ids, "item"
-    )
+    item_texts = checked_ids(range(checked_weights.shape[0]) if item_ids is None else item_ids, "item")
     if len(item_texts) != checked_weights.shape[0]:
         raise SourceError(
             f"{len(item_texts):,} item ids, but weights of {checked_weights.shape[0]:,} items: give one id for each "
             "row, in "
             "its order"
         )
-    click_matrix = ClickMatrix.of(
-        clicks, None if user_ids is None else checked_ids(user_ids, "user"), item_texts
-    )
+    click_matrix = ClickMatrix.of(clicks, None if user_ids is None else checked_ids(user_ids, "user"), item_texts)
     limit_texts = ["take in an item that it was not fitted on: it has no weights"]
     if click_matrix.is_weighted:
         limit_texts.append("weigh the clicks of a history: each counts 1")
@@ -73,9 +69,7 @@ def from_item_weights(
             f"rank quite as the weights do: {item_vectors.shape[1]} dimensions keep {energy_share:.1%} of their energy"
             + _overlap_in_words(checked_weights, history_rows, item_vectors, click_matrix, seed)
         )
-    fold = HistoryFold(
-        "the sum of its items' rows", history_rows, 0.0, None, np.zeros_like(history_rows[0])
-    )
+    fold = HistoryFold("the sum of its items' rows", history_rows, 0.0, None, np.zeros_like(history_rows[0]))
     return import_vectors(
         Path(to), EntityVectors(item_texts, item_vectors), None, click_matrix, folds=[fold], model="item weights",
         cannot=limit_texts, seed=seed
@@ -98,9 +92,7 @@ def ease(clicks: Any, regularization: float = 500.0) -> NDArray[np.float32]:
 def _checked_weights(weights: Any) -> Any:
     """Check weights and return them as float32, dense or CSR."""
     checked_weights = (
-        sp.csr_matrix(weights, dtype=np.float32)
-        if sp.issparse(weights)
-        else np.asarray(weights, np.float32)
+        sp.csr_matrix(weights, dtype=np.float32) if sp.issparse(weights) else np.asarray(weights, np.float32)
     )
     if (
         checked_weights.ndim != 2
@@ -110,29 +102,19 @@ def _checked_weights(weights: Any) -> Any:
         raise SourceError(
             f"item weights are a square matrix, a row and a column for each item, not {list(checked_weights.shape)}"
         )
-    if not np.isfinite(
-        checked_weights.data if sp.issparse(checked_weights) else checked_weights
-    ).all():
+    if not np.isfinite(checked_weights.data if sp.issparse(checked_weights) else checked_weights).all():
         raise SourceError("the item weights are not all finite numbers: set what is unknown to 0")
     return checked_weights
 
 
-def _truncate_weights(
-    weights: Any, dims: int, seed: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
+def _truncate_weights(weights: Any, dims: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
     """Return (rows [items, dims] that a history sums, vectors [items, dims], share of the squared weights kept)."""
     if not 0 < dims < weights.shape[0]:
-        raise SourceError(
-            f"dims is 1 to {weights.shape[0] - 1:,}, fewer than there are items, not {dims}"
-        )
+        raise SourceError(f"dims is 1 to {weights.shape[0] - 1:,}, fewer than there are items, not {dims}")
     start_vector = np.random.default_rng(seed).standard_normal(weights.shape[0])
-    left_vectors, singular_values, right_vectors = svds(
-        weights.astype(np.float64), k=dims, v0=start_vector
-    )
+    left_vectors, singular_values, right_vectors = svds(weights.astype(np.float64), k=dims, v0=start_vector)
     root_values = np.sqrt(singular_values)
-    total_energy = float(
-        np.square(weights.data if sp.issparse(weights) else weights, dtype="f8").sum()
-    )
+    total_energy = float(np.square(weights.data if sp.issparse(weights) else weights, dtype="f8").sum())
     energy_share = float(np.square(singular_values).sum()) / (total_energy or 1.0)
     return (
         (left_vectors * root_values).astype(np.float32),

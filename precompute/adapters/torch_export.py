@@ -77,13 +77,9 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         super().__init__()
         demand_exportable(module, tower_name)
         if not example_by_input:
-            raise SourceError(
-                f"the example has no input of {tower_name}: name each argument of forward"
-            )
+            raise SourceError(f"the example has no input of {tower_name}: name each argument of forward")
         pad, first_item = example.pad, example.first_item
-        if "history" in example_by_input and (
-            pad < 0 or first_item <= pad < first_item + item_count
-        ):
+        if "history" in example_by_input and (pad < 0 or first_item <= pad < first_item + item_count):
             raise SourceError(
                 f"pad is {pad}, which is "
                 + (
@@ -96,9 +92,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
             )
         for name, example_tensor in example_by_input.items():
             is_wide = (
-                example_tensor.ndim == 2
-                and example_tensor.shape[1] > 1
-                and not example_tensor.is_floating_point()
+                example_tensor.ndim == 2 and example_tensor.shape[1] > 1 and not example_tensor.is_floating_point()
             )
             if tower_name == "the user tower" and is_wide and "history" not in example_by_input:
                 raise SourceError(
@@ -123,9 +117,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         if input_name not in _BINDING_BY_INPUT or not first_index:
             return input_tensor
         if input_name == "history":
-            return torch.where(
-                input_tensor == self.items, self.example.pad, input_tensor + first_index
-            )
+            return torch.where(input_tensor == self.items, self.example.pad, input_tensor + first_index)
         return input_tensor + first_index
 
     def feed(self, row_count: int, item_count: int, padded_length: int) -> ArraysByInput:
@@ -136,17 +128,13 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
             row_numbers = np.arange(row_count)
             if name == "history":
                 array_by_name[name] = np.full((row_count, padded_length), self.pad, dtype)
-                array_by_name[name][:, :item_count] = (
-                    row_numbers[:, None] * 7 + np.arange(item_count)
-                ) % self.items
+                array_by_name[name][:, :item_count] = (row_numbers[:, None] * 7 + np.arange(item_count)) % self.items
             elif name in _BINDING_BY_INPUT:
-                array_by_name[name] = (
-                    row_numbers % (self.items if name == "item" else len(example_tensor))
-                ).astype(dtype)
-            else:
-                array_by_name[name] = np.ascontiguousarray(
-                    example_tensor.numpy()[row_numbers % len(example_tensor)]
+                array_by_name[name] = (row_numbers % (self.items if name == "item" else len(example_tensor))).astype(
+                    dtype
                 )
+            else:
+                array_by_name[name] = np.ascontiguousarray(example_tensor.numpy()[row_numbers % len(example_tensor)])
         return array_by_name
 
     def run(
@@ -164,9 +152,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                 if name == "history":
                     assert histories is not None  # noqa: S101
                     dtype = str(_numpy_dtype_of(example_tensor, name))
-                    array_by_input[name] = histories.pad_rows(
-                        batch_rows, self.example.max_length, self.pad, dtype
-                    )
+                    array_by_input[name] = histories.pad_rows(batch_rows, self.example.max_length, self.pad, dtype)
                 elif name in _BINDING_BY_INPUT:
                     array_by_input[name] = batch_rows.astype(_numpy_dtype_of(example_tensor, name))
                 else:
@@ -178,9 +164,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                 if row is None:
                     raise
                 values_text = ", ".join(
-                    f"{name} {array_by_input[name][row]}"
-                    for name in self.inputs
-                    if name not in _BINDING_BY_INPUT
+                    f"{name} {array_by_input[name][row]}" for name in self.inputs if name not in _BINDING_BY_INPUT
                 )
                 entity_kind = self.tower_name.split()[1]
                 subject = f"{entity_kind} {entity_ids[first_row + row].as_py()!r} with {values_text or 'its index'}"
@@ -190,17 +174,11 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
 
     def _failing_row(self, array_by_input: ArraysByInput, row_count: int) -> int | None:
         """The first row on which the tower fails alone; None if it fails on every row, or on none alone."""
-        edge_rows_fail = [
-            self._fails_on(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)
-        ]
+        edge_rows_fail = [self._fails_on(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)]
         if all(edge_rows_fail):
             return None
         return next(
-            (
-                row
-                for row in range(row_count)
-                if self._fails_on(_select_one_row(array_by_input, row))
-            ),
+            (row for row in range(row_count) if self._fails_on(_select_one_row(array_by_input, row))),
             None,
         )
 
@@ -220,13 +198,9 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         )
 
     def _input_spec(self, input_name: str, example_tensor: Tensor) -> InputSpec:
-        dtype: Any = str(
-            _numpy_dtype_of(example_tensor, f"{self.tower_name}: input {input_name!r}")
-        )
+        dtype: Any = str(_numpy_dtype_of(example_tensor, f"{self.tower_name}: input {input_name!r}"))
         if input_name == "history":
-            return InputSpec(
-                input_name, "history", dtype, max_length=self.example.max_length, pad=self.pad
-            )
+            return InputSpec(input_name, "history", dtype, max_length=self.example.max_length, pad=self.pad)
         if input_name == "item":
             return InputSpec(input_name, "item_index", dtype)
         return InputSpec(
@@ -241,11 +215,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
 def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     """(model, its specification, largest difference from torch); SourceError or BundleError names a trap."""
     history_items_max = tower.example.max_length
-    short_length = (
-        history_items_max
-        if tower.example.is_fixed
-        else min(_SHORT_HISTORY_ITEMS, history_items_max)
-    )
+    short_length = history_items_max if tower.example.is_fixed else min(_SHORT_HISTORY_ITEMS, history_items_max)
     padded_lengths = tuple(dict.fromkeys((short_length, history_items_max)))
     traced_length = history_items_max if tower.example.is_fixed else max(2, short_length - 1)
     traced_shape = (
@@ -260,8 +230,7 @@ def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     free_dimension: Any = torch.export.Dim.AUTO
     free_axis_count = {"history": 1 if tower.example.is_fixed else 2}
     dynamic_shapes = tuple(
-        dict.fromkeys(range(free_axis_count.get(name, 1)), free_dimension)
-        for name in array_by_input
+        dict.fromkeys(range(free_axis_count.get(name, 1)), free_dimension) for name in array_by_input
     )
     try:
         with _quiet_export():
@@ -281,9 +250,7 @@ def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     return (
         model,
         spec,
-        demand_parity(
-            model, tower, spec, tower.feed, traced_shape, padded_lengths, tower.tower_name
-        ),
+        demand_parity(model, tower, spec, tower.feed, traced_shape, padded_lengths, tower.tower_name),
     )
 
 
@@ -321,9 +288,7 @@ def _describe_export_failure(error: Exception) -> str:
         r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)",
         messages_text,
     ):
-        return (
-            f"uses {operator_match[1]}, for which ONNX has no operator: write forward with others"
-        )
+        return f"uses {operator_match[1]}, for which ONNX has no operator: write forward with others"
     return f"cannot be exported: {first_message_line(causes[-1])}; forward must not decide by values of its inputs"
 
 
@@ -358,9 +323,7 @@ def demand_exportable(module: Any, tower_name: str) -> None:
             f"{tower_name} is a {type(module).__name__}: give an nn.Module whose forward returns vectors [n, dims]"
         )
     tensor_by_name = dict(module.named_parameters()) | dict(module.named_buffers())
-    weights_bytes = sum(
-        tensor.numel() * tensor.element_size() for tensor in tensor_by_name.values()
-    )
+    weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensor_by_name.values())
     if weights_bytes > WEIGHTS_BYTES_MAX:
         raise BundleError(
             f"{tower_name} has {weights_bytes:,} bytes of weights, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions",
@@ -368,13 +331,9 @@ def demand_exportable(module: Any, tower_name: str) -> None:
         )
     for name, tensor in tensor_by_name.items():
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
-            raise SourceError(
-                f"{tower_name}: {name} is {tensor.dtype}: call .float() on it before the import"
-            )
+            raise SourceError(f"{tower_name}: {name} is {tensor.dtype}: call .float() on it before the import")
         if tensor.device.type != "cpu":
-            raise SourceError(
-                f"{tower_name}: {name} is on {tensor.device}: call .cpu() on it before the import"
-            )
+            raise SourceError(f"{tower_name}: {name} is on {tensor.device}: call .cpu() on it before the import")
     if any(submodule.training for submodule in module.modules()):
         raise SourceError(
             f"{tower_name} is in training mode, where dropout and batch norm change what it says: call .eval() on it"
@@ -401,13 +360,9 @@ def run_module(
         remedy = "pad, max_length and the number of items must be those that it was trained with"
         if subject and array_by_input.keys() - _BINDING_BY_INPUT.keys():
             remedy = "give the codes and numbers that it was trained with, whose codes begin at 0"
-        raise SourceError(
-            f"{tower_name} fails on {subject or shapes}: {first_message_line(error)}; {remedy}"
-        ) from None
+        raise SourceError(f"{tower_name} fails on {subject or shapes}: {first_message_line(error)}; {remedy}") from None
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != row_count:
-        shape_text = (
-            list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        )
+        shape_text = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise SourceError(
             f"{tower_name} returns {shape_text} for {row_count} rows, not [{row_count}, dims]: wrap it in a module "
             "whose forward returns one vector a row"
@@ -431,8 +386,7 @@ def demand_free_padding(
     short_length, long_length = padded_lengths
     item_count = max(1, short_length // 2)
     short_vectors, long_vectors = (
-        run_module(module, make_arrays(17, item_count, padded_length), tower_name)
-        for padded_length in padded_lengths
+        run_module(module, make_arrays(17, item_count, padded_length), tower_name) for padded_length in padded_lengths
     )
     if (relative_error := _relative_error(long_vectors, short_vectors)) > PARITY_TOLERANCE:
         raise SourceError(
@@ -461,9 +415,7 @@ def demand_parity(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "tower.onnx"
             model.write(path)
-            session = ort.InferenceSession(
-                str(path), _quiet_session_options(), providers=["CPUExecutionProvider"]
-            )
+            session = ort.InferenceSession(str(path), _quiet_session_options(), providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's errors share no base class of their own
         raise BundleError(
             f"{tower_name}: ONNX Runtime does not open its model: {first_message_line(error)}; write forward with "
@@ -478,9 +430,7 @@ def demand_parity(
         except Exception:  # as above; of a shape that the model does not take
             return float("inf")
         return (
-            _relative_error(onnx_vectors, torch_vectors)
-            if onnx_vectors.shape == torch_vectors.shape
-            else float("inf")
+            _relative_error(onnx_vectors, torch_vectors) if onnx_vectors.shape == torch_vectors.shape else float("inf")
         )
 
     worst_difference, items_min = 0.0, 0 if spec.features else 1
@@ -515,15 +465,11 @@ def _parity_message(
     traced_rows, traced_length = traced_shape
     if measure_difference(traced_rows, traced_length, traced_length) <= PARITY_TOLERANCE:
         remedy = "take sizes from tensors in forward (x.shape), not from Python numbers"
-        if (
-            not measure_difference(PARITY_ROWS[-1], traced_length, traced_length)
-            <= PARITY_TOLERANCE
-        ):
+        if not measure_difference(PARITY_ROWS[-1], traced_length, traced_length) <= PARITY_TOLERANCE:
             return f"{tower_name}: input {spec.inputs[0].name!r} has axis 0 (rows) frozen at {traced_rows}: {remedy}"
         if (
             spec.history is not None
-            and not measure_difference(traced_rows, failing_shape[2], failing_shape[2])
-            <= PARITY_TOLERANCE
+            and not measure_difference(traced_rows, failing_shape[2], failing_shape[2]) <= PARITY_TOLERANCE
         ):
             return (
                 f"{tower_name}: input {spec.history.name!r} has axis 1 (length) frozen at {traced_length}: {remedy}, "
@@ -544,9 +490,7 @@ def first_message_line(error: BaseException) -> str:
     return lines[0][:200].rstrip(".: ")
 
 
-def _relative_error(
-    actual_vectors: NDArray[np.float32], expected_vectors: NDArray[np.float32]
-) -> float:
+def _relative_error(actual_vectors: NDArray[np.float32], expected_vectors: NDArray[np.float32]) -> float:
     row_scale = np.maximum(np.abs(expected_vectors).max(axis=1, keepdims=True), 1.0)
     return float((np.abs(actual_vectors - expected_vectors) / row_scale).max())
 

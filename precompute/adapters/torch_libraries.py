@@ -22,9 +22,7 @@ _COMPARED_USERS_MAX = 3
 _EXAMPLE_ROWS_MAX = 64
 
 
-def from_recbole(
-    model: Any, dataset: Any, *, to: str | Path, clicks: Any = None, seed: int = 0
-) -> ImportReport:
+def from_recbole(model: Any, dataset: Any, *, to: str | Path, clicks: Any = None, seed: int = 0) -> ImportReport:
     """Make a folder of a fitted model of RecBole and its dataset, whose tokens are the ids; row 0, padding, is dropped.
 
     A general recommender gives vectors of users and items (BPR, LightGCN and others whose scores are their products), a
@@ -32,19 +30,15 @@ def from_recbole(
     `from_vectors`. Raises SourceError for a model that scores otherwise.
     """
     user_tokens, item_tokens = (
-        dataset.field2id_token[field][1:].tolist()
-        for field in (dataset.uid_field, dataset.iid_field)
+        dataset.field2id_token[field][1:].tolist() for field in (dataset.uid_field, dataset.iid_field)
     )
     if clicks is None:
         interactions = dataset.inter_feat
         user_rows, item_columns = (
-            np.asarray(interactions[id_field]) - 1
-            for id_field in (dataset.uid_field, dataset.iid_field)
+            np.asarray(interactions[id_field]) - 1 for id_field in (dataset.uid_field, dataset.iid_field)
         )
         has_times = dataset.time_field in interactions.columns
-        click_times = (
-            np.asarray(interactions[dataset.time_field]) if has_times else np.zeros(len(user_rows))
-        )
+        click_times = np.asarray(interactions[dataset.time_field]) if has_times else np.zeros(len(user_rows))
         history_field = getattr(dataset, f"{dataset.iid_field}_list_field", None)
         if history_field in interactions.columns:
             # Of a sequential dataset that is prepared, a user's first item is only in the history of the second.
@@ -123,11 +117,7 @@ def from_rechub(
         input_names = list(dict.fromkeys(feature.name for feature in mode_features))
         feature_by_input = {
             next(
-                (
-                    key
-                    for key, feature_name in feature_by_role.items()
-                    if feature_name == input_name
-                ),
+                (key for key, feature_name in feature_by_role.items() if feature_name == input_name),
                 input_name,
             ): input_name
             for input_name in input_names
@@ -136,9 +126,7 @@ def from_rechub(
             key: _example_tensor(key, feature_name, features_by_mode[mode], mode)
             for key, feature_name in feature_by_input.items()
         }
-        tower_by_mode[mode] = (
-            _RechubTower(model, mode, list(feature_by_input.values())).cpu().eval()
-        )
+        tower_by_mode[mode] = _RechubTower(model, mode, list(feature_by_input.values())).cpu().eval()
     example = Example(
         examples_by_mode["user"],
         examples_by_mode["item"],
@@ -204,9 +192,7 @@ class _RechubTower(nn.Module):  # type: ignore[misc]
         return self.model(dict(zip(self.names, inputs, strict=True)))
 
 
-def _example_tensor(
-    input_name: str, feature_name: str, feature_arrays: Mapping[str, Any], entity_kind: str
-) -> Tensor:
+def _example_tensor(input_name: str, feature_name: str, feature_arrays: Mapping[str, Any], entity_kind: str) -> Tensor:
     if input_name == "history":
         return torch.ones(2, 2, dtype=torch.int64)
     if input_name in ("item", "user"):
@@ -233,12 +219,9 @@ def _user_and_item_factors(model: Any) -> tuple[NDArray[np.float32], NDArray[np.
                     model.item_embedding.weight,
                 )
             user_indices = torch.arange(1, min(len(user_factors), 1 + _COMPARED_USERS_MAX))
-            scores = model.full_sort_predict({model.USER_ID: user_indices}).view(
-                len(user_indices), -1
-            )
+            scores = model.full_sort_predict({model.USER_ID: user_indices}).view(len(user_indices), -1)
             relative_error = float(
-                (user_factors[user_indices] @ item_factors.T - scores).abs().max()
-                / scores.abs().max()
+                (user_factors[user_indices] @ item_factors.T - scores).abs().max() / scores.abs().max()
             )
     except Exception as error:  # whatever the model's own code raises
         raise SourceError(

@@ -79,10 +79,7 @@ def from_torch(
     bound_item_tower = BoundTower(
         _load_module(item_tower, trust), example.item, example, len(item_texts), "the item tower"
     )
-    if (
-        misplaced_inputs := {"user", "history"} & example.item.keys()
-        or {"item"} & example.user.keys()
-    ):
+    if misplaced_inputs := {"user", "history"} & example.item.keys() or {"item"} & example.user.keys():
         raise SourceError(
             f"{', '.join(sorted(misplaced_inputs))}: a user tower takes user and history, an item tower takes item; "
             "features "
@@ -106,9 +103,7 @@ def from_torch(
     unused_columns = tuple(sorted(user_features.keys() - example.user.keys()))
     limit_texts = [*cannot]
     if "item" in example.item:
-        limit_texts.append(
-            "take in an item that it was not fitted on: the item tower has no row for it"
-        )
+        limit_texts.append("take in an item that it was not fitted on: the item tower has no row for it")
     item_model = ModelFile(item_onnx, item_spec, entity="item")
     model_name = name or type(bound_user_tower.module).__name__
     if "user" in example.user:
@@ -117,9 +112,7 @@ def from_torch(
             _embed_known_users(bound_user_tower, user_texts, click_matrix, user_features),
         )
         if len(example.user) > 1:
-            limit_texts.append(
-                "use a stranger's features or a newer history: the user tower wants a user's index"
-            )
+            limit_texts.append("use a stranger's features or a newer history: the user tower wants a user's index")
         return import_vectors(
             to, item_vectors, user_vectors, click_matrix, metric=metric, model=model_name, cannot=limit_texts,
             seed=seed,
@@ -130,17 +123,13 @@ def from_torch(
     nonfinite_count = 0
     _demand_same_dims(user_spec.output_dims, item_vectors.dims)
     if user_spec.features and not user_feature_inputs:
-        limit_texts.append(
-            "have a night yet: name a table of these features in [sources] user_features"
-        )
+        limit_texts.append("have a night yet: name a table of these features in [sources] user_features")
         tower_check = UserTowerCheck(
             None, "the user tower takes features, and user_ids with user_features were not given"
         )
     else:
         if user_feature_inputs:
-            nonfinite_count = _count_nonfinite(
-                user_onnx, user_spec, user_texts, click_matrix, user_feature_inputs
-            )
+            nonfinite_count = _count_nonfinite(user_onnx, user_spec, user_texts, click_matrix, user_feature_inputs)
         tower_check = check_user_tower(
             user_onnx, user_spec, item_vectors.rows, click_matrix, metric, rng, user_feature_inputs
         )
@@ -214,9 +203,7 @@ def _count_nonfinite(
                 if clicks is None
                 else clicks.histories(batch_rows, history_items_max)
             )
-            batch_features = {
-                name: feature_values[batch_rows] for name, feature_values in features.items()
-            }
+            batch_features = {name: feature_values[batch_rows] for name, feature_values in features.items()}
             vectors = run_named(
                 opened_tower,
                 user_inputs(spec, histories, batch_features),
@@ -236,9 +223,7 @@ def _embed_known_users(
 ) -> NDArray[np.float32]:
     """Return the vectors of all users that the tower has an index for."""
     if user_ids is None:
-        raise SourceError(
-            "the user tower takes a user's index: give user_ids, in the order of the indices"
-        )
+        raise SourceError("the user tower takes a user's index: give user_ids, in the order of the indices")
     histories = None
     if "history" in tower.names:
         if clicks is None:
@@ -266,11 +251,7 @@ def _feature_arrays(
                 input=input_name,
             )
         column = feature_arrays[input_name]
-        column = (
-            column.detach().cpu().numpy()
-            if isinstance(column, torch.Tensor)
-            else np.asarray(column)
-        )
+        column = column.detach().cpu().numpy() if isinstance(column, torch.Tensor) else np.asarray(column)
         expected_shape = (row_count, *example_tensor.shape[1:])
         if column.shape != expected_shape:
             raise SourceError(
@@ -344,9 +325,7 @@ def _feature_table(entity_kind: str, entity_ids: Any, features: Mapping[str, Any
     columns = {
         name: pa.array(feature_values)
         if isinstance(feature_values, pa.Array) or feature_values.ndim == 1
-        else pa.FixedSizeListArray.from_arrays(
-            pa.array(feature_values.ravel()), feature_values.shape[1]
-        )
+        else pa.FixedSizeListArray.from_arrays(pa.array(feature_values.ravel()), feature_values.shape[1])
         for name, feature_values in features.items()
     }
     return pa.table({entity_kind: entity_ids, **columns})
@@ -364,7 +343,5 @@ def _history_limits(example: Example, clicks: ClickMatrix | None) -> list[str]:
         f"see more of a history than its last {example.max_length:,} items (max_length of Example), or an item twice"
     ]
     if clicks is not None and not clicks.is_ordered:
-        limits.append(
-            "know the order of these clicks: there are no times; give a table with a column timestamp"
-        )
+        limits.append("know the order of these clicks: there are no times; give a table with a column timestamp")
     return limits

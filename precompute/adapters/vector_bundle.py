@@ -57,18 +57,12 @@ def vector_bundle(
     sources, store = config.sources, config.store()
     erased = ErasedEntities.of(all_erasures(store))
     digest_hasher = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
-    cut_text = (
-        interactions_before.isoformat() if interactions_before and sources.interactions else ""
-    )
+    cut_text = interactions_before.isoformat() if interactions_before and sources.interactions else ""
     digest_hasher.update(f"|{erased.digest(inputs)}|{cut_text}".encode())
     counted_position = counted_behind_number(config.events.keep_values_days, int(cut.timestamp()))
     brought_vector_by_id = newest_vector_by_item(files.events, counted_position)
-    if event_vectors := {
-        raw: vector for raw, vector in brought_vector_by_id.items() if raw not in erased.items
-    }:
-        digest_hasher.update(
-            orjson.dumps([(raw.decode(), vector) for raw, vector in event_vectors.items()])
-        )
+    if event_vectors := {raw: vector for raw, vector in brought_vector_by_id.items() if raw not in erased.items}:
+        digest_hasher.update(orjson.dumps([(raw.decode(), vector) for raw, vector in event_vectors.items()]))
     make_bundle = partial(
         make_vector_bundle,
         config,
@@ -102,11 +96,7 @@ def make_vector_bundle(
         _with_event_vectors(_read_item_vectors(config, erased), event_vectors),
         _user_hash_limit(config, interactions_before, interaction_files),
     )
-    user_vectors = (
-        _sample_user_vectors(config, item_vectors, hash_limit, erased)
-        if sources.user_vectors
-        else None
-    )
+    user_vectors = _sample_user_vectors(config, item_vectors, hash_limit, erased) if sources.user_vectors else None
     clicks, odd_remarks = None, list[str]()
     if sources.interactions:
         clicks, odd_remarks = _read_clicks(
@@ -157,9 +147,7 @@ def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVec
     if left_out := unusable.left_out("item_vectors"):
         raise SourceError(f"{path}: {left_out:,} rows have no id that can be used")
     try:
-        item_vectors = EntityVectors.of(
-            pa.chunked_array(id_chunks), pa.chunked_array(vector_chunks), "item"
-        )
+        item_vectors = EntityVectors.of(pa.chunked_array(id_chunks), pa.chunked_array(vector_chunks), "item")
     except SourceError as error:
         raise SourceError(f"{path}: {error.message}", **error.details) from None
     erased_ids = pa.array([raw.decode() for raw in erased.items], pa.string())
@@ -167,9 +155,7 @@ def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVec
     return EntityVectors(item_vectors.ids.filter(pa.array(is_kept)), item_vectors.rows[is_kept])
 
 
-def _with_event_vectors(
-    item_vectors: EntityVectors, event_vectors: Mapping[bytes, Sequence[float]]
-) -> EntityVectors:
+def _with_event_vectors(item_vectors: EntityVectors, event_vectors: Mapping[bytes, Sequence[float]]) -> EntityVectors:
     """Append to the table's rows those items that only events brought.
 
     Any caller can send events: a number beyond NEW_VECTOR_ABS_MAX, and beyond all of the table's, would spoil the fold
@@ -187,15 +173,9 @@ def _with_event_vectors(
             pc.is_in(item_vectors.ids, pa.array(list(fitting_vectors), pa.string())),
         ).to_pylist()
     )
-    if not (
-        new_vectors := {
-            id_: vector for id_, vector in fitting_vectors.items() if id_ not in ids_in_table
-        }
-    ):
+    if not (new_vectors := {id_: vector for id_, vector in fitting_vectors.items() if id_ not in ids_in_table}):
         return item_vectors
-    all_item_ids = pa.concat_arrays(
-        [item_vectors.ids, pa.array(list(new_vectors), item_vectors.ids.type)]
-    )
+    all_item_ids = pa.concat_arrays([item_vectors.ids, pa.array(list(new_vectors), item_vectors.ids.type)])
     return EntityVectors(
         all_item_ids,
         np.concatenate([item_vectors.rows, np.array(list(new_vectors.values()), np.float32)]),
@@ -252,9 +232,7 @@ def _sample_user_vectors(
     id_parts, vector_parts = [pa.array([], pa.string())], [np.empty((0, dims), np.float32)]
     for ids, vector_column in _read_user_vectors(config):
         feature_values = read_feature_values(vector_column, spec)
-        is_kept = (
-            feature_values.usable & _below_limit_mask(ids, hash_limit) & erased.kept_users_mask(ids)
-        )
+        is_kept = feature_values.usable & _below_limit_mask(ids, hash_limit) & erased.kept_users_mask(ids)
         id_parts.append(ids.texts().filter(pa.array(is_kept)))
         vector_parts.append(feature_values.numbers[is_kept])
     user_names, numbers = pa.concat_arrays(id_parts), np.concatenate(vector_parts)
@@ -285,10 +263,7 @@ def _read_clicks(
         cutoff_at=interactions_before,
         interaction_files=interaction_files,
     )
-    batches = [
-        batch.only(_below_limit_mask(batch.users, hash_limit))
-        for batch in map(erased.leave_out, all_batches)
-    ]
+    batches = [batch.only(_below_limit_mask(batch.users, hash_limit)) for batch in map(erased.leave_out, all_batches)]
     if not sum(len(batch.times) for batch in batches):
         return None, []
     files_text = ", ".join(sources.interactions)

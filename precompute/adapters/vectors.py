@@ -48,9 +48,7 @@ def from_vectors(
     SourceError, naming what is wrong and the remedy; nothing is written then.
     """
     checked_item_vectors = EntityVectors.of(item_ids, item_vectors, "item")
-    checked_user_vectors = (
-        None if user_vectors is None else EntityVectors.of(user_ids, user_vectors, "user")
-    )
+    checked_user_vectors = None if user_vectors is None else EntityVectors.of(user_ids, user_vectors, "user")
     known_user_ids = (
         checked_user_vectors.ids
         if checked_user_vectors is not None
@@ -58,12 +56,8 @@ def from_vectors(
         if user_ids is None
         else checked_ids(user_ids, "user")
     )
-    click_matrix = (
-        None if clicks is None else ClickMatrix.of(clicks, known_user_ids, checked_item_vectors.ids)
-    )
-    return import_vectors(
-        Path(to), checked_item_vectors, checked_user_vectors, click_matrix, metric=metric, seed=seed
-    )
+    click_matrix = None if clicks is None else ClickMatrix.of(clicks, known_user_ids, checked_item_vectors.ids)
+    return import_vectors(Path(to), checked_item_vectors, checked_user_vectors, click_matrix, metric=metric, seed=seed)
 
 
 def import_vectors(
@@ -195,11 +189,7 @@ def _candidate_folds(
         1.0,
     )
     if user_matrix is not None:
-        is_bias_column = (
-            (user_matrix == user_matrix[0]).all(axis=0)
-            & (user_matrix[0] != 0)
-            & (len(user_matrix) > 1)
-        )
+        is_bias_column = (user_matrix == user_matrix[0]).all(axis=0) & (user_matrix[0] != 0) & (len(user_matrix) > 1)
         offset[is_bias_column] = user_matrix[0, is_bias_column]
         fold_rows[:, is_bias_column] = 0
         fold_rows[:, (item_matrix == item_matrix[0]).all(axis=0) & (len(item_matrix) > 1)] = 0

@@ -105,9 +105,7 @@ class Build:
         if report_bytes is None:
             return None
         report = orjson.loads(report_bytes)
-        demand_readable(
-            STAGES, report.pop(FORMAT_FIELD, 1), f"work/{report_name}.json of {self.generation}"
-        )
+        demand_readable(STAGES, report.pop(FORMAT_FIELD, 1), f"work/{report_name}.json of {self.generation}")
         return cast(ReportT, report)
 
     def need_report(self, report_name: ReportName[ReportT]) -> ReportT:
@@ -119,9 +117,7 @@ class Build:
                     f"{self.generation} is unknown in {self.store.url}: `status` lists what there is",
                     generation=self.generation,
                 )
-            raise StoreError(
-                f"{self.generation}: step {report_name!r} has not finished; run it first"
-            )
+            raise StoreError(f"{self.generation}: step {report_name!r} has not finished; run it first")
         return report
 
 
@@ -151,12 +147,8 @@ def model_entry(
     build: Build, bundle: Bundle, model_name: str, has_int8: bool, agreement: Mapping[str, Any]
 ) -> ModelEntry:
     """Return the entry of a bundle's model, for a report and the manifest."""
-    source_model = next(
-        bundle_model for bundle_model in bundle.models if bundle_model.name == model_name
-    )
-    fp32_entry, *weights_entries = [
-        file_entry(build.describe(file_name)) for _, file_name, _ in source_model.files
-    ]
+    source_model = next(bundle_model for bundle_model in bundle.models if bundle_model.name == model_name)
+    fp32_entry, *weights_entries = [file_entry(build.describe(file_name)) for _, file_name, _ in source_model.files]
     return {
         "name": model_name,
         "fp32": fp32_entry,
@@ -171,32 +163,24 @@ def model_entry(
 def fetch_catalogue(build: Build) -> None:
     """Fetch the catalogue's files, all but the vectors."""
     file_names = [catalogue.ITEM_IDS_FILE, catalogue.ITEM_OFFSETS_FILE, catalogue.MODEL_INDEX_FILE]
-    file_names += [
-        catalogue.directory_file_path("item", shard) for shard in range(build.config.shards)
-    ]
+    file_names += [catalogue.directory_file_path("item", shard) for shard in range(build.config.shards)]
     for file_name in file_names:
         build.fetch(file_name)
 
 
 def fetch_partition(build: Build, shard: int) -> None:
     """Fetch a shard's partition of the sources."""
-    for file_kind in partition_file_kinds(
-        build.need_report(BEGIN_REPORT).get("user_vectors", False)
-    ):
+    for file_kind in partition_file_kinds(build.need_report(BEGIN_REPORT).get("user_vectors", False)):
         build.fetch(f"work/partition/{shard:04d}.{file_kind}")
 
 
 def read_erased_entities(build: Build) -> ErasedEntities:
     """Return the erased entities that `begin` left out of this build."""
     erasure_numbers = set(build.need_report(BEGIN_REPORT).get("erased", ()))
-    return ErasedEntities.of(
-        erasure for erasure in all_erasures(build.store) if erasure.number in erasure_numbers
-    )
+    return ErasedEntities.of(erasure for erasure in all_erasures(build.store) if erasure.number in erasure_numbers)
 
 
-def generation_id(
-    data_until: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str
-) -> str:
+def generation_id(data_until: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str) -> str:
     """Return `data_until` in UTC with a digest of everything that decides the result: a retry finds its own work."""
     digest_hasher = hashlib.sha256(config.semantic())
     digest_hasher.update(f"|{bundle_digest}|{inputs_digest}".encode())
@@ -212,9 +196,7 @@ def settings_digest(config: NightConfig) -> str:
 
 def data_until_of(generation: str) -> int:
     """Return the `data_until` of a generation id, Unix seconds."""
-    return int(
-        datetime.strptime(generation[:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC).timestamp()
-    )
+    return int(datetime.strptime(generation[:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC).timestamp())
 
 
 def find_newer_live(releases: Releases, data_until: datetime, *, is_chosen: bool) -> str | None:
@@ -304,9 +286,7 @@ def with_host_copies(
 def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) -> None:
     """Raise Refused from `error` if the generation was retired while a step worked on it: its files are gone then."""
     try:
-        generation_releases = [
-            release for release in all_releases(store) if release.generation == generation
-        ]
+        generation_releases = [release for release in all_releases(store) if release.generation == generation]
     except (LarderError, OSError):
         return  # the store does not answer: the error itself is what can be told
     is_retired = bool(generation_releases) and generation_releases[-1].action == "retire"

@@ -25,9 +25,7 @@ _log = logging.getLogger("larder.night")
 
 
 @contextmanager
-def note_failure_of_step(
-    config: NightConfig, step_name: str, generation: str | None
-) -> Iterator[None]:
+def note_failure_of_step(config: NightConfig, step_name: str, generation: str | None) -> Iterator[None]:
     """Note an error of the block, which is a step of the night, and forget that of an earlier try of the same step."""
     try:
         yield
@@ -35,9 +33,7 @@ def note_failure_of_step(
         message = error.message if isinstance(error, LarderError) else str(error)
         error_code = error.code if isinstance(error, LarderError) else type(error).__name__
         is_refused = step_name == "verify" and error_code == "refused"
-        failure = NightFailure(
-            step_name, generation, time.time(), f"{error_code}: {message}", is_refused
-        )
+        failure = NightFailure(step_name, generation, time.time(), f"{error_code}: {message}", is_refused)
         _write_failure_file(config, orjson.dumps(asdict(failure)))
         raise
     forget_failure(config, step_name)
@@ -61,9 +57,7 @@ def hold_running_file(config: NightConfig) -> Iterator[Callable[[str, str | None
         running_path.parent.mkdir(parents=True, exist_ok=True)
         file = running_path.open("a+b")
     except OSError as error:
-        _log.warning(
-            "%s: %s; `larder status` does not tell if this night is killed", running_path, error
-        )
+        _log.warning("%s: %s; `larder status` does not tell if this night is killed", running_path, error)
         yield lambda _step, _generation: None
         return
 

@@ -88,9 +88,7 @@ class BaseEntry(PriorEntry):
     read_because: str
 
 
-NO_BASE_ENTRY: Final = BaseEntry(
-    generation=None, has_lists=False, why="", took_over=False, read_because=""
-)
+NO_BASE_ENTRY: Final = BaseEntry(generation=None, has_lists=False, why="", took_over=False, read_because="")
 """Base of a night that the first release began: it made no copies, and its report has no base."""
 
 

@@ -124,10 +124,7 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
                 ],
             ),
         }
-        | {
-            f"{FACET_PREFIX}{name}": _facet_entity_set(name, facet)
-            for name, facet in facet_by_name.items()
-        },
+        | {f"{FACET_PREFIX}{name}": _facet_entity_set(name, facet) for name, facet in facet_by_name.items()},
         items=ItemFiles(
             ids=build.describe(catalogue.ITEM_IDS_FILE),
             offsets=build.describe(catalogue.ITEM_OFFSETS_FILE),
@@ -138,19 +135,13 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
             attributes={
                 name: Attribute(
                     kind,
-                    **{
-                        file_field: build.describe(file)
-                        for file_field, file in path_by_field.items()
-                    },
+                    **{file_field: build.describe(file) for file_field, file in path_by_field.items()},
                 )
                 for name, (kind, path_by_field) in files_by_attribute.items()
             },
         ),
         tables=_manifest_tables(config, bundle, shard_reports)
-        | {
-            name: _facet_table(config, name, facet["table"])
-            for name, facet in facet_by_name.items()
-        },
+        | {name: _facet_table(config, name, facet["table"]) for name, facet in facet_by_name.items()},
         models={name: _manifest_model(entry) for name, entry in quantize_report["models"].items()},
         indexes={
             name: Index(entry["metric"], entry["kind"], Artefact(**entry["file"]), entry["recall"])
@@ -169,9 +160,7 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
             "users_in_source": begin_report["users"],
             FEATURE_ONLY_USERS_FACT: begin_report.get(FEATURE_ONLY_USERS_FACT, False),
             "users_scored": sum(report["users"]["scored"] for report in shard_reports),
-            "users_without_input": sum(
-                report["users"]["without_input"] for report in shard_reports
-            ),
+            "users_without_input": sum(report["users"]["without_input"] for report in shard_reports),
             "short_lists": sum(report["users"]["short"] for report in shard_reports),
             "interactions": begin_report["interactions"],
             **({} if config.sources.interactions else {WITHOUT_INTERACTIONS_FACT: True}),
@@ -235,9 +224,7 @@ def _events_read(config: NightConfig, event_fields: EventFields) -> IncludedEven
     # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
     events_namespace = event_fields["events_namespace"]
     other_namespace = "" if events_namespace == config.namespace else events_namespace
-    return IncludedEvents(
-        events_entry["until"], config.history_limit, attribute_by_facet, other_namespace
-    )
+    return IncludedEvents(events_entry["until"], config.history_limit, attribute_by_facet, other_namespace)
 
 
 def manifest_format_of(config: NightConfig, bundle: Bundle) -> int:
@@ -254,9 +241,7 @@ def manifest_format_of(config: NightConfig, bundle: Bundle) -> int:
 def scoring_seconds(shard_reports: Sequence[ShardReport]) -> float:
     """The time in which at least one shard was under way."""
     busy_seconds, covered_until = 0.0, 0.0
-    for began_at, ended_at in sorted(
-        (report["began_at"], report["ended_at"]) for report in shard_reports
-    ):
+    for began_at, ended_at in sorted((report["began_at"], report["ended_at"]) for report in shard_reports):
         busy_seconds += max(0.0, ended_at - max(began_at, covered_until))
         covered_until = max(covered_until, ended_at)
     return busy_seconds
@@ -279,9 +264,7 @@ def _entity_set(set_name: Any, hash_seed: int, part_entries: Sequence[FileEntry]
     )
 
 
-def _manifest_tables(
-    config: NightConfig, bundle: Bundle, shard_reports: Sequence[ShardReport]
-) -> dict[str, Table]:
+def _manifest_tables(config: NightConfig, bundle: Bundle, shard_reports: Sequence[ShardReport]) -> dict[str, Table]:
     return {
         table_name: _manifest_table(config, bundle, shard_reports, table_name, table_config)
         for table_name, table_config in configured_tables(config, bundle).items()
@@ -298,9 +281,7 @@ def _facet_table(config: NightConfig, facet_name: str, pages_entry: PagesEntry) 
     layout = facet_layout(config.facets[facet_name].k)
     records_a_page, record_count = records_per_page(layout, config.page_bytes), pages_entry["count"]
     pages_file, sums_file = Artefact(**pages_entry["file"]), Artefact(**pages_entry["sums"])
-    table_parts = (
-        TablePart(0, -(-record_count // records_a_page), record_count, pages_file, sums_file),
-    )
+    table_parts = (TablePart(0, -(-record_count // records_a_page), record_count, pages_file, sums_file),)
     return Table(
         facet_name,
         f"{FACET_PREFIX}{facet_name}",
@@ -312,9 +293,7 @@ def _facet_table(config: NightConfig, facet_name: str, pages_entry: PagesEntry) 
     )
 
 
-def _named_filters(
-    config: NightConfig, bundle: Bundle, shard_reports: Sequence[ShardReport]
-) -> dict[str, NamedFilter]:
+def _named_filters(config: NightConfig, bundle: Bundle, shard_reports: Sequence[ShardReport]) -> dict[str, NamedFilter]:
     tables_by_filter: dict[str, dict[str, Table]] = {name: {} for name in config.filters}
     for name, (table_name, filter_name) in config.filtered.items():
         tables_by_filter[filter_name][table_name] = _manifest_table(
@@ -337,9 +316,7 @@ def _manifest_table(
     records_a_page = records_per_page(layout, config.page_bytes)
     table_parts, first_page = [], 0
     for shard_report in shard_reports:
-        pages_entry = (shard_report["users"] if entity == "user" else shard_report["items"])[
-            "tables"
-        ][table_name]
+        pages_entry = (shard_report["users"] if entity == "user" else shard_report["items"])["tables"][table_name]
         page_count = -(-pages_entry["count"] // records_a_page)
         table_parts.append(
             TablePart(
@@ -353,6 +330,4 @@ def _manifest_table(
         first_page += page_count
     labels = bundle.values[str(table_config.value)].labels if table_config.kind == "value" else ()
     producer = producer_of(bundle, table_config)
-    return Table(
-        table_name, entity, producer, layout, records_a_page, tuple(table_parts), tuple(labels)
-    )
+    return Table(table_name, entity, producer, layout, records_a_page, tuple(table_parts), tuple(labels))

@@ -61,9 +61,7 @@ def facet_layout(list_length: int) -> Layout:
 
 def metric_of(bundle: Bundle, table_config: TableConfig) -> Metric:
     """Metric by which a top-K table compares vectors: its own, else cosine for similar items, else the bundle's."""
-    return table_config.metric or (
-        "cosine" if table_config.kind == "item_similar" else bundle.metric
-    )
+    return table_config.metric or ("cosine" if table_config.kind == "item_similar" else bundle.metric)
 
 
 def producer_of(bundle: Bundle, table_config: TableConfig) -> Producer:
@@ -92,17 +90,14 @@ def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableCon
     }
 
 
-def scored_tables(
-    config: NightConfig, bundle: Bundle, entity: EntityKind | None = None
-) -> dict[str, TableConfig]:
+def scored_tables(config: NightConfig, bundle: Bundle, entity: EntityKind | None = None) -> dict[str, TableConfig]:
     """Tables with pages to be written, by their own names: configured ones and those under filters, or an entity's.
 
     One under a filter is in all but the items of its lists like the table that is asked.
     """
     config_by_table = configured_tables(config, bundle)
     config_by_table |= {
-        name: config_by_table[unfiltered_table]
-        for name, (unfiltered_table, _) in config.filtered.items()
+        name: config_by_table[unfiltered_table] for name, (unfiltered_table, _) in config.filtered.items()
     }
     return {
         name: table_config

@@ -132,18 +132,14 @@ class Governor:
         if now_s < self._next_piece_at:
             self._sleep_for(self._next_piece_at - now_s)
             now_s = self._timer()
-        self._next_piece_at = max(
-            self._next_piece_at, now_s - BURST_S
-        ) + size_bytes / self._allowed_rate(size_bytes)
+        self._next_piece_at = max(self._next_piece_at, now_s - BURST_S) + size_bytes / self._allowed_rate(size_bytes)
 
     def _allowed_rate(self, size_bytes: int) -> float:
         """Return the rate for these bytes."""
         rate, floor = self.throttle.rate, self.throttle.floor
         if self._bytes_to_make_up > 0:
             rate = max(rate, min(CATCH_UP_FACTOR * floor, self.throttle.ceiling))
-            self._bytes_to_make_up = max(
-                0.0, self._bytes_to_make_up - size_bytes * (1 - floor / rate)
-            )
+            self._bytes_to_make_up = max(0.0, self._bytes_to_make_up - size_bytes * (1 - floor / rate))
         return rate * STEP_S / WORK_S if self._has_readers else rate
 
     @property
@@ -181,9 +177,7 @@ class Governor:
 
     def _adapt(self, observation: RedisObservation | None) -> None:
         working_round_trips_s, resting_round_trips_s = (
-            (self._watcher.round_trips(), self._measure_idle(REST_S))
-            if self._has_readers
-            else ([], [])
+            (self._watcher.round_trips(), self._measure_idle(REST_S)) if self._has_readers else ([], [])
         )
         spent_s = self._timer() - self._stepped_at
         self.throttle.step(
@@ -211,9 +205,7 @@ class Governor:
         started_at = self._timer()
         self._watcher.round_trips()
         resting_round_trips_s = self._measure_idle(self._config.idle_s)
-        self.throttle.calibrate(
-            resting_round_trips_s, observation.replicas_ms if observation else {}
-        )
+        self.throttle.calibrate(resting_round_trips_s, observation.replicas_ms if observation else {})
         self._is_calibrated = True
         self._bytes_to_make_up += self.throttle.floor * (self._timer() - started_at)
 
@@ -252,19 +244,13 @@ class Governor:
         if observation is None:
             # Nothing is known of readers, so they are taken to be there; the first look gets a moment to arrive.
             return True, now_s - self._opened_at >= STEP_S
-        has_readers = (
-            observation.replicas > 0 or (observation.foreign_s or 0.0) > FOREIGN_READS_PER_S_MIN
-        )
+        has_readers = observation.replicas > 0 or (observation.foreign_s or 0.0) > FOREIGN_READS_PER_S_MIN
         is_held_back = has_readers or observation.followers > 0 or self._config.ceiling_mib_s > 0
         return is_held_back or not self._is_reader_state_known, has_readers
 
     def _fresh_observation(self, now_s: float) -> RedisObservation | None:
         observation = self._watcher.get_latest_observation()
-        return (
-            observation
-            if observation is not None and now_s - observation.at <= OBSERVATION_AGE_S_MAX
-            else None
-        )
+        return observation if observation is not None and now_s - observation.at <= OBSERVATION_AGE_S_MAX else None
 
     def _yield(self, on: bool) -> None:
         if on != self._is_yielding and self._config.yield_cpu:
@@ -276,9 +262,7 @@ class Governor:
 
 
 @contextmanager
-def open_governor(
-    config: GovernorConfig, control: Control, *, awake: bool = True
-) -> Iterator[Governor]:
+def open_governor(config: GovernorConfig, control: Control, *, awake: bool = True) -> Iterator[Governor]:
     """Open the governor of one step's work in its thread; `awake`: rests keep the cores from halting."""
     watcher = Watcher(control, probe_ms=config.probe_ms)
     governor = Governor(config, watcher, yielding=IdlePriority(), awake=awake)
@@ -320,9 +304,7 @@ class Throttle:
     first decrease it grows by slow start (Jacobson, "Congestion avoidance and control", 1988).
     """
 
-    def __init__(
-        self, *, p99_factor: float, floor: float, ceiling: float, lag_bytes_max: float
-    ) -> None:
+    def __init__(self, *, p99_factor: float, floor: float, ceiling: float, lag_bytes_max: float) -> None:
         self.floor = floor
         self.ceiling = ceiling or math.inf
         self.rate = min(floor * START_RATE_IN_FLOORS, self.ceiling)
@@ -337,9 +319,7 @@ class Throttle:
         self._congested_rate: float | None = None
         self._clean_step_count = 0
 
-    def calibrate(
-        self, resting_round_trips_s: Sequence[float], replicas_ms: Mapping[str, float] | None = None
-    ) -> None:
+    def calibrate(self, resting_round_trips_s: Sequence[float], replicas_ms: Mapping[str, float] | None = None) -> None:
         """Add idle round trips; too few of them set no p99."""
         self._idle_round_trips_s.extend(
             round_trip_s for round_trip_s in resting_round_trips_s if math.isfinite(round_trip_s)
@@ -375,9 +355,7 @@ class Throttle:
             return self.rate * START_GROWTH_FACTOR
         self._clean_step_count += 1
         plateau_excess = (self._clean_step_count - PLATEAU_STEPS) / PLATEAU_STEPS
-        return max(
-            self.rate, self._congested_rate * (1 + (1 - BACK_OFF_FACTOR) * plateau_excess**3)
-        )
+        return max(self.rate, self._congested_rate * (1 + (1 - BACK_OFF_FACTOR) * plateau_excess**3))
 
     def _objection(self, signals: Signals, readers: bool) -> str:
         if signals.lag_bytes > self._lag_bytes_max:
@@ -387,8 +365,7 @@ class Throttle:
         if not signals.working_round_trips_s or self.limit_s is None:
             return "no probe"
         working_late_share, resting_late_share = (
-            sum(round_trip_s > self.limit_s for round_trip_s in round_trips_s)
-            / max(1, len(round_trips_s))
+            sum(round_trip_s > self.limit_s for round_trip_s in round_trips_s) / max(1, len(round_trips_s))
             for round_trips_s in (signals.working_round_trips_s, signals.resting_round_trips_s)
         )
         self._late_share_pairs.append((working_late_share, resting_late_share))
@@ -397,16 +374,13 @@ class Throttle:
         if signals.busy > BUSY_SHARE_MAX:
             return "Redis busy"
         for replica_name, p99_ms in signals.replicas_ms.items():
-            if p99_ms > self._replica_p99_factor * self._idle_p99_ms_by_replica.setdefault(
-                replica_name, p99_ms
-            ):
+            if p99_ms > self._replica_p99_factor * self._idle_p99_ms_by_replica.setdefault(replica_name, p99_ms):
                 return f"p99 of {replica_name}"
         return ""
 
     def _is_late(self) -> bool:
         late_share_differences = [
-            working_late_share - resting_late_share
-            for working_late_share, resting_late_share in self._late_share_pairs
+            working_late_share - resting_late_share for working_late_share, resting_late_share in self._late_share_pairs
         ]
         if len(late_share_differences) > 1 and min(late_share_differences[-2:]) > CLEAR_LATE_EXCESS:
             return True
@@ -416,18 +390,14 @@ class Throttle:
     def _is_unhurt_unknown(self) -> bool:
         """True if it is too early to judge whether readers are unhurt; the rate stays meanwhile."""
         excess, standard_error = self._excess()
-        return (
-            len(self._late_share_pairs) >= COMPARED_STEPS_MIN
-            and excess + standard_error > UNHURT_LATE_EXCESS_MAX
-        )
+        return len(self._late_share_pairs) >= COMPARED_STEPS_MIN and excess + standard_error > UNHURT_LATE_EXCESS_MAX
 
     def _excess(self) -> tuple[float, float]:
         """Return the excess of the share of late probes over the allowed one, and its standard error."""
         if len(self._late_share_pairs) < COMPARED_STEPS_MIN:
             return 0.0, math.inf
         working_late_share, resting_late_share = (
-            statistics.fmean(late_shares)
-            for late_shares in zip(*self._late_share_pairs, strict=True)
+            statistics.fmean(late_shares) for late_shares in zip(*self._late_share_pairs, strict=True)
         )
         deviation = statistics.stdev(
             [
@@ -441,19 +411,14 @@ class Throttle:
 
     def _is_rate_reached(self, signals: Signals) -> bool:
         # A rate that is not reached says nothing about a higher one.
-        return (
-            signals.spent_s > 0
-            and signals.done_bytes >= USED_RATE_SHARE_MIN * self.rate * signals.spent_s
-        )
+        return signals.spent_s > 0 and signals.done_bytes >= USED_RATE_SHARE_MIN * self.rate * signals.spent_s
 
 
 def p99(round_trips_s: Sequence[float]) -> float:
     """Return the 99th percentile (nearest rank), inf of an empty sequence."""
     sorted_round_trips_s = sorted(round_trips_s)
     return (
-        sorted_round_trips_s[math.ceil(QUANTILE * len(sorted_round_trips_s)) - 1]
-        if sorted_round_trips_s
-        else math.inf
+        sorted_round_trips_s[math.ceil(QUANTILE * len(sorted_round_trips_s)) - 1] if sorted_round_trips_s else math.inf
     )
 
 
@@ -483,9 +448,7 @@ def _set_scheduling(thread_id: int, *, idle: bool) -> bool:
     if not hasattr(os, "SCHED_IDLE"):
         return False
     try:
-        os.sched_setscheduler(
-            thread_id, os.SCHED_IDLE if idle else os.SCHED_OTHER, os.sched_param(0)
-        )
+        os.sched_setscheduler(thread_id, os.SCHED_IDLE if idle else os.SCHED_OTHER, os.sched_param(0))
     except OSError:  # not permitted, or the thread has ended
         return False
     return True
@@ -497,9 +460,7 @@ def _can_leave_idle_class() -> bool:
 
     def try_idle_class() -> None:
         thread = threading.get_native_id()
-        trial_results.append(
-            _set_scheduling(thread, idle=True) and _set_scheduling(thread, idle=False)
-        )
+        trial_results.append(_set_scheduling(thread, idle=True) and _set_scheduling(thread, idle=False))
 
     trial_thread = threading.Thread(target=try_idle_class, name="larder-give-way")
     trial_thread.start()

@@ -92,9 +92,7 @@ def demand_redis_room(
             )
 
 
-def unevictable_bytes(
-    control: Control, node_client: "redis.Redis", *, pages_bytes: float, record_bytes: int
-) -> int:
+def unevictable_bytes(control: Control, node_client: "redis.Redis", *, pages_bytes: float, record_bytes: int) -> int:
     """Return the memory of one server that no pressure frees: all but overlays, of any namespace.
 
     Redis does not say what its expiring keys take, so each is taken for one overlay of the largest record
@@ -115,17 +113,13 @@ def unevictable_bytes(
     )
 
 
-def redis_page_bytes(
-    store: ArtefactStore, control: Control, *, left_out_generation: str | None = None
-) -> int:
+def redis_page_bytes(store: ArtefactStore, control: Control, *, left_out_generation: str | None = None) -> int:
     """Return the payload of this namespace's generations, but `left_out_generation`, whose pages Redis may hold."""
     held_page_bytes = 0
     for generation, row in control.rows().items():
         if generation != left_out_generation and row.state is not GenerationState.RETIRED:
             raw_manifest = store.read(generation_path(generation, "manifest.json"))
-            held_page_bytes += (
-                0 if raw_manifest is None else total_bytes(Manifest.from_bytes(raw_manifest))
-            )
+            held_page_bytes += 0 if raw_manifest is None else total_bytes(Manifest.from_bytes(raw_manifest))
     return held_page_bytes
 
 
@@ -169,15 +163,12 @@ def time_limit_remark(config: NightConfig, size_bytes: float) -> str | None:
         "verify_timeout_s": config.dag.verify_timeout_s,
     }
     short_limit_s_by_setting = {
-        setting_name: limit_s
-        for setting_name, limit_s in limit_s_by_setting.items()
-        if load_s_max > limit_s
+        setting_name: limit_s for setting_name, limit_s in limit_s_by_setting.items() if load_s_max > limit_s
     }
     if not short_limit_s_by_setting:
         return None
     limits_text = " and ".join(
-        f"{setting_name} ({limit_s:,.0f} s)"
-        for setting_name, limit_s in short_limit_s_by_setting.items()
+        f"{setting_name} ({limit_s:,.0f} s)" for setting_name, limit_s in short_limit_s_by_setting.items()
     )
     floor_mib_s_min = size_bytes / (min(short_limit_s_by_setting.values()) * MIB)
     return (

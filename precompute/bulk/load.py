@@ -75,18 +75,14 @@ class Part:
         """Read uint64[pages], each page's checksum; raise CorruptArtefact if the file does not fit the manifest."""
         sums = np.fromfile(root / self.pages.sums.path, "<u8")
         if len(sums) != self.pages.pages:
-            raise CorruptArtefact(
-                f"{self.pages.sums.path} holds {len(sums)} checksums for {self.pages.pages} pages"
-            )
+            raise CorruptArtefact(f"{self.pages.sums.path} holds {len(sums)} checksums for {self.pages.pages} pages")
         return sums
 
 
 def parts_of(manifest: Manifest) -> list[Part]:
     """Return all parts of all tables."""
     return [
-        Part(table, part_number)
-        for table in manifest.stored_tables.values()
-        for part_number in range(len(table.parts))
+        Part(table, part_number) for table in manifest.stored_tables.values() for part_number in range(len(table.parts))
     ]
 
 
@@ -151,14 +147,10 @@ def load_part(
             raise CorruptArtefact(
                 f"{part_entry.file.path} has {len(mapped_pages)} bytes for {part_entry.count} records"
             )
-        key_names = [
-            part.key(keys, manifest.generation, page).encode() for page in range(part_entry.pages)
-        ]
+        key_names = [part.key(keys, manifest.generation, page).encode() for page in range(part_entry.pages)]
         with (
             memoryview(mapped_pages) as pages_view,
-            PageStream(
-                client, governor, chunk_bytes=chunk_bytes, note_landed_pages=note_landed_pages
-            ) as page_stream,
+            PageStream(client, governor, chunk_bytes=chunk_bytes, note_landed_pages=note_landed_pages) as page_stream,
         ):
             page_stream.send(key_names, pages_view, loaded_count, part.table.page_bytes)
     mark_loaded(client, loaded_key, part)
@@ -174,24 +166,16 @@ def mark_loaded(client: "redis.Redis", loaded_key: str, part: Part) -> None:
             pipeline.execute()
 
 
-def count_loaded_pages(
-    client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part
-) -> int:
+def count_loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:
     """Return the number of an unfinished part's first pages that are known to be in Redis."""
     progress_note = client.hget(keys.loaded(manifest.generation), part.progress)
     if not isinstance(progress_note, bytes):
         return 0
     part_mark, _, count = progress_note.partition(b" ")
-    return (
-        min(int(count), part.pages.pages)
-        if part_mark == part.loaded_digest and count.isdigit()
-        else 0
-    )
+    return min(int(count), part.pages.pages) if part_mark == part.loaded_digest and count.isdigit() else 0
 
 
-def unlink_pages(
-    client: "redis.Redis", keys: Keyspace, manifest: Manifest, *, governor: Governor | None = None
-) -> int:
+def unlink_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, *, governor: Governor | None = None) -> int:
     """Remove a generation's pages in small batches, so that no reader waits long; return the number of keys.
 
     Redis frees a string at once, however big, so with readers around the pages go one at a time, each at the
@@ -205,9 +189,7 @@ def unlink_pages(
             piece_bytes = None if governor is None else governor.piece_bytes
             if governor is not None:
                 page_size_bytes = part.size_of(page_number)
-                governor.pace(
-                    page_size_bytes if piece_bytes is None else min(page_size_bytes, piece_bytes)
-                )
+                governor.pace(page_size_bytes if piece_bytes is None else min(page_size_bytes, piece_bytes))
             if piece_bytes is not None or len(key_batch) == UNLINK_BATCH_KEYS:
                 removed_key_count += int(client.unlink(*key_batch))
                 key_batch.clear()
@@ -249,9 +231,7 @@ class PageStream(BulkConnections):
         """Send pages from `first_page_number` on; n is `all_pages[n * page_size_bytes:]`, the last may be shorter."""
 
         def resend_page(page_number: int) -> None:
-            with all_pages[
-                page_number * page_size_bytes : (page_number + 1) * page_size_bytes
-            ] as resent_page:
+            with all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes] as resent_page:
                 self._client.set(key_names[page_number], resent_page)
 
         page_number = first_page_number
@@ -260,12 +240,8 @@ class PageStream(BulkConnections):
             if self._governor is None or piece_bytes is None:
                 page_number += self._send_whole(key_names, all_pages, page_number, page_size_bytes)
             else:
-                with all_pages[
-                    page_number * page_size_bytes : (page_number + 1) * page_size_bytes
-                ] as page_view:
-                    self._send_paced(
-                        self._governor, key_names[page_number], page_number, page_view, piece_bytes
-                    )
+                with all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes] as page_view:
+                    self._send_paced(self._governor, key_names[page_number], page_number, page_view, piece_bytes)
                 page_number += 1
             if len(self._unanswered_chunks) >= UNANSWERED_CHUNKS_MAX:
                 self._await_chunk(resend_page)
@@ -280,14 +256,10 @@ class PageStream(BulkConnections):
         page_size_bytes: int,
     ) -> int:
         """Send a chunk of `SET`s directly from the mapped pages: packing would copy each of them twice."""
-        chunk_keys = key_names[
-            first_page_number : first_page_number + max(1, self._chunk_bytes // page_size_bytes)
-        ]
+        chunk_keys = key_names[first_page_number : first_page_number + max(1, self._chunk_bytes // page_size_bytes)]
         with ExitStack() as view_stack:  # an error must not leave the mapped file in use
             page_views = [
-                view_stack.enter_context(
-                    all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes]
-                )
+                view_stack.enter_context(all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes])
                 for page_number in range(first_page_number, first_page_number + len(chunk_keys))
             ]
             sent_bytes = sum(len(page_view) for page_view in page_views)
@@ -305,9 +277,7 @@ class PageStream(BulkConnections):
                     )
                 connection = self.connection_to(server)
                 connection.send_packed_command(command_parts, check_health=False)
-                sent_pages.append(
-                    (connection, [first_page_number + position for position in positions])
-                )
+                sent_pages.append((connection, [first_page_number + position for position in positions]))
         self._track_chunk(_SentChunk(sent_pages, len(chunk_keys), sent_bytes))
         return len(chunk_keys)
 
@@ -330,9 +300,7 @@ class PageStream(BulkConnections):
         for piece_start in range(0, page_size_bytes, piece_bytes):
             with page_view[piece_start : piece_start + piece_bytes] as piece_view:
                 governor.pace(len(piece_view))
-                command_head = (
-                    _set_command_head(page_key, page_size_bytes) if piece_start == 0 else b""
-                )
+                command_head = _set_command_head(page_key, page_size_bytes) if piece_start == 0 else b""
                 command_end = b"\r\n" if piece_start + piece_bytes >= page_size_bytes else b""
                 # One buffer, one packet: at this size a copy costs less than three system calls.
                 packet = b"".join((command_head, piece_view, command_end))

@@ -76,9 +76,7 @@ def find_bad_pages(
 ) -> Generator[tuple[int, str]]:
     """(number within the part, complaint) of each page that is not as its checksum says."""
     checksums = part.read_sums(root)
-    page_digests = _read_pages(
-        client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor
-    )
+    page_digests = _read_pages(client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
     with closing(page_digests):
         for page_number, digest, size_bytes in page_digests:
             if digest is None:
@@ -98,18 +96,12 @@ def _read_pages(
     governor: Governor | None,
 ) -> Generator[PageDigest]:
     """Every page of a part: in pieces while there are readers, some pages at once else."""
-    key_names = [
-        part.key(keys, manifest.generation, page_number).encode()
-        for page_number in range(part.pages.pages)
-    ]
+    key_names = [part.key(keys, manifest.generation, page_number).encode() for page_number in range(part.pages.pages)]
     pages_per_chunk, page_number = max(1, chunk_bytes // part.table.page_bytes), 0
     while page_number < len(key_names):
         if governor is not None and governor.piece_bytes is not None:
             with PieceReader(client, governor) as reader:
-                while (
-                    page_number < len(key_names)
-                    and (piece_bytes := governor.piece_bytes) is not None
-                ):
+                while page_number < len(key_names) and (piece_bytes := governor.piece_bytes) is not None:
                     yield from reader.request_page(
                         page_number, key_names[page_number], part.size_of(page_number), piece_bytes
                     )
@@ -120,9 +112,7 @@ def _read_pages(
             if governor is not None:
                 governor.pace(len(chunk_keys) * part.table.page_bytes)
                 governor.own_reads(len(chunk_keys))
-            for read_page_number, page_bytes in enumerate(
-                _fetch_values(client, chunk_keys), page_number
-            ):
+            for read_page_number, page_bytes in enumerate(_fetch_values(client, chunk_keys), page_number):
                 digest = None if page_bytes is None else xxhash.xxh3_64_intdigest(page_bytes)
                 yield PageDigest(read_page_number, digest, len(page_bytes or b""))
             page_number += len(chunk_keys)
@@ -141,13 +131,8 @@ def read_page_lengths(
 ) -> Iterator[tuple[int, int]]:
     """(number within the part, bytes in Redis) of every page; 0 for one that is not there."""
     for first_page_number in range(0, part.pages.pages, LENGTHS_PER_ROUND_TRIP):
-        page_numbers = range(
-            first_page_number, min(first_page_number + LENGTHS_PER_ROUND_TRIP, part.pages.pages)
-        )
-        key_names = [
-            part.key(keys, manifest.generation, page_number).encode()
-            for page_number in page_numbers
-        ]
+        page_numbers = range(first_page_number, min(first_page_number + LENGTHS_PER_ROUND_TRIP, part.pages.pages))
+        key_names = [part.key(keys, manifest.generation, page_number).encode() for page_number in page_numbers]
         yield from zip(page_numbers, value_sizes(client, key_names), strict=True)
 
 
@@ -171,9 +156,7 @@ def _strlens(client: "redis.Redis", server: "redis.Redis", key_names: list[bytes
         connection.send_packed_command([packed_commands], check_health=False)
         replies = [_length_reply(connection) for _ in key_names]
     return [
-        int(cast(Any, client.strlen(key_name)))
-        if length_or_redirect is None
-        else length_or_redirect
+        int(cast(Any, client.strlen(key_name))) if length_or_redirect is None else length_or_redirect
         for key_name, length_or_redirect in zip(key_names, replies, strict=True)
     ]
 
@@ -216,9 +199,7 @@ class PieceReader(BulkConnections):
             piece_end = size_bytes if is_last else piece_start + piece_bytes - 1
             self._governor.pace(min(piece_bytes, size_bytes - piece_start))
             self._governor.own_reads(1)
-            connection.send_packed_command(
-                [_getrange_command(page_key, piece_start, piece_end)], check_health=False
-            )
+            connection.send_packed_command([_getrange_command(page_key, piece_start, piece_end)], check_health=False)
             self._unanswered_requests.append(
                 _PieceRequest(connection, page_number, page_key, piece_start, piece_end, is_last)
             )
@@ -235,9 +216,7 @@ class PieceReader(BulkConnections):
         try:
             piece: Any = checked_reply("GETRANGE", piece_request.connection.read_response())
         except redis.exceptions.AskError:  # MOVED is one, too
-            piece = self._client.getrange(
-                piece_request.name.decode(), piece_request.start, piece_request.end
-            )
+            piece = self._client.getrange(piece_request.name.decode(), piece_request.start, piece_request.end)
         self._page_hasher.update(piece)
         self._page_size_bytes += len(piece)
         if piece_request.ends_page:

@@ -74,18 +74,13 @@ def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
     return any(_incomplete_parts(control, read_manifest(store, generation)))
 
 
-def _incomplete_parts(
-    control: Control, manifest: Manifest, *, are_marked_whole: bool = False
-) -> Iterator[Part]:
+def _incomplete_parts(control: Control, manifest: Manifest, *, are_marked_whole: bool = False) -> Iterator[Part]:
     """Yield parts without their mark or, unless marked parts `are_marked_whole`, without a page of its length."""
     mark_by_part_name: Any = control.client.hgetall(control.keyspace.loaded(manifest.generation))
     for part in parts_of(manifest):
         page_lengths = read_page_lengths(control.client, control.keyspace, manifest, part)
         if mark_by_part_name.get(part.name.encode()) != part.loaded_digest or not (
-            are_marked_whole
-            or all(
-                size_bytes == part.size_of(page_number) for page_number, size_bytes in page_lengths
-            )
+            are_marked_whole or all(size_bytes == part.size_of(page_number) for page_number, size_bytes in page_lengths)
         ):
             yield part
 
@@ -95,22 +90,15 @@ def _has_sampled_pages(control: Control, manifest: Manifest) -> bool:
     parts = parts_of(manifest)
     part_ends = np.cumsum([part.pages.pages for part in parts])
     page_count = int(part_ends[-1]) if parts else 0
-    sample_positions = np.unique(
-        np.linspace(0, max(0, page_count - 1), PROBED_PAGES_MAX).astype(np.int64)
-    )[:page_count]
+    sample_positions = np.unique(np.linspace(0, max(0, page_count - 1), PROBED_PAGES_MAX).astype(np.int64))[:page_count]
     sampled_pages = []
     for position, part_index in zip(
         sample_positions, np.searchsorted(part_ends, sample_positions, "right"), strict=True
     ):
         part = parts[part_index]
         sampled_pages.append((part, int(position - part_ends[part_index]) + part.pages.pages))
-    sampled_keys = [
-        part.key(control.keyspace, manifest.generation, page).encode()
-        for part, page in sampled_pages
-    ]
-    return value_sizes(control.client, sampled_keys) == [
-        part.size_of(page) for part, page in sampled_pages
-    ]
+    sampled_keys = [part.key(control.keyspace, manifest.generation, page).encode() for part, page in sampled_pages]
+    return value_sizes(control.client, sampled_keys) == [part.size_of(page) for part, page in sampled_pages]
 
 
 def repair_pages(
@@ -135,9 +123,7 @@ def find_damaged_pages(
     damaged_keys = []
     for part in parts_of(manifest):
         _fetch(store, generation, part.pages.sums)
-        damaged_pages = find_bad_pages(
-            control.client, control.keyspace, manifest, root, part, governor=governor
-        )
+        damaged_pages = find_bad_pages(control.client, control.keyspace, manifest, root, part, governor=governor)
         damaged_keys += [part.key(control.keyspace, generation, page) for page, _ in damaged_pages]
     return damaged_keys
 
@@ -182,9 +168,7 @@ def _repair_part(
     return [part.key(keys, generation, page) for page in damaged_pages]
 
 
-def _rewrite_page(
-    client: "redis.Redis", page_key: str, sound_page: bytes, governor: Governor | None
-) -> None:
+def _rewrite_page(client: "redis.Redis", page_key: str, sound_page: bytes, governor: Governor | None) -> None:
     if client.strlen(page_key) != len(sound_page):
         if governor is not None:
             governor.pace(len(sound_page))
@@ -221,9 +205,7 @@ def _stream_part(
 
 
 @contextmanager
-def _conflict_if_files_missing(
-    store: ArtefactStore, manifest: Manifest, part: Part
-) -> Iterator[None]:
+def _conflict_if_files_missing(store: ArtefactStore, manifest: Manifest, part: Part) -> Iterator[None]:
     """Raises Conflict for a file that is gone: a retire removes files, also while another program reads them."""
     try:
         yield

@@ -76,9 +76,7 @@ class Watcher:
         self._can_stir = True
         self._asked_at = -math.inf
         self._closing_event = threading.Event()
-        self._jitter_random = random.Random(
-            0
-        )  # evenly spaced probes could fall between evenly spaced pieces
+        self._jitter_random = random.Random(0)  # evenly spaced probes could fall between evenly spaced pieces
         self._thread = threading.Thread(target=self._run, name="larder-watch", daemon=True)
         self._thread.start()
 
@@ -102,9 +100,7 @@ class Watcher:
         try:
             if self._stir_connections is None:
                 servers = primary_clients(self._watch_control.client).values()
-                self._stir_connections = [
-                    server.connection_pool.get_connection() for server in servers
-                ]
+                self._stir_connections = [server.connection_pool.get_connection() for server in servers]
             for connection in self._stir_connections:
                 connection._sock.sendall(PING)
             for connection in self._stir_connections:
@@ -159,13 +155,9 @@ class Watcher:
                     self._closing_event.wait(max(0.0, min(0.01, observe_at - time.perf_counter())))
                     continue
                 if not connections_and_probes:
-                    connections_and_probes = list(
-                        self._open_probes(self._watch_control, connections)
-                    )
+                    connections_and_probes = list(self._open_probes(self._watch_control, connections))
                 self._round_trips_s.append(
-                    self._round_trip(
-                        *connections_and_probes[self._probe_count % len(connections_and_probes)]
-                    )
+                    self._round_trip(*connections_and_probes[self._probe_count % len(connections_and_probes)])
                 )
                 time.sleep(self._probe_interval_s * self._jitter_random.uniform(0.5, 1.5))
 
@@ -183,9 +175,7 @@ class Watcher:
         self._probe_count += 1
         return spent_s
 
-    def _open_probes(
-        self, control: Control, connections: BulkConnections
-    ) -> Iterator[tuple[Any, bytes]]:
+    def _open_probes(self, control: Control, connections: BulkConnections) -> Iterator[tuple[Any, bytes]]:
         """Yield, per server, a connection and a probe that reads a live page's record like a reader."""
         keys, pointer = control.keyspace, control.read_pointer()
         self._probe_count += 1
@@ -193,10 +183,7 @@ class Watcher:
         table_names = sorted({part_name.decode().partition("/")[0] for part_name in part_marks})
         page_keys = [keys.live]
         if pointer is not None and table_names:
-            page_keys = [
-                keys.page(pointer.generation, table_names[0], page)
-                for page in range(PROBE_PAGES_TRIED)
-            ]
+            page_keys = [keys.page(pointer.generation, table_names[0], page) for page in range(PROBE_PAGES_TRIED)]
         for server, positions in group_keys_by_server(control.client, page_keys):
             connection = connections.connection_to(server)
             command = "GETRANGE", page_keys[positions[0]], 0, PROBE_BYTES - 1
@@ -205,21 +192,15 @@ class Watcher:
     def _observe(self, control: Control) -> RedisObservation:
         replicas = control.replicas()
         p99_ms_by_replica = {
-            replica.name: replica.l2_p99_ms
-            for replica in replicas
-            if isinstance(replica.l2_p99_ms, int | float)
+            replica.name: replica.l2_p99_ms for replica in replicas if isinstance(replica.l2_p99_ms, int | float)
         }
         servers = primary_clients(control.client)
-        info_by_server = {
-            server_name: fetch_info(server) for server_name, server in servers.items()
-        }
+        info_by_server = {server_name: fetch_info(server) for server_name, server in servers.items()}
         now_s, own_read_count = time.perf_counter(), self._work_read_count + self._probe_count
         read_count = -own_read_count
         for info in info_by_server.values():
             read_count += count_reads(info)
-        cpu_s_by_server = {
-            server: main_thread_cpu_s(info) for server, info in info_by_server.items()
-        }
+        cpu_s_by_server = {server: main_thread_cpu_s(info) for server, info in info_by_server.items()}
         previous_counters, self._previous_counters = (
             self._previous_counters,
             (now_s, read_count, cpu_s_by_server),
@@ -232,9 +213,7 @@ class Watcher:
                 for server, used_cpu_s in cpu_s_by_server.items()
             ]
             busy_share = max([0.0, *spent_cpu_s]) / spent_s
-        follower_count = sum(
-            info_number(info, "connected_slaves", 0) for info in info_by_server.values()
-        )
+        follower_count = sum(info_number(info, "connected_slaves", 0) for info in info_by_server.values())
         lag_bytes_max = max(map(lag_bytes, info_by_server.values()), default=0)
         return RedisObservation(
             now_s,
@@ -282,11 +261,7 @@ def lag_bytes(info: Mapping[str, Any]) -> int:
 def count_reads(info: Mapping[str, Any]) -> int:
     """Return the number of read commands (READ_COMMAND_STATS) that a server has answered."""
     with refusing_unreadable("INFO", "statistics of commands"):
-        return sum(
-            int(info[command_name]["calls"])
-            for command_name in READ_COMMAND_STATS
-            if command_name in info
-        )
+        return sum(int(info[command_name]["calls"]) for command_name in READ_COMMAND_STATS if command_name in info)
 
 
 def main_thread_cpu_s(info: Mapping[str, Any]) -> float:

@@ -42,12 +42,8 @@ def measure_agreement(
     exact_outputs, int8_outputs = fp32_tower.run(inputs), int8_tower.run(inputs)
     facts: dict[str, Any] = {"rows": row_count_of(inputs)}
     if item_vectors is None:
-        facts["overlap_at_1"] = float(
-            (exact_outputs.argmax(axis=1) == int8_outputs.argmax(axis=1)).mean()
-        )
-        facts["score_error_p99"] = float(
-            np.percentile(worst_row_errors(int8_outputs, exact_outputs), 99)
-        )
+        facts["overlap_at_1"] = float((exact_outputs.argmax(axis=1) == int8_outputs.argmax(axis=1)).mean())
+        facts["score_error_p99"] = float(np.percentile(worst_row_errors(int8_outputs, exact_outputs), 99))
     else:
         top_count = min(TOP_ITEMS, len(item_vectors))
         row_overlaps, score_errors = _compare_tops(
@@ -100,9 +96,7 @@ def with_newest_item(inputs: Inputs) -> Inputs | None:
     if not any(isinstance(input_value, Histories) for input_value in inputs.values()):
         return None
     return {
-        input_name: _newest_items(input_value)
-        if isinstance(input_value, Histories)
-        else input_value
+        input_name: _newest_items(input_value) if isinstance(input_value, Histories) else input_value
         for input_name, input_value in inputs.items()
     }
 
@@ -113,14 +107,10 @@ def _newest_items(histories: Histories) -> Histories:
     return Histories(indptr, histories.indices[histories.indptr[1:][newest_counts > 0] - 1])
 
 
-def select_input_rows(
-    inputs: Inputs, rows: NDArray[np.int64]
-) -> dict[str, Histories | NDArray[Any]]:
+def select_input_rows(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
     """Inputs of some of the rows, by the names they had."""
     return {
-        input_name: input_value.select_rows(rows)
-        if isinstance(input_value, Histories)
-        else input_value[rows]
+        input_name: input_value.select_rows(rows) if isinstance(input_value, Histories) else input_value[rows]
         for input_name, input_value in inputs.items()
     }
 
@@ -166,16 +156,10 @@ def _top_items_of_both(
     for first_ordinal, item_tile in iterate_tiles(item_vectors, metric):
         exact_scores, approximate_scores = (vectors @ item_tile.T for vectors in vector_pair)
         largest_scores = np.maximum(largest_scores, np.abs(exact_scores).max(axis=1))
-        largest_errors = np.maximum(
-            largest_errors, np.abs(exact_scores - approximate_scores).max(axis=1)
-        )
-        is_in_tile = (exclusions.indices >= first_ordinal) & (
-            exclusions.indices < first_ordinal + len(item_tile)
-        )
+        largest_errors = np.maximum(largest_errors, np.abs(exact_scores - approximate_scores).max(axis=1))
+        is_in_tile = (exclusions.indices >= first_ordinal) & (exclusions.indices < first_ordinal + len(item_tile))
         for side_index, scores in enumerate((exact_scores, approximate_scores)):
-            scores[
-                row_of_exclusion[is_in_tile], exclusions.indices[is_in_tile] - first_ordinal
-            ] = -np.inf
+            scores[row_of_exclusion[is_in_tile], exclusions.indices[is_in_tile] - first_ordinal] = -np.inf
             best_keys_by_side[side_index] = merge_best_keys(
                 best_keys_by_side[side_index], scores, first_ordinal, top_count
             )
@@ -187,9 +171,7 @@ def _top_items_of_both(
 def _is_batch_invariant(tower: Tower, inputs: Inputs, full_output: NDArray[np.float32]) -> bool:
     for row_count in _INVARIANCE_ROW_COUNTS:
         first_rows = np.arange(min(row_count, len(full_output)))
-        if not np.array_equal(
-            tower.run(select_input_rows(inputs, first_rows)), full_output[first_rows]
-        ):
+        if not np.array_equal(tower.run(select_input_rows(inputs, first_rows)), full_output[first_rows]):
             return False
     return True
 

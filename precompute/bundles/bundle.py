@@ -110,9 +110,7 @@ class Bundle:
     @property
     def needs_history(self) -> bool:
         """True if no model answers for a user without a history."""
-        return all(
-            model.spec.history is not None for model in self.models if model.entity == "user"
-        )
+        return all(model.spec.history is not None for model in self.models if model.entity == "user")
 
     @property
     def answers_without_history(self) -> bool:
@@ -138,9 +136,7 @@ class Bundle:
             description = orjson.loads(description_bytes)
         except (OSError, orjson.JSONDecodeError) as error:
             raise BundleError(f"{path} holds no readable {BUNDLE_FILE}: {error}") from error
-        if (
-            reason := unreadable_reason(BUNDLE, description.get("format"), BUNDLE_FILE)
-        ) is not None:
+        if (reason := unreadable_reason(BUNDLE, description.get("format"), BUNDLE_FILE)) is not None:
             raise BundleError(reason)
         try:
             dims, metric = int(description["dims"]), description["metric"]
@@ -166,9 +162,7 @@ class Bundle:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BundleError(f"{BUNDLE_FILE} lacks or misuses {error}") from error
         if metric not in ("inner_product", "cosine"):
-            raise BundleError(
-                f"{BUNDLE_FILE} says metric {metric!r}; it is inner_product or cosine"
-            )
+            raise BundleError(f"{BUNDLE_FILE} says metric {metric!r}; it is inner_product or cosine")
         for tower in (user_tower, item_tower):
             if tower.spec.output_dims != dims:
                 raise BundleError(
@@ -187,9 +181,7 @@ class Bundle:
         with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
             list(pool.map(_verify_model, self.models))
 
-    def try_models(
-        self, model_path_of: Callable[[BundleModel], Path] = lambda model: model.path
-    ) -> None:
+    def try_models(self, model_path_of: Callable[[BundleModel], Path] = lambda model: model.path) -> None:
         """Open each model's file, or a copy, once; raise BundleError if it differs from the bundle's description."""
 
         def check_model(model: BundleModel) -> None:
@@ -230,9 +222,7 @@ class Bundle:
         digest_hasher = hashlib.sha256()
         for id_chunk in self.vocabulary.texts.chunks:
             raw_ids = to_raw_ids(id_chunk)
-            digest_hasher.update(
-                b"".join([len(raw_id).to_bytes(2, "little") + raw_id for raw_id in raw_ids])
-            )
+            digest_hasher.update(b"".join([len(raw_id).to_bytes(2, "little") + raw_id for raw_id in raw_ids]))
         return digest_hasher.hexdigest()
 
 
@@ -243,9 +233,7 @@ def _parse_model(
     model_entry: Mapping[str, Any],
 ) -> BundleModel:
     if entity not in ("user", "item"):
-        raise BundleError(
-            f"{model_name} is for the entity {entity!r}; it is user or item", model=model_name
-        )
+        raise BundleError(f"{model_name} is for the entity {entity!r}; it is user or item", model=model_name)
     spec = TowerSpec.from_json(model_entry)
     labels = tuple(str(label) for label in model_entry.get("labels", ()))
     if labels and len(labels) != spec.output_dims:
@@ -264,9 +252,7 @@ def _parse_model(
     )  # fmt: skip
 
 
-def _weights_path(
-    bundle_folder: Path, model_name: str, model_path: Path, weights_entry: Mapping[str, Any]
-) -> Path:
+def _weights_path(bundle_folder: Path, model_name: str, model_path: Path, weights_entry: Mapping[str, Any]) -> Path:
     """Return a model's weights file, which ONNX Runtime needs in the folder of the model; raise BundleError."""
     weights_path = _listed_file(bundle_folder, weights_entry)
     if weights_path.parent != model_path.parent:
@@ -284,9 +270,7 @@ def _listed_file(bundle_folder: Path, file_entry: Mapping[str, Any]) -> Path:
     real_folder = bundle_folder.resolve()
     real_path = (real_folder / str(file_entry["path"])).resolve()
     if not real_path.is_relative_to(real_folder):
-        raise BundleError(
-            f"{BUNDLE_FILE} names {file_entry['path']}, which lies outside the bundle"
-        )
+        raise BundleError(f"{BUNDLE_FILE} names {file_entry['path']}, which lies outside the bundle")
     if not real_path.is_file():
         raise BundleError(
             f"{BUNDLE_FILE} names {file_entry['path']}, which is missing",
@@ -350,9 +334,7 @@ def _check_model(model: BundleModel, model_path: Path, item_count: int) -> None:
         Tower.open(model_path, model.spec)
     except BundleError:
         if model_path != model.path:
-            Tower.open(
-                model.path, model.spec
-            )  # what is wrong with the model is told under its own name
+            Tower.open(model.path, model.spec)  # what is wrong with the model is told under its own name
         raise
     history = model.spec.history
     if history is not None and history.pad is not None and 0 <= history.pad < item_count:

@@ -79,16 +79,10 @@ class BundleFromTables(NamedTuple):
 def all_handovers(store: ArtefactStore) -> list[BundleHandover]:
     """Return the records of all handovers, oldest first."""
     name_matches = map(_HANDOVER_NAME_PATTERN.fullmatch, store.names("bundles"))
-    return sorted(
-        BundleHandover(int(name_match[1]), name_match[2])
-        for name_match in name_matches
-        if name_match
-    )
+    return sorted(BundleHandover(int(name_match[1]), name_match[2]) for name_match in name_matches if name_match)
 
 
-def hand_over(
-    store: ArtefactStore, bundle: Bundle, *, clock: Callable[[], float] = time.time
-) -> BundleHandover:
+def hand_over(store: ArtefactStore, bundle: Bundle, *, clock: Callable[[], float] = time.time) -> BundleHandover:
     """Copy a verified, unchanging bundle into the store, and make it the one that nights use."""
     last_handover = all_handovers(store)[-1:]
     if last_handover and last_handover[0].digest == bundle.digest:
@@ -103,9 +97,7 @@ def bundles_from_tables(store: ArtefactStore) -> list[BundleFromTables]:
     """Return the records of all bundles that nights made of tables, oldest first."""
     name_matches = map(_FROM_TABLES_NAME_PATTERN.fullmatch, store.names("bundles"))
     return sorted(
-        BundleFromTables(int(name_match[1]), name_match[2], name_match[3])
-        for name_match in name_matches
-        if name_match
+        BundleFromTables(int(name_match[1]), name_match[2], name_match[3]) for name_match in name_matches if name_match
     )
 
 
@@ -169,9 +161,7 @@ def chosen_bundle_digest(config: NightConfig) -> str | None:
     superseding_handover = _superseding_handover(bundle_folder, all_handovers(config.store()))
     if superseding_handover is not None:
         return superseding_handover.digest
-    return (
-        sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
-    )
+    return sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
 
 
 def chosen_bundle_handed_over_at(config: NightConfig) -> float | None:
@@ -180,11 +170,7 @@ def chosen_bundle_handed_over_at(config: NightConfig) -> float | None:
     superseding_handover = _superseding_handover(bundle_folder, all_handovers(config.store()))
     if superseding_handover is not None:
         return superseding_handover.unix_ms / 1000
-    return (
-        (bundle_folder / BUNDLE_FILE).stat().st_mtime
-        if (bundle_folder / BUNDLE_FILE).is_file()
-        else None
-    )
+    return (bundle_folder / BUNDLE_FILE).stat().st_mtime if (bundle_folder / BUNDLE_FILE).is_file() else None
 
 
 @contextmanager
@@ -203,17 +189,13 @@ def bundle_made_of(
     private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
     try:
         table_bundles = [
-            table_bundle
-            for table_bundle in bundles_from_tables(store)
-            if table_bundle.sources == sources_digest
+            table_bundle for table_bundle in bundles_from_tables(store) if table_bundle.sources == sources_digest
         ]
         if table_bundles:
             yield _fetch_bundle(store, table_bundles[0], private_folder)
         else:
             bundle = make_bundle(private_folder)
-            _store_bundle(
-                store, bundle, BundleFromTables(int(clock() * 1000), bundle.digest, sources_digest)
-            )
+            _store_bundle(store, bundle, BundleFromTables(int(clock() * 1000), bundle.digest, sources_digest))
             yield bundle
     finally:
         shutil.rmtree(private_folder, ignore_errors=True)
@@ -222,9 +204,7 @@ def bundle_made_of(
 def sweep_bundles(store: ArtefactStore) -> int:
     """Remove the files of all bundles but the last few; return the number removed."""
     table_bundles = bundles_from_tables(store)
-    for table_bundle in table_bundles[
-        :-KEPT_BUNDLES_MAX
-    ]:  # the record first: none may promise files that are gone
+    for table_bundle in table_bundles[:-KEPT_BUNDLES_MAX]:  # the record first: none may promise files that are gone
         store.delete(table_bundle.path)
     recent_digests = {handover.digest for handover in all_handovers(store)[-KEPT_BUNDLES_MAX:]}
     recent_digests |= {table_bundle.digest for table_bundle in table_bundles[-KEPT_BUNDLES_MAX:]}
@@ -251,14 +231,10 @@ def remove_bundles_with_items(store: ArtefactStore, raw_items: Collection[bytes]
         bundles_from_tables(store),
     )
     affected_digests = {
-        table_bundle.digest
-        for table_bundle in table_bundles
-        if _may_hold_items(store, table_bundle.digest, item_texts)
+        table_bundle.digest for table_bundle in table_bundles if _may_hold_items(store, table_bundle.digest, item_texts)
     }
     for table_bundle in table_bundles:
-        if (
-            table_bundle.digest in affected_digests
-        ):  # the record first: none may promise files that are gone
+        if table_bundle.digest in affected_digests:  # the record first: none may promise files that are gone
             store.delete(table_bundle.path)
     for digest in affected_digests.difference(handover.digest for handover in all_handovers(store)):
         store.delete(f"bundles/{digest}")
@@ -268,9 +244,7 @@ def remove_bundles_with_items(store: ArtefactStore, raw_items: Collection[bytes]
 def _may_hold_items(store: ArtefactStore, digest: str, item_texts: Any) -> bool:
     """True unless a bundle's list of items can be read, and has none of these (Arrow strings)."""
     try:
-        with pa.BufferReader(
-            store.read(_stored_file_path(digest, ITEMS_FILE)) or b""
-        ) as items_file:
+        with pa.BufferReader(store.read(_stored_file_path(digest, ITEMS_FILE)) or b"") as items_file:
             item_ids = pq.read_table(items_file, columns=["id"]).column("id").cast(item_texts.type)
         return bool(pc.any(pc.is_in(item_texts, value_set=item_ids)).as_py())
     except (pa.ArrowException, KeyError):
@@ -283,13 +257,9 @@ def is_superseded(digest: str | None, handovers: Sequence[BundleHandover]) -> bo
     return digest in digests[:-1] and digest != digests[-1]
 
 
-def _superseding_handover(
-    bundle_folder: Path, handovers: list[BundleHandover]
-) -> BundleHandover | None:
+def _superseding_handover(bundle_folder: Path, handovers: list[BundleHandover]) -> BundleHandover | None:
     """Return the stored bundle that supersedes a folder's; None if the folder's is new, or the newest."""
-    folder_digest = (
-        sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
-    )
+    folder_digest = sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
     if not handovers or (bundle_folder.exists() and not is_superseded(folder_digest, handovers)):
         return None
     if folder_digest is not None:
@@ -300,9 +270,7 @@ def _superseding_handover(
     return handovers[-1]
 
 
-def _store_bundle(
-    store: ArtefactStore, bundle: Bundle, record: BundleHandover | BundleFromTables
-) -> None:
+def _store_bundle(store: ArtefactStore, bundle: Bundle, record: BundleHandover | BundleFromTables) -> None:
     """Write the files, then the record, which proves that they are complete."""
     file_names = sorted(
         bundle_file.relative_to(bundle.path).as_posix()
@@ -334,9 +302,7 @@ def _fetch_bundle(
     bundle = Bundle.read(private_folder)
     bundle.verify()
     if bundle.digest != bundle_record.digest:
-        raise BundleError(
-            f"the bundle {bundle_record.digest} in {store.url} has digest {bundle.digest}"
-        )
+        raise BundleError(f"the bundle {bundle_record.digest} in {store.url} has digest {bundle.digest}")
     return bundle
 
 
@@ -354,9 +320,7 @@ def _copy_bundle(bundle_folder: Path, private_folder: Path) -> Bundle:
                 if isinstance(error, BundleError) and last_change_time(bundle_folder) == changed_at:
                     raise  # nobody is writing it: it is like that
                 raise StoreError(f"cannot copy the bundle at {bundle_folder}: {error}") from error
-        time.sleep(
-            COPY_PAUSE_S
-        )  # replaced while it was copied, perhaps: then another copy is whole
+        time.sleep(COPY_PAUSE_S)  # replaced while it was copied, perhaps: then another copy is whole
     raise AssertionError("unreachable")
 
 
@@ -425,8 +389,6 @@ def _swap_leftovers(target_folder: Path, suffix: str) -> list[Path]:
     """Return folders of killed swaps, the newest first."""
     dated_folders = [
         (last_change_time(folder), folder)
-        for folder in target_folder.parent.glob(
-            f".{glob.escape(target_folder.name)}.????????.{suffix}"
-        )
+        for folder in target_folder.parent.glob(f".{glob.escape(target_folder.name)}.????????.{suffix}")
     ]
     return [folder for _, folder in sorted(dated_folders, reverse=True)]

@@ -24,9 +24,7 @@ def mean_recall(
     metric: Metric,
 ) -> float:
     """Mean over users of `recalls`."""
-    return float(
-        recall_by_user(user_vectors, item_vectors, excluded_items, held_out_items, metric).mean()
-    )
+    return float(recall_by_user(user_vectors, item_vectors, excluded_items, held_out_items, metric).mean())
 
 
 def recall_by_user(
@@ -46,15 +44,10 @@ def recall_by_user(
     )[0]
     # One number for each pair of a user and an item; none has an item past the end, as NO_ITEM is.
     held_out_pairs = (
-        np.repeat(np.arange(len(held_out_items)), held_out_counts) * len(item_vectors)
-        + held_out_items.indices
+        np.repeat(np.arange(len(held_out_items)), held_out_counts) * len(item_vectors) + held_out_items.indices
     )
-    listed_pairs = np.arange(len(top_lists))[:, None] * len(item_vectors) + top_lists.astype(
-        np.int64
-    )
-    hit_counts = (np.isin(listed_pairs, held_out_pairs) & (top_lists < len(item_vectors))).sum(
-        axis=1
-    )
+    listed_pairs = np.arange(len(top_lists))[:, None] * len(item_vectors) + top_lists.astype(np.int64)
+    hit_counts = (np.isin(listed_pairs, held_out_pairs) & (top_lists < len(item_vectors))).sum(axis=1)
     return np.asarray(hit_counts / np.minimum(top_count, held_out_counts), np.float64)
 
 
@@ -75,14 +68,10 @@ def shares_above_random(
     if metric == "cosine":
         compared_vectors = unit_rows(compared_vectors)
     share_sums, item_counts = np.zeros(user_count), np.zeros(user_count)
-    for row, held_out_ordinals in enumerate(
-        np.split(held_out_items.indices, held_out_items.indptr[1:-1])
-    ):
+    for row, held_out_ordinals in enumerate(np.split(held_out_items.indices, held_out_items.indptr[1:-1])):
         if len(held_out_ordinals) and np.isfinite(user_vectors[row]).all():
             held_out_vectors = (
-                unit_rows(item_vectors[held_out_ordinals])
-                if metric == "cosine"
-                else item_vectors[held_out_ordinals]
+                unit_rows(item_vectors[held_out_ordinals]) if metric == "cosine" else item_vectors[held_out_ordinals]
             )
             compared_scores, held_out_scores = (
                 compared_vectors @ user_vectors[row],

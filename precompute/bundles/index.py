@@ -62,9 +62,7 @@ def build_index(
     if kind not in ("auto", "flat", "ivf", "hnsw"):
         raise ConfigError(f"index kind {kind!r} is none of auto, flat, ivf, hnsw")
     query_sample = sample_queries(item_vectors if queries is None else queries)
-    index_kind: IndexKind = (
-        "flat" if kind == "auto" and len(item_vectors) < FLAT_ITEMS_MAX else kind
-    )
+    index_kind: IndexKind = "flat" if kind == "auto" and len(item_vectors) < FLAT_ITEMS_MAX else kind
     flat_ms = math.inf
     if index_kind == "flat":
         index, index_name = _build_flat(item_vectors, metric), "flat"
@@ -86,8 +84,7 @@ def build_index(
     searcher = _write_and_map(index, index_path, metric)
     recall = measure_recall(searcher, item_vectors, query_sample)
     if index_kind == "auto" and (
-        recall < RECALL_MIN
-        or _median_search_ms(searcher, query_sample) > _IVF_TIME_SHARE_MAX * flat_ms
+        recall < RECALL_MIN or _median_search_ms(searcher, query_sample) > _IVF_TIME_SHARE_MAX * flat_ms
     ):
         searcher, index_name = (
             _write_and_map(_build_flat(item_vectors, metric), index_path, metric),
@@ -110,9 +107,7 @@ def sample_queries(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     return queries
 
 
-def measure_recall(
-    searcher: Searcher, item_vectors: NDArray[np.float32], query_sample: NDArray[np.float32]
-) -> float:
+def measure_recall(searcher: Searcher, item_vectors: NDArray[np.float32], query_sample: NDArray[np.float32]) -> float:
     """Measure the share of the exact top 100 that the index finds, for the sample of `sample_queries`."""
     exact_ordinals = exact_neighbours(item_vectors, query_sample, searcher.metric)
     return float(recalls(exact_ordinals, _search_candidates(searcher, query_sample)).mean())
@@ -126,9 +121,7 @@ def iterate_tiles(
         tile_rows = vectors[first_ordinal : first_ordinal + TILE_ITEMS]
         yield (
             first_ordinal,
-            np.ascontiguousarray(
-                unit_rows(tile_rows) if metric == "cosine" else tile_rows, np.float32
-            ),
+            np.ascontiguousarray(unit_rows(tile_rows) if metric == "cosine" else tile_rows, np.float32),
         )
 
 
@@ -138,9 +131,7 @@ def merge_best_keys(
     """Return the best of each row, of `cache.model.ranking`'s keys and the scores of items from `first_ordinal` on."""
     top_start = max(0, scores.shape[1] - best_count)
     top_columns = np.argpartition(scores, top_start, axis=1)[:, top_start:]
-    new_keys = pack_sort_keys(
-        np.take_along_axis(scores, top_columns, axis=1), top_columns + first_ordinal
-    )
+    new_keys = pack_sort_keys(np.take_along_axis(scores, top_columns, axis=1), top_columns + first_ordinal)
     return top_sort_keys(np.concatenate([best_keys, new_keys], axis=1), best_count)
 
 
@@ -168,9 +159,7 @@ def inverted_list_count(item_count: int) -> int:
 def build_inverted_file(item_vectors: NDArray[np.float32], metric: Metric) -> Any:
     """Train a FAISS inverted file for the vectors, float32 [n, dims], on a random part of them, and add all."""
     (vector_count, dims), list_count = item_vectors.shape, inverted_list_count(len(item_vectors))
-    index = faiss.IndexIVFFlat(
-        faiss.IndexFlatIP(dims), dims, list_count, faiss.METRIC_INNER_PRODUCT
-    )
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dims), dims, list_count, faiss.METRIC_INNER_PRODUCT)
     index.cp.seed = 1
     training_rows = np.random.default_rng(0).choice(
         vector_count, min(vector_count, list_count * _TRAINING_VECTORS_PER_LIST), replace=False
@@ -197,9 +186,7 @@ def _widen_probes(
     index.nprobe = min(8, index.nlist)
     while index.nprobe < index.nlist:
         # A margin of a tenth of the allowed loss: the gate measures other queries.
-        if recalls(exact_ordinals, _search_candidates(searcher, query_sample)).mean() >= 1 - 0.9 * (
-            1 - RECALL_MIN
-        ):
+        if recalls(exact_ordinals, _search_candidates(searcher, query_sample)).mean() >= 1 - 0.9 * (1 - RECALL_MIN):
             return
         index.nprobe = min(index.nlist, index.nprobe * 2)
 
@@ -218,23 +205,17 @@ def exact_neighbours(
     queries = unit_rows(query_sample) if metric == "cosine" else query_sample
     best_keys = np.empty((len(query_sample), 0), np.uint64)
     for first_ordinal, tile_rows in iterate_tiles(item_vectors, metric):
-        best_keys = merge_best_keys(
-            best_keys, queries @ tile_rows.T, first_ordinal, RECALL_TOP_ITEMS
-        )
+        best_keys = merge_best_keys(best_keys, queries @ tile_rows.T, first_ordinal, RECALL_TOP_ITEMS)
     return unpack_sort_keys(best_keys, best_keys.shape[1])[0].astype(np.int64)
 
 
 def _search_candidates(searcher: Searcher, query_sample: NDArray[np.float32]) -> NDArray[np.int64]:
     candidate_count = min(RECALL_TOP_ITEMS, searcher.count)
-    return searcher.search(
-        query_sample, int(searcher.fetch(candidate_count, np.zeros(1, np.int64))[0])
-    )
+    return searcher.search(query_sample, int(searcher.fetch(candidate_count, np.zeros(1, np.int64))[0]))
 
 
 def _median_search_ms(searcher: Searcher, query_sample: NDArray[np.float32]) -> float:
-    fetch_count = int(
-        searcher.fetch(min(RECALL_TOP_ITEMS, searcher.count), np.zeros(1, np.int64))[0]
-    )
+    fetch_count = int(searcher.fetch(min(RECALL_TOP_ITEMS, searcher.count), np.zeros(1, np.int64))[0])
     durations_ms = []
     for query_index in range(min(TIMED_QUERIES_MAX, len(query_sample))):
         started_at = time.perf_counter()

@@ -55,13 +55,9 @@ class OnnxModel:
             inline_constants, external_constants = constants, {}
         else:
             external_constants = {
-                name: array
-                for name, array in constants.items()
-                if array.nbytes > _INLINE_TENSOR_BYTES_MAX
+                name: array for name, array in constants.items() if array.nbytes > _INLINE_TENSOR_BYTES_MAX
             }
-            inline_constants = {
-                name: array for name, array in constants.items() if name not in external_constants
-            }
+            inline_constants = {name: array for name, array in constants.items() if name not in external_constants}
         tensors = [numpy_helper.from_array(array, name) for name, array in inline_constants.items()]
         file_offset = 0
         for name, array in external_constants.items():
@@ -112,10 +108,7 @@ def stated_classes(graph: onnx.GraphProto, class_count: int) -> tuple[str, ...]:
     constant_by_name = {tensor.name: tensor for tensor in graph.initializer}
     for node in reversed(graph.node):
         for attribute in node.attribute:
-            if (
-                attribute.name in _CLASS_ATTRIBUTES
-                and len(attribute.strings or attribute.ints) == class_count
-            ):
+            if attribute.name in _CLASS_ATTRIBUTES and len(attribute.strings or attribute.ints) == class_count:
                 return tuple(map(_class_name_text, attribute.strings or attribute.ints))
         # The label is taken out of a table of classes, by the place of the largest number.
         class_table = constant_by_name.get(node.input[0]) if node.input else None
@@ -219,35 +212,23 @@ def refuse_negative_codes(
         uses_feature = not feature_values.isdisjoint(node.input)
         if uses_feature:
             feature_values.update(node.output)
-        if (
-            node.op_type == "Gather"
-            and node.input[0] in constant_by_name
-            and node.input[1] in feature_values
-        ):
+        if node.op_type == "Gather" and node.input[0] in constant_by_name and node.input[1] in feature_values:
             index_name, name_prefix = node.input[1], f"larder_code_{node_index}"
             constant_by_name[f"{name_prefix}_zero"] = np.array(0, np.int64)
             axis = next(
-                (
-                    node_attribute.i
-                    for node_attribute in node.attribute
-                    if node_attribute.name == "axis"
-                ),
+                (node_attribute.i for node_attribute in node.attribute if node_attribute.name == "axis"),
                 0,
             )
             table_row_count = constant_by_name[node.input[0]].shape[axis]
             constant_by_name[f"{name_prefix}_rows"] = np.array(table_row_count, np.int64)
             new_nodes += [
-                helper.make_node(
-                    "Cast", [index_name], [f"{name_prefix}_wide"], to=TensorProto.INT64
-                ),
+                helper.make_node("Cast", [index_name], [f"{name_prefix}_wide"], to=TensorProto.INT64),
                 helper.make_node(
                     "Less",
                     [f"{name_prefix}_wide", f"{name_prefix}_zero"],
                     [f"{name_prefix}_negative"],
                 ),
-                helper.make_node(
-                    "Sub", [f"{name_prefix}_wide", f"{name_prefix}_rows"], [f"{name_prefix}_below"]
-                ),
+                helper.make_node("Sub", [f"{name_prefix}_wide", f"{name_prefix}_rows"], [f"{name_prefix}_below"]),
                 helper.make_node(
                     "Where",
                     [f"{name_prefix}_negative", f"{name_prefix}_below", f"{name_prefix}_wide"],

@@ -36,29 +36,19 @@ _OPSET_MIN = 13  # from there on, axes are inputs
 _LAST_AXIS_NAME, _MIDDLE_AXIS_NAME = "larder_last_axis", "larder_middle_axis"
 
 
-def quantize_tower(
-    fp32_path: Path, spec: TowerSpec, calibration_inputs: Inputs, int8_path: Path
-) -> tuple[int, int]:
+def quantize_tower(fp32_path: Path, spec: TowerSpec, calibration_inputs: Inputs, int8_path: Path) -> tuple[int, int]:
     """Write the int8 form of a tower to `int8_path`; (tables, products) that became int8, BundleError when nothing can.
 
     `calibration_inputs` holds real inputs; at most CALIBRATION_ROWS_MAX of their rows are used.
     """
     model = read_model(fp32_path)
     opset_version = next(
-        (
-            opset_import.version
-            for opset_import in model.opset_import
-            if opset_import.domain in ("", "ai.onnx")
-        ),
+        (opset_import.version for opset_import in model.opset_import if opset_import.domain in ("", "ai.onnx")),
         0,
     )
     if opset_version < _OPSET_MIN:
-        raise BundleError(
-            f"{fp32_path.name} has opset {opset_version}, quantizing needs {_OPSET_MIN} or newer"
-        )
-    table_count = _quantize_tables(
-        model.graph
-    )  # first: then all of it fits into one file, as the next step wants it
+        raise BundleError(f"{fp32_path.name} has opset {opset_version}, quantizing needs {_OPSET_MIN} or newer")
+    table_count = _quantize_tables(model.graph)  # first: then all of it fits into one file, as the next step wants it
     product_count = sum(1 for node in model.graph.node if _is_product(model.graph, node))
     if not table_count and not product_count:
         raise BundleError(f"{fp32_path.name} holds no embedding table and no product to quantize")
@@ -97,9 +87,7 @@ def _is_product(graph: onnx.GraphProto, node: onnx.NodeProto) -> bool:
     return node.op_type in _PRODUCT_OPS and node.input[1] in constant_names
 
 
-def _quantize_products(
-    model: onnx.ModelProto, tower: Tower, calibration_inputs: Inputs
-) -> onnx.ModelProto:
+def _quantize_products(model: onnx.ModelProto, tower: Tower, calibration_inputs: Inputs) -> onnx.ModelProto:
     """The model with int8 products, calibrated on what `tower`, which it was made of, is fed."""
     with tempfile.TemporaryDirectory() as folder:
         source_path, target_path = Path(folder) / "source.onnx", Path(folder) / "products.onnx"
@@ -108,9 +96,7 @@ def _quantize_products(
         for node_index, node in enumerate(model.graph.node):
             node.name = f"larder_{node_index}"
         product_names = [
-            product_node.name
-            for product_node in model.graph.node
-            if _is_product(model.graph, product_node)
+            product_node.name for product_node in model.graph.node if _is_product(model.graph, product_node)
         ]
         add_pre_process_metadata(model)
         onnx.save(model, source_path)
@@ -158,9 +144,7 @@ def _quantize_tables(graph: onnx.GraphProto) -> int:
     for tensor_name, axis in ((_LAST_AXIS_NAME, -1), (_MIDDLE_AXIS_NAME, 1)):
         graph.initializer.append(numpy_helper.from_array(np.array([axis], np.int64), tensor_name))
     used_names = {name for node in new_nodes for name in node.input}
-    used_initializers = [
-        initializer for initializer in graph.initializer if initializer.name in used_names
-    ]
+    used_initializers = [initializer for initializer in graph.initializer if initializer.name in used_names]
     del graph.node[:], graph.initializer[:]
     graph.node.extend(new_nodes)
     graph.initializer.extend(used_initializers)
@@ -171,27 +155,14 @@ def _find_sum_of_gathered(graph: onnx.GraphProto, gather: onnx.NodeProto) -> onn
     """The ReduceSum over the length that is all that happens to the gathered rows, if so."""
     gathered_name = gather.output[0]
     using_nodes = [node for node in graph.node if gathered_name in node.input]
-    rank_by_input = {
-        graph_input.name: len(graph_input.type.tensor_type.shape.dim) for graph_input in graph.input
-    }
-    if (
-        len(using_nodes) != 1
-        or using_nodes[0].op_type != "ReduceSum"
-        or rank_by_input.get(gather.input[1]) != 2
-    ):
+    rank_by_input = {graph_input.name: len(graph_input.type.tensor_type.shape.dim) for graph_input in graph.input}
+    if len(using_nodes) != 1 or using_nodes[0].op_type != "ReduceSum" or rank_by_input.get(gather.input[1]) != 2:
         return None
-    if (
-        gathered_name in {graph_output.name for graph_output in graph.output}
-        or len(using_nodes[0].input) < 2
-    ):
+    if gathered_name in {graph_output.name for graph_output in graph.output} or len(using_nodes[0].input) < 2:
         return None
-    keeps_dims = next(
-        (attribute.i for attribute in using_nodes[0].attribute if attribute.name == "keepdims"), 1
-    )
+    keeps_dims = next((attribute.i for attribute in using_nodes[0].attribute if attribute.name == "keepdims"), 1)
     return (
-        using_nodes[0]
-        if not keeps_dims and _constant_values(graph, using_nodes[0].input[1]) in ([1], [-2])
-        else None
+        using_nodes[0] if not keeps_dims and _constant_values(graph, using_nodes[0].input[1]) in ([1], [-2]) else None
     )
 
 
@@ -201,9 +172,7 @@ def _constant_values(graph: onnx.GraphProto, constant_name: str) -> list[int] | 
             return [int(value) for value in numpy_helper.to_array(initializer).ravel()]
     for node in graph.node:
         if node.op_type == "Constant" and constant_name in node.output:
-            constant_tensor = next(
-                attribute.t for attribute in node.attribute if attribute.name == "value"
-            )
+            constant_tensor = next(attribute.t for attribute in node.attribute if attribute.name == "value")
             return [int(number) for number in numpy_helper.to_array(constant_tensor).ravel()]
     return None
 
@@ -251,9 +220,7 @@ def _gather_int8_nodes(node: onnx.NodeProto, name_prefix: str) -> list[onnx.Node
             [f"{name_prefix}_scale"],
             name=f"{name_prefix}_scales",
         ),
-        helper.make_node(
-            "Cast", [f"{name_prefix}_int8"], [f"{name_prefix}_float"], to=TensorProto.FLOAT
-        ),
+        helper.make_node("Cast", [f"{name_prefix}_int8"], [f"{name_prefix}_float"], to=TensorProto.FLOAT),
     ]
 
 
@@ -262,12 +229,8 @@ def _gather_rows_nodes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     name_prefix = _name_prefix(node)
     return [
         *_gather_int8_nodes(node, name_prefix),
-        helper.make_node(
-            "Unsqueeze", [f"{name_prefix}_scale", _LAST_AXIS_NAME], [f"{name_prefix}_wide"]
-        ),
-        helper.make_node(
-            "Mul", [f"{name_prefix}_float", f"{name_prefix}_wide"], [node.output[0]], name=node.name
-        ),
+        helper.make_node("Unsqueeze", [f"{name_prefix}_scale", _LAST_AXIS_NAME], [f"{name_prefix}_wide"]),
+        helper.make_node("Mul", [f"{name_prefix}_float", f"{name_prefix}_wide"], [node.output[0]], name=node.name),
     ]
 
 
@@ -280,12 +243,8 @@ def _sum_rows_nodes(gather_node: onnx.NodeProto, sum_node: onnx.NodeProto) -> li
     name_prefix = _name_prefix(sum_node)
     return [
         *_gather_int8_nodes(gather_node, name_prefix),
-        helper.make_node(
-            "Unsqueeze", [f"{name_prefix}_scale", _MIDDLE_AXIS_NAME], [f"{name_prefix}_weights"]
-        ),
-        helper.make_node(
-            "MatMul", [f"{name_prefix}_weights", f"{name_prefix}_float"], [f"{name_prefix}_tall"]
-        ),
+        helper.make_node("Unsqueeze", [f"{name_prefix}_scale", _MIDDLE_AXIS_NAME], [f"{name_prefix}_weights"]),
+        helper.make_node("MatMul", [f"{name_prefix}_weights", f"{name_prefix}_float"], [f"{name_prefix}_tall"]),
         helper.make_node(
             "Squeeze",
             [f"{name_prefix}_tall", _MIDDLE_AXIS_NAME],

@@ -42,9 +42,7 @@ from precompute.releases.release_log import demand_reason, open_releases
 from precompute.steps.night import Night, find_step, run_night
 
 
-def step(
-    config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> Mapping[str, Any]:
+def step(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Mapping[str, Any]:
     """A step as a night runs it, by its name there."""
     attempt_name = getattr(arguments, "attempt", None) or new_attempt()
     generation = getattr(arguments, "generation", "")
@@ -75,9 +73,7 @@ def inputs_change_name(config: NightConfig, data_until: str | None) -> str:
     from precompute.bundles.bundle_store import chosen_bundle_handed_over_at
     from precompute.sources.files import all_input_files, modified_at
 
-    bundle_at = (
-        0.0 if config.sources.item_vectors else chosen_bundle_handed_over_at(config)
-    )  # else it is an input
+    bundle_at = 0.0 if config.sources.item_vectors else chosen_bundle_handed_over_at(config)  # else it is an input
     if data_until or config.data_until or not config.sources.names_users or bundle_at is None:
         return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
     latest_change_at = max(bundle_at, *map(modified_at, all_input_files(config)))
@@ -102,21 +98,15 @@ def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     }
 
 
-def quantize(
-    config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
+def quantize(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The int8 models' agreement with the others."""
     from precompute.steps import quantize as quantize_step
 
     quantize_report = quantize_step.run(config, _build_id(arguments), progress=progress)
-    return {
-        name: model_report["agreement"] for name, model_report in quantize_report["models"].items()
-    }
+    return {name: model_report["agreement"] for name, model_report in quantize_report["models"].items()}
 
 
-def warm(
-    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
-) -> Mapping[str, Any]:
+def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Mapping[str, Any]:
     """Wait for every replica; raise Conflict for a generation that is not live, or if some are not ready in time."""
     from precompute.steps import warm as warm_step
 
@@ -125,9 +115,7 @@ def warm(
         pointer = Control(client, config.keyspace()).read_pointer()
     if pointer is None or pointer.generation != generation:
         live_text = "nothing is live" if pointer is None else f"{pointer.generation} is"
-        raise Conflict(
-            f"{generation} is not live, {live_text}: publish it before waiting for replicas"
-        )
+        raise Conflict(f"{generation} is not live, {live_text}: publish it before waiting for replicas")
     warm_report = warm_step.run(config, _build_id(arguments))
     if waiting_replicas := warm_report["waiting"]:
         raise Conflict(
@@ -166,9 +154,7 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     for step, row, seconds in finished_steps:
         size_cell = size_text(row.size_bytes) if row.size_bytes else ""
         step_summary = escape(row.summary)
-        table.add_row(
-            step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate(seconds), size_cell
-        )
+        table.add_row(step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate(seconds), size_cell)
     table.add_section()
     table.add_row(
         "night",
@@ -185,9 +171,7 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     return [table]
 
 
-def hand_over_bundle(
-    config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
+def hand_over_bundle(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A bundle put into the store, which all nights use from now on."""
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import hand_over
@@ -203,9 +187,7 @@ def hand_over_bundle(
     }
 
 
-def roll_back(
-    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
-) -> dict[str, Any]:
+def roll_back(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
     """An earlier generation made live again."""
     from precompute.releases.recovery import roll_back as move_back
 
@@ -213,9 +195,7 @@ def roll_back(
     return move_back(config, to=arguments.to, reason=arguments.reason, attempt=attempt)
 
 
-def restore(
-    config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
+def restore(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A lost Redis rebuilt from the store, or a strange one made to follow it."""
     from precompute.releases.recovery import adopt
     from precompute.releases.recovery import restore as restore_redis
@@ -246,9 +226,7 @@ def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress)
     return {"generation": arguments.generation, "pinned": not arguments.unpin}
 
 
-def block(
-    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
-) -> dict[str, Any]:
+def block(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
     """Block or unblock ids and notify replicas if a Redis is reachable; or list what is blocked."""
     from precompute.sources.erasures import demand_unerased, describe_erased_users
 
@@ -258,9 +236,7 @@ def block(
     entity_ids = [canonical_id(entity_id) for entity_id in arguments.entity]
     store = config.store()
     remarks = (
-        describe_erased_users(store, entity_ids)
-        if arguments.unblock
-        else _remarks_on_unknown_items(store, item_ids)
+        describe_erased_users(store, entity_ids) if arguments.unblock else _remarks_on_unknown_items(store, item_ids)
     )
     action: AuditedAction = "unblock" if arguments.unblock else "block"
     subject, reason = describe_blocked_ids(item_ids, entity_ids), arguments.reason
@@ -273,14 +249,10 @@ def block(
         audit_details["version"] = blocklist.version
     if config.redis_url:
         try:
-            with connect(
-                config.redis_url, config.redis_timeout_s, namespace=config.namespace
-            ) as client:
+            with connect(config.redis_url, config.redis_timeout_s, namespace=config.namespace) as client:
                 Control(client, config.keyspace()).announce("blocklist")
         except LarderError as error:
-            err_console.print(
-                f"replicas will see the change at their next poll, since {error.message}"
-            )
+            err_console.print(f"replicas will see the change at their next poll, since {error.message}")
     return {
         "version": blocklist.version,
         "items": len(blocklist.items),
@@ -320,15 +292,11 @@ def _remarks_on_unknown_items(store: ArtefactStore, item_ids: Sequence[bytes]) -
     ]
 
 
-def status(
-    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
-) -> CommandOutput:
+def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> CommandOutput:
     """Status of everything; its code is 3 where something is not well."""
     from precompute.cli.status import LOCATION_VARIABLES, read_state, render_status, report_status
 
-    is_located = (
-        arguments.config or arguments.artifacts or any(map(os.environ.get, LOCATION_VARIABLES))
-    )
+    is_located = arguments.config or arguments.artifacts or any(map(os.environ.get, LOCATION_VARIABLES))
     status_report = report_status(config, read_state(config), has_settings=bool(is_located))
     exit_code = 0 if status_report["well"] else FOUND_PROBLEM_EXIT_CODE
     if arguments.json:
@@ -336,14 +304,10 @@ def status(
     return CommandOutput(render_status(status_report), exit_code)
 
 
-def audit(
-    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
-) -> OutputContent | CommandOutput:
+def audit(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> OutputContent | CommandOutput:
     """All records, or those since a time or about one entity."""
     earliest_at = 0.0 if arguments.since is None else _parse_time(arguments.since)
-    subject_digest = (
-        "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
-    )
+    subject_digest = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
     records = [
         record
         for record in audit_records(config.store())
@@ -360,9 +324,7 @@ def _parse_time(time_text: str) -> float:
     try:
         parsed_time = datetime.fromisoformat(time_text)
     except ValueError:
-        raise ConfigError(
-            f"--since is a time in ISO 8601, not {time_text!r}", field="since"
-        ) from None
+        raise ConfigError(f"--since is a time in ISO 8601, not {time_text!r}", field="since") from None
     return (parsed_time if parsed_time.tzinfo else parsed_time.replace(tzinfo=UTC)).timestamp()
 
 

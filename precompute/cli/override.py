@@ -22,9 +22,7 @@ def override(config: NightConfig, generation: str, *, rule: str, reason: str, at
     demand_overridable(rule)
     subject = f"{generation}, rule {rule}"
     with (
-        audited(
-            config.store(), "override", subject, actor=config.actor, reason=reason, attempt=attempt
-        ),
+        audited(config.store(), "override", subject, actor=config.actor, reason=reason, attempt=attempt),
         open_releases(config) as releases,
     ):
         _demand_refusal(releases, generation, rule)
@@ -37,21 +35,13 @@ def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
         gates = read_manifest(releases.store, generation).gates
     except UnknownGeneration:
         gates = ()
-    failed_rules = {
-        str(gate["rule"]) for gate in gates if not gate["passed"] or gate.get("overridden")
-    }
+    failed_rules = {str(gate["rule"]) for gate in gates if not gate["passed"] or gate.get("overridden")}
     refusals = (
-        release
-        for release in releases.history()
-        if release.action == "refuse" and release.generation == generation
+        release for release in releases.history() if release.action == "refuse" and release.generation == generation
     )
     if rule in failed_rules or any(_has_named_rule(release.reason, rule) for release in refusals):
         return
-    failures_text = (
-        f"what failed is {', '.join(sorted(failed_rules))}"
-        if failed_rules
-        else "no rule of it failed"
-    )
+    failures_text = f"what failed is {', '.join(sorted(failed_rules))}" if failed_rules else "no rule of it failed"
     raise Conflict(
         f"{rule} has not refused {generation}, so there is nothing to override: {failures_text}; `verify` says what "
         "does",
@@ -65,9 +55,7 @@ def _has_named_rule(reasons_text: str, rule: str) -> bool:
     return any(reason.startswith(f"{rule} is ") for reason in reasons_text.split("; "))
 
 
-def command(
-    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
-) -> dict[str, Any]:
+def command(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
     """Override one rule; return also the next command."""
     generation, rule = arguments.generation, arguments.rule
     override(config, generation, rule=rule, reason=arguments.reason, attempt=new_attempt())

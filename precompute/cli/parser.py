@@ -58,9 +58,7 @@ def _score_options(command: argparse.ArgumentParser) -> None:
 
 def _override_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rule", required=True, help="the rule, as the refusal names it")
-    command.add_argument(
-        "--reason", required=True, help="kept in the release record and the manifest"
-    )
+    command.add_argument("--reason", required=True, help="kept in the release record and the manifest")
 
 
 def _attempt_option(command: argparse.ArgumentParser) -> None:
@@ -156,9 +154,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         redis="none",
         defaults={"step": "quantize"},
     ),
-    _generation_command_row(
-        "load", _step_place("load"), "stream the pages into Redis", defaults={"step": "load"}
-    ),
+    _generation_command_row("load", _step_place("load"), "stream the pages into Redis", defaults={"step": "load"}),
     _generation_command_row(
         "verify",
         _step_place("verify", "steps.load"),
@@ -276,9 +272,7 @@ def build_command_parser(prog: str = PROG) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     command_names = {row.name for row in COMMANDS}
     other_steps = [
-        step_name
-        for step_name in NIGHT_STEPS
-        if step_name not in command_names and step_name not in STEPS_WITHIN_SCORE
+        step_name for step_name in NIGHT_STEPS if step_name not in command_names and step_name not in STEPS_WITHIN_SCORE
     ]
     other_rows = [
         _generation_command_row(
@@ -290,13 +284,9 @@ def build_command_parser(prog: str = PROG) -> argparse.ArgumentParser:
         for step_name in other_steps
     ]
     for row in (*COMMANDS, *other_rows):
-        command = subparsers.add_parser(
-            row.name, help=row.text, description=row.text, parents=[shared_parser]
-        )
+        command = subparsers.add_parser(row.name, help=row.text, description=row.text, parents=[shared_parser])
         if row.takes_generation:
-            command.add_argument(
-                "generation", help="generation id, as `begin` and `status` print it"
-            )
+            command.add_argument("generation", help="generation id, as `begin` and `status` print it")
         row.add_options(command)
         command.set_defaults(
             run=row.place,

@@ -135,9 +135,7 @@ def _redis_memory(client: Any) -> dict[str, Any]:
         return {}
 
 
-def report_status(
-    config: NightConfig, namespace_state: NamespaceState, *, has_settings: bool = True
-) -> dict[str, Any]:
+def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_settings: bool = True) -> dict[str, Any]:
     """Report the state as JSON-able values; `problems` is empty if all is well.
 
     `has_settings`: a file or the environment locates this namespace; without, it may be another one.
@@ -187,9 +185,7 @@ def _published_at_text(namespace_state: NamespaceState) -> str | None:
     if live_generation is None:
         return None
     published_at = publication_time(namespace_state.history, live_generation)
-    return _iso_if_known(
-        pointer.published_at if published_at is None and pointer is not None else published_at
-    )
+    return _iso_if_known(pointer.published_at if published_at is None and pointer is not None else published_at)
 
 
 def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, Any] | None:
@@ -200,9 +196,7 @@ def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, A
     try:
         bundle_digest = read_manifest(store, live_generation).bundle_digest
         raw_description = store.read(generation_path(live_generation, "bundle/bundle.json"))
-        bundle_name = (
-            None if raw_description is None else str(orjson.loads(raw_description).get("name"))
-        )
+        bundle_name = None if raw_description is None else str(orjson.loads(raw_description).get("name"))
     except (LarderError, orjson.JSONDecodeError):
         return None
     bundle_import = find_import(config.path(config.bundle).parent, bundle_digest)
@@ -214,9 +208,7 @@ def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, A
     }
 
 
-def _list_problems(
-    status: Mapping[str, Any], namespace_state: NamespaceState, store_url: str
-) -> list[str]:
+def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, store_url: str) -> list[str]:
     problems = []
     ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, status["schedule"]
     if namespace_state.redis == REDIS_UNREACHABLE:
@@ -229,9 +221,7 @@ def _list_problems(
         )
     if pointer is not None and pointer.epoch > ledger.live_epoch:
         epoch_clause = (
-            f"tells of no later epoch than {ledger.live_epoch}"
-            if ledger.live_generation
-            else "tells of no publish"
+            f"tells of no later epoch than {ledger.live_epoch}" if ledger.live_generation else "tells of no publish"
         )
         problems.append(
             f"Redis says that {pointer.generation} is live, epoch {pointer.epoch}, and the artefact store "
@@ -277,9 +267,7 @@ def _list_problems(
             rules = ", ".join(gate["rule"] for gate in failed_gates) or generation_status["reason"]
             refused_generation = generation_status["generation"]
             is_last_failure = failure is not None and failure.generation == refused_generation
-            failed_at_clause = (
-                f" at {iso(failure.at)}" if failure is not None and is_last_failure else ""
-            )
+            failed_at_clause = f" at {iso(failure.at)}" if failure is not None and is_last_failure else ""
             problems.append(
                 f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify "
                 f"{refused_generation}` tells the values, and what lets it pass"
@@ -288,9 +276,7 @@ def _list_problems(
         for generation, load_error in replica.failure_by_generation.items():
             problems.append(f"replica {replica.name} cannot load {generation}: {load_error}")
         if pointer is not None and replica.served_generation != pointer.generation:
-            problems.append(
-                f"replica {replica.name} answers from {replica.served_generation or 'nothing'}"
-            )
+            problems.append(f"replica {replica.name} answers from {replica.served_generation or 'nothing'}")
     return problems
 
 
@@ -312,9 +298,7 @@ def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
     return [f"no replica serves {live_generation}: run `larder serve`"]
 
 
-def _generation_fields(
-    config: NightConfig, namespace_state: NamespaceState, generation: str
-) -> dict[str, Any]:
+def _generation_fields(config: NightConfig, namespace_state: NamespaceState, generation: str) -> dict[str, Any]:
     row, ledger = namespace_state.rows.get(generation), namespace_state.ledger
     canary_generation = namespace_state.canary.generation if namespace_state.canary else None
     generation_by_role = {
@@ -325,11 +309,7 @@ def _generation_fields(
     generation_status: dict[str, Any] = {
         "generation": generation,
         "state": str(generation_state(generation, ledger, row) or GenerationState.BEGUN),
-        "roles": [
-            role
-            for role, role_generation in generation_by_role.items()
-            if role_generation == generation
-        ],
+        "roles": [role for role, role_generation in generation_by_role.items() if role_generation == generation],
         "reason": "" if row is None else row.reason,
         "pinned": ledger.is_pinned(generation, namespace_state.read_at),
         "pinned_until": _iso_if_known(ledger.pin_expiry_by_generation.get(generation)),
@@ -338,9 +318,7 @@ def _generation_fields(
         manifest = read_manifest(config.store(), generation)
     except LarderError:
         return generation_status | _manifest_fields(None, {})
-    return generation_status | _manifest_fields(
-        manifest, ledger.overrides_by_generation.get(generation, {})
-    )
+    return generation_status | _manifest_fields(manifest, ledger.overrides_by_generation.get(generation, {}))
 
 
 def _manifest_fields(manifest: Manifest | None, overrides: Mapping[str, str]) -> dict[str, Any]:
@@ -377,18 +355,11 @@ def _manifest_fields(manifest: Manifest | None, overrides: Mapping[str, str]) ->
         "gates": {
             "run": len(manifest.gates),
             "failed": failed_gates,
-            "not_judged": [
-                gate["rule"]
-                for gate in manifest.gates
-                if gate["passed"] and gate.get("value", 0) is None
-            ],
+            "not_judged": [gate["rule"] for gate in manifest.gates if gate["passed"] and gate.get("value", 0) is None],
             "overrides": dict(overrides),
         },
         "remarks": list(manifest.facts.get("remarks", [])),
-        **{
-            field_name: feature_field(manifest)
-            for field_name, feature_field in FEATURE_FIELDS.items()
-        },
+        **{field_name: feature_field(manifest) for field_name, feature_field in FEATURE_FIELDS.items()},
     }
 
 
@@ -506,24 +477,16 @@ def _detail_lines(status: Mapping[str, Any]) -> list[str]:
     detail_lines = _live_lines(status)
     detail_lines.append(f"{due_text}; {next_text} ({schedule['cron']}, {schedule['timezone']})")
     if redis["state"] == REDIS_UNREACHABLE:
-        detail_lines.append(
-            "this is what the artefact store knows; who was loaded or verified, Redis would"
-        )
+        detail_lines.append("this is what the artefact store knows; who was loaded or verified, Redis would")
     elif redis["state"] == REDIS_NOT_CONFIGURED:
-        detail_lines.append(
-            "no Redis is configured and none runs here: this is what the artefact store knows"
-        )
+        detail_lines.append("no Redis is configured and none runs here: this is what the artefact store knows")
     else:
         epoch = status["epoch"]
         detail_lines.append(
-            "Redis has no pointer: nothing published, or lost (restore)"
-            if epoch is None
-            else f"epoch {epoch}"
+            "Redis has no pointer: nothing published, or lost (restore)" if epoch is None else f"epoch {epoch}"
         )
         if limit_bytes := redis.get("limit_bytes"):
-            detail_lines.append(
-                f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit_bytes)}"
-            )
+            detail_lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit_bytes)}")
     if (canary := status["canary"]) is not None:
         detail_lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
     for feature_lines in FEATURE_LINES:

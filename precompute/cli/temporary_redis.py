@@ -76,10 +76,7 @@ def _fill_if_empty(config: NightConfig, progress: Progress) -> None:
     with open_releases(config) as releases:
         control = releases.control
         # What is no pointer is left to the command, which may be the one that removes it.
-        is_empty = (
-            not control.client.exists(control.keyspace.live)
-            and releases.ledger().live_generation is not None
-        )
+        is_empty = not control.client.exists(control.keyspace.live) and releases.ledger().live_generation is not None
     if is_empty:
         from precompute.releases.recovery import restore  # most servers are as they should be
 
@@ -91,9 +88,7 @@ def load_again(config: NightConfig, arguments: argparse.Namespace, progress: Pro
     from precompute.steps import load  # of the commands few prepare a server
 
     option_name = "to" if "to" in arguments else "generation"
-    if (generation := getattr(arguments, option_name)) and _generation_state(
-        config, generation
-    ) in _LOADABLE_STATES:
+    if (generation := getattr(arguments, option_name)) and _generation_state(config, generation) in _LOADABLE_STATES:
         load.run(config, {"generation": generation}, progress=progress)
 
 
@@ -107,9 +102,7 @@ def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: P
         GenerationState.LOADED,
         GenerationState.VERIFIED,
     ):
-        verify.run(
-            config, {"generation": arguments.generation}, attempt=new_attempt(), progress=progress
-        )
+        verify.run(config, {"generation": arguments.generation}, attempt=new_attempt(), progress=progress)
 
 
 def _generation_state(config: NightConfig, generation: str) -> GenerationState | None:

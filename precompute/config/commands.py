@@ -17,9 +17,7 @@ def _no_options(_command: argparse.ArgumentParser) -> None:
     return None
 
 
-def prepare_nothing(
-    _config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
-) -> None:
+def prepare_nothing(_config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> None:
     """Prepare nothing: most commands need only published data in a new server."""
 
 
@@ -44,9 +42,7 @@ class CommandRow:
 
 def add_cut_options(command: argparse.ArgumentParser, default: str) -> None:
     """Add the options of a command that uses data up to a cut; `default` describes the default cut."""
-    command.add_argument(
-        "--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default})"
-    )
+    command.add_argument("--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default})")
     command.add_argument("--attempt", help="name of this attempt; a repeat is recognised by it")
 
 

@@ -76,11 +76,7 @@ def print_output(output: OutputContent | str, stdout_console: Console) -> None:
         return
     if isinstance(output, Mapping):
         output = [field_table(output)]
-    console = (
-        stdout_console
-        if stdout_console.is_terminal
-        else SafeConsole(width=PLAIN_WIDTH_COLUMNS, no_color=True)
-    )
+    console = stdout_console if stdout_console.is_terminal else SafeConsole(width=PLAIN_WIDTH_COLUMNS, no_color=True)
     for renderable in output:
         if isinstance(renderable, Table) and not stdout_console.is_terminal:
             renderable.box = None
@@ -95,9 +91,7 @@ def field_table(field_values: Mapping[str, Any]) -> Table:
     return table
 
 
-def _field_rows(
-    field_values: Mapping[str, Any], name_prefix: str = ""
-) -> Iterator[tuple[str, str]]:
+def _field_rows(field_values: Mapping[str, Any], name_prefix: str = "") -> Iterator[tuple[str, str]]:
     for field_name, field_value in field_values.items():
         row_name = f"{name_prefix}{field_name}"
         if field_value is None or field_value in ([], {}):
@@ -105,18 +99,14 @@ def _field_rows(
         if not isinstance(field_value, Mapping):
             yield (
                 row_name,
-                ", ".join(map(str, field_value))
-                if isinstance(field_value, list)
-                else str(field_value),
+                ", ".join(map(str, field_value)) if isinstance(field_value, list) else str(field_value),
             )
         elif any(isinstance(inner_value, Mapping | list) for inner_value in field_value.values()):
             yield from _field_rows(field_value, f"{row_name} ")
         else:
             yield (
                 row_name,
-                ", ".join(
-                    f"{inner_name} {inner_value}" for inner_name, inner_value in field_value.items()
-                ),
+                ", ".join(f"{inner_name} {inner_value}" for inner_name, inner_value in field_value.items()),
             )
 
 
@@ -143,9 +133,7 @@ def progress_bars(stderr_console: Console, *, is_quiet: bool) -> Iterator[Progre
                     # Steps follow one another; a thousand shards would fill more than a screen.
                     bars.update(task, visible=False)
                 task_id_by_label[label] = bars.add_task(label, total=total or None)
-            bars.update(
-                task_id_by_label[label], completed=completed, total=total or None, visible=True
-            )
+            bars.update(task_id_by_label[label], completed=completed, total=total or None, visible=True)
 
         yield progress
 
@@ -165,9 +153,7 @@ class _RateColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         if not task.speed:
             return Text("")
-        rate_text = (
-            size_text(task.speed) if task.description in LABELS_IN_BYTES else f"{task.speed:,.0f}"
-        )
+        rate_text = size_text(task.speed) if task.description in LABELS_IN_BYTES else f"{task.speed:,.0f}"
         return Text(f"{rate_text}/s", style="progress.data.speed")
 
 

@@ -35,8 +35,7 @@ def devices(device_setting: str) -> tuple[str, ...]:
     ConfigError if a demanded device is missing.
     """
     if device_setting == OFF or (
-        device_setting == AUTO
-        and not any(Path(device_file).exists() for device_file in _GPU_DEVICE_FILES)
+        device_setting == AUTO and not any(Path(device_file).exists() for device_file in _GPU_DEVICE_FILES)
     ):
         return ()
     if importlib.util.find_spec("torch") is None:
@@ -51,13 +50,9 @@ def devices(device_setting: str) -> tuple[str, ...]:
         return ("cpu",)
     import torch
 
-    visible_devices = tuple(
-        f"cuda:{device_index}" for device_index in range(torch.cuda.device_count())
-    )
+    visible_devices = tuple(f"cuda:{device_index}" for device_index in range(torch.cuda.device_count()))
     selected_devices = tuple(
-        device_name
-        for device_name in visible_devices
-        if device_setting in (AUTO, "cuda", device_name)
+        device_name for device_name in visible_devices if device_setting in (AUTO, "cuda", device_name)
     )
     if not selected_devices and device_setting != AUTO:
         raise ConfigError(
@@ -119,9 +114,7 @@ def claim_least_busy_device(
                     *device_names[:round_robin_index],
                 )
             }
-            selected_device = min(
-                held_slots_by_device, key=lambda device_name: len(held_slots_by_device[device_name])
-            )
+            selected_device = min(held_slots_by_device, key=lambda device_name: len(held_slots_by_device[device_name]))
             free_slot = next(
                 slot_number
                 for slot_number in itertools.count()
@@ -197,14 +190,8 @@ def _user_lock_folder() -> Path:
     with suppress(FileExistsError):
         user_folder.mkdir(mode=0o700)
     folder_stat = user_folder.lstat()
-    if (
-        not stat.S_ISDIR(folder_stat.st_mode)
-        or folder_stat.st_uid != os.getuid()
-        or folder_stat.st_mode & 0o077
-    ):
-        raise PermissionError(
-            f"{user_folder} is no folder that this user alone may enter: remove it, or set TMPDIR"
-        )
+    if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.getuid() or folder_stat.st_mode & 0o077:
+        raise PermissionError(f"{user_folder} is no folder that this user alone may enter: remove it, or set TMPDIR")
     return user_folder
 
 

@@ -32,9 +32,7 @@ __all__ = [
 ]
 
 
-def night_config(
-    path: str | None = None, environment: Mapping[str, str] = os.environ, **overrides: Any
-) -> NightConfig:
+def night_config(path: str | None = None, environment: Mapping[str, str] = os.environ, **overrides: Any) -> NightConfig:
     """Return the configuration of this process: file, then environment, then command line."""
     return NightConfig.configured(environment, path, **overrides)
 

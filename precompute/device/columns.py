@@ -49,20 +49,13 @@ class Columns:
     def columns_of(self, groups: torch.Tensor) -> torch.Tensor:
         """int64 [..., size]: the columns of some groups [...]."""
         item_index = torch.arange(self.size, device=groups.device)
-        column_offset = (
-            item_index // PAIR_COLUMNS * (GROUPS_ABREAST * PAIR_COLUMNS) + item_index % PAIR_COLUMNS
-        )
-        first_column = (
-            groups // GROUPS_ABREAST * (GROUPS_ABREAST * self.size)
-            + groups % GROUPS_ABREAST * PAIR_COLUMNS
-        )
+        column_offset = item_index // PAIR_COLUMNS * (GROUPS_ABREAST * PAIR_COLUMNS) + item_index % PAIR_COLUMNS
+        first_column = groups // GROUPS_ABREAST * (GROUPS_ABREAST * self.size) + groups % GROUPS_ABREAST * PAIR_COLUMNS
         return first_column[..., None] + column_offset
 
     def largest(self, product: torch.Tensor) -> torch.Tensor:
         """The largest of each group, [n, groups], of a product [n, columns] of whole blocks."""
-        pair_maxima = product.view(
-            len(product), -1, self.size // PAIR_COLUMNS, GROUPS_ABREAST * PAIR_COLUMNS
-        ).amax(2)
+        pair_maxima = product.view(len(product), -1, self.size // PAIR_COLUMNS, GROUPS_ABREAST * PAIR_COLUMNS).amax(2)
         return pair_maxima.view(len(product), -1, PAIR_COLUMNS).amax(2)
 
 
@@ -73,9 +66,7 @@ def columns_by_rank(
     """Columns of all the given items by rank; `item_count` counts all there are."""
     ranked_count, device = len(order), codes.device
     column_count = _count_columns(ranked_count, group_size)
-    ranks = torch.arange(column_count, device=device).view(
-        -1, GROUPS_ABREAST, group_size // PAIR_COLUMNS, PAIR_COLUMNS
-    )
+    ranks = torch.arange(column_count, device=device).view(-1, GROUPS_ABREAST, group_size // PAIR_COLUMNS, PAIR_COLUMNS)
     ranks = ranks.transpose(1, 2).reshape(-1)
     is_item = ranks < ranked_count
     laid_codes = torch.zeros((column_count, codes.shape[1]), dtype=codes.dtype, device=device)
@@ -86,8 +77,7 @@ def columns_by_rank(
     column_by_ordinal[ordinals[is_item]] = is_item.nonzero()[:, 0]
     pad = (0, column_count - ranked_count)
     longest, group_residual = (
-        torch.nn.functional.pad(item_values, pad).view(-1, group_size).amax(1)
-        for item_values in (length, residual)
+        torch.nn.functional.pad(item_values, pad).view(-1, group_size).amax(1) for item_values in (length, residual)
     )
     return Columns(
         laid_codes, ordinals, column_by_ordinal, longest, group_residual, (~is_item).nonzero()[:, 0], group_size,
@@ -153,8 +143,4 @@ class Queries:
             self.scale,
             self.size,
         )
-        return (
-            required_tensors
-            if self.cosine_lengths is None
-            else (*required_tensors, self.cosine_lengths)
-        )
+        return required_tensors if self.cosine_lengths is None else (*required_tensors, self.cosine_lengths)

@@ -109,13 +109,8 @@ def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) 
     candidate_bytes = capacity * (_ENTRY_BYTES + columns.size * 8 * 2)
     vector_bytes = items.exact[0].numel() * 4 * 3
     tiles = choose_tiles(_ROWS_MAX, items.codes.shape[1], device)
-    max_users = (
-        max(1, _PROGRAM_ROUNDS * count_multiprocessors(device) * tiles.resident // SPLITS)
-        * tiles.users
-    )
-    user_count = max(
-        1, min(_ROWS_MAX, max_users, room_bytes // (entry_bytes + candidate_bytes + vector_bytes))
-    )
+    max_users = max(1, _PROGRAM_ROUNDS * count_multiprocessors(device) * tiles.resident // SPLITS) * tiles.users
+    user_count = max(1, min(_ROWS_MAX, max_users, room_bytes // (entry_bytes + candidate_bytes + vector_bytes)))
     return SearchShape(user_count, len(columns.ordinals), fetch)
 
 
@@ -133,16 +128,12 @@ def search(
     hidden_rows = sort_hidden_ordinals(excluded_pairs, user_count, len(items.order))
     # An item that is excluded lifts its group's bound like any other. A quarter is for what is close to the last.
     capacity = kept_capacity(shape.fetch)
-    required_counts = (
-        (hidden_rows[0].diff() + shape.fetch).clamp(max=capacity - capacity // 4).to(torch.int32)
-    )
+    required_counts = (hidden_rows[0].diff() + shape.fetch).clamp(max=capacity - capacity // 4).to(torch.int32)
     kept_entries, left_out_bounds = select_entries(
         items, columns, queries, required_counts, capacity, tiles, estimating=shape.estimating
     )
     best_keys = select_leading_keys(
-        compute_exact_keys(
-            items, columns, queries, hidden_rows, kept_entries, left_out_bounds, tiles
-        ),
+        compute_exact_keys(items, columns, queries, hidden_rows, kept_entries, left_out_bounds, tiles),
         k,
         tiles,
     )
@@ -194,22 +185,16 @@ def select_entries(
     entries = torch.empty((user_count, SEGMENTS, room, 4), dtype=torch.int32, device=device)
     kept_entries = torch.full((user_count, capacity, 4), NO_GROUP, dtype=torch.int32, device=device)
     entry_counts = torch.empty((user_count, SEGMENTS), dtype=torch.int32, device=device)
-    limits, left_out_bounds = (
-        torch.full((user_count,), _NO_SCORE, device=device) for _ in range(2)
-    )
+    limits, left_out_bounds = (torch.full((user_count,), _NO_SCORE, device=device) for _ in range(2))
     block_weights = compute_block_weights(items, columns, queries)
     for stage in (plan_estimating_stages if estimating else plan_stages)(block_count, room):
         write_entries(columns, block_weights, queries, limits, stage, entries, entry_counts, tiles)
         searched_block_count += stage.blocks
         rank_limits = (
-            estimate_ranks(required_counts, searched_block_count / block_count)
-            if estimating
-            else required_counts
+            estimate_ranks(required_counts, searched_block_count / block_count) if estimating else required_counts
         )
         if tiles.hopper is not None and room == hopper.KEEP_ROOM and capacity <= hopper.KEEP_MAX:
-            tiles.hopper.keep(
-                entries, entry_counts, rank_limits, kept_entries, limits, left_out_bounds, HALVINGS
-            )
+            tiles.hopper.keep(entries, entry_counts, rank_limits, kept_entries, limits, left_out_bounds, HALVINGS)
             continue
         keep.keep[-(-user_count // tiles.selected),](
             entries, entry_counts, rank_limits, kept_entries, limits, left_out_bounds, user_count,
@@ -225,9 +210,7 @@ def estimate_ranks(required_counts: torch.Tensor, sample_fraction: float) -> tor
     Of those the sample has a Poisson number, seldom more than `_DEVIATIONS` standard deviations above its mean.
     """
     expected_counts = required_counts * sample_fraction
-    rank_limits = torch.ceil(
-        expected_counts + _DEVIATIONS * expected_counts.sqrt() + _DEVIATIONS
-    ).to(torch.int32)
+    rank_limits = torch.ceil(expected_counts + _DEVIATIONS * expected_counts.sqrt() + _DEVIATIONS).to(torch.int32)
     return torch.minimum(rank_limits, required_counts)
 
 
@@ -239,9 +222,7 @@ def compute_block_weights(items: DeviceItems, columns: Columns, queries: Queries
     certain.
     """
     residual_shares = queries.residual / (queries.length + queries.residual)
-    residual_share_max = torch.where(
-        queries.length >= _SCALED_LENGTH_MIN, residual_shares, 0.0
-    ).amax()
+    residual_share_max = torch.where(queries.length >= _SCALED_LENGTH_MIN, residual_shares, 0.0).amax()
     weight = items.weight(columns.block_longest, columns.block_residual)
     return (weight + residual_share_max * columns.block_longest) * _ROUND_UP
 
@@ -281,11 +262,7 @@ def write_entries(
         max(16, power_of_two(width)),
     )
     is_gpu = queries.codes.device.type == "cuda"
-    writing, constraints = (
-        above.entry_instructions(tile // (GROUPS_ABREAST * columns.size))
-        if is_gpu
-        else (None, None)
-    )
+    writing, constraints = above.entry_instructions(tile // (GROUPS_ABREAST * columns.size)) if is_gpu else (None, None)
     above.above[-(-user_count // tiles.users), SPLITS](
         queries.codes, reach, limits,
         TensorDescriptor.from_tensor(columns.codes, [tile, depth]), weight,
@@ -312,9 +289,7 @@ def compute_exact_keys(
     WORST if hidden.
     """
     user_count, capacity = kept_entries.shape[:2]
-    keys = torch.empty(
-        (user_count, columns.size, capacity), dtype=torch.int64, device=kept_entries.device
-    )
+    keys = torch.empty((user_count, columns.size, capacity), dtype=torch.int64, device=kept_entries.device)
     if tiles.hopper is not None:
         tiles.hopper.write_keys(
             items.exact,
@@ -347,9 +322,7 @@ def compute_exact_keys(
 def select_leading_keys(keys: torch.Tensor, k: int, tiles: Tiles) -> torch.Tensor:
     """Return the best k of keys int64 [n, size, a power of two], descending, padded with WORST."""
     user_count, group_size, keys_per_slot = keys.shape
-    is_slow = (
-        keys.device.type == "cpu" and keys_per_slot > 64
-    )  # the interpreter sorts for half a minute
+    is_slow = keys.device.type == "cpu" and keys_per_slot > 64  # the interpreter sorts for half a minute
     if keys_per_slot > _SORTED_KEYS_MAX or k > keys_per_slot or is_slow:
         return select_best_keys(keys.flatten(1), k)
     best_keys = torch.empty((user_count, k), dtype=torch.int64, device=keys.device)
@@ -387,12 +360,8 @@ def agrees(dims: int, device: torch.device) -> bool:
         comparable_items = ComparableItems.of(vectors, metric)
         device_items = DeviceItems.of(comparable_items, device, torch.float16, GROUP)
         queries = device_items.queries(user_vectors, compared_users)
-        shape = SearchShape(
-            len(user_vectors), len(device_items.all_columns.ordinals), 48, estimating=True
-        )
-        keys, is_certain = search(
-            device_items, device_items.all_columns, queries, excluded_pairs, 16, shape
-        )
+        shape = SearchShape(len(user_vectors), len(device_items.all_columns.ordinals), 48, estimating=True)
+        keys, is_certain = search(device_items, device_items.all_columns, queries, excluded_pairs, 16, shape)
         expected_keys, is_expected_certain = operators.search(
             device_items, device_items.all_columns, queries, excluded_pairs, 16, shape
         )
@@ -406,9 +375,7 @@ def agrees(dims: int, device: torch.device) -> bool:
     return True
 
 
-def compute_bounds(
-    items: DeviceItems, columns: Columns, queries: Queries, tiles: Tiles
-) -> torch.Tensor:
+def compute_bounds(items: DeviceItems, columns: Columns, queries: Queries, tiles: Tiles) -> torch.Tensor:
     """Return bounds float32 [n, groups] of few columns, in one stage; minus infinity for groups of padding."""
     user_count, device = len(queries.codes), queries.codes.device
     block_count = len(columns.ordinals) // columns.block
@@ -430,25 +397,19 @@ def compute_bounds(
     bounds = torch.full((user_count, len(columns.longest)), _NO_SCORE, device=device)
     is_written = torch.arange(room, device=device) < entry_counts[..., None]
     written_users = is_written.nonzero()[:, 0]
-    bounds[written_users, entries[..., 1][is_written]] = entries[..., 0][is_written].view(
-        torch.float32
-    )
+    bounds[written_users, entries[..., 1][is_written]] = entries[..., 0][is_written].view(torch.float32)
     return bounds
 
 
 def _has_valid_bounds(items: DeviceItems, queries: Queries) -> bool:
     columns, user_count, device = items.all_columns, len(queries.codes), queries.codes.device
-    bounds = compute_bounds(
-        items, columns, queries, choose_tiles(user_count, queries.codes.shape[1], device)
-    )
+    bounds = compute_bounds(items, columns, queries, choose_tiles(user_count, queries.codes.shape[1], device))
     highest_products = columns.largest(queries.codes.double() @ columns.codes.double().T)
     margin = items.margin(columns, slice(None), queries.length, queries.residual)
     allowed_errors = items.error * queries.length[:, None] * columns.longest
     excess = bounds.double() - highest_products - margin
     return bool(
-        ((excess >= -allowed_errors) & (excess <= allowed_errors + _BOUND_ROUNDING))[
-            :, columns.longest > 0
-        ].all()
+        ((excess >= -allowed_errors) & (excess <= allowed_errors + _BOUND_ROUNDING))[:, columns.longest > 0].all()
     )
 
 
@@ -485,18 +446,14 @@ def _build_stages(block_count: int, ratios: list[int], holes: list[int]) -> Iter
     Of every `ratio` blocks the `hole`-th was visited by an earlier stage.
     """
     stride = math.prod(ratios)
-    offset = sum(
-        math.prod(ratios[ratio_index + 1 :]) * hole for ratio_index, hole in enumerate(holes)
-    )
+    offset = sum(math.prod(ratios[ratio_index + 1 :]) * hole for ratio_index, hole in enumerate(holes))
     searched_block_count = max(0, -(-(block_count - offset) // stride))
     yield BlockStage(searched_block_count, stride, offset)
     for ratio, hole in zip(ratios, holes, strict=True):
         stride //= ratio
         offset -= stride * hole
         visited_block_count = -(-(block_count - offset) // stride)
-        yield BlockStage(
-            visited_block_count - searched_block_count, stride, offset, ratio - 1, hole
-        )
+        yield BlockStage(visited_block_count - searched_block_count, stride, offset, ratio - 1, hole)
         searched_block_count = visited_block_count
 
 

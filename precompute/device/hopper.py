@@ -73,17 +73,13 @@ class HopperKernels:
     ) -> tuple[torch.Tensor, ...]:
         """Return the tensors of `Queries` but `own`, in order, of users float32 [n, dims] as scored and as compared."""
         user_count, dims = scored_users.shape
-        empty_numbers = partial(
-            torch.empty, user_count, device=scored_users.device, dtype=torch.float32
-        )
+        empty_numbers = partial(torch.empty, user_count, device=scored_users.device, dtype=torch.float32)
         exact = torch.empty((user_count, -(-dims // 4), 4), device=scored_users.device)
         codes = torch.empty((user_count, width), device=scored_users.device, dtype=torch.float16)
         length, residual, scale = empty_numbers(), empty_numbers(), empty_numbers()
         user_lengths = empty_numbers(dtype=torch.float64)
         arguments = [
-            *_pointers(
-                scored_users, compared_users, exact, codes, length, residual, scale, user_lengths
-            ),
+            *_pointers(scored_users, compared_users, exact, codes, length, residual, scale, user_lengths),
             *map(ctypes.c_int, (user_count, dims, width)),
         ]
         if not user_count:
@@ -130,9 +126,7 @@ class HopperKernels:
         """Merge the entries of a stage, in segments of `KEEP_ROOM`, into the kept ones: see `kernels.keep`."""
         user_count, capacity = kept_entries.shape[:2]
         arguments = [
-            *_pointers(
-                entries, entry_counts, required_counts, kept_entries, limits, left_out_bounds
-            ),
+            *_pointers(entries, entry_counts, required_counts, kept_entries, limits, left_out_bounds),
             ctypes.c_int(user_count),
         ]
         kernel = _load_keep_kernel(capacity, entries.shape[1], halvings, self.device)
@@ -157,9 +151,7 @@ class HopperKernels:
         user_count, capacity = kept_entries.shape[:2]
         steps = vectors.shape[1]
         is_cosine = item_lengths is not None and queries.cosine_lengths is not None
-        length_pair = (
-            (queries.cosine_lengths, item_lengths) if is_cosine else (queries.exact, vectors)
-        )
+        length_pair = (queries.cosine_lengths, item_lengths) if is_cosine else (queries.exact, vectors)
         arguments = [
             *_pointers(queries.exact, length_pair[0], vectors, length_pair[1]),
             *_pointers(kept_entries, left_out_bounds, columns.ordinals, *hidden_rows, keys),
@@ -183,10 +175,7 @@ def disable(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     device = torch.empty(0, device=device).device  # with its index
-    could_be_used = (
-        device not in _disabled_devices
-        and torch.cuda.get_device_capability(device) == _HOPPER_CAPABILITY
-    )
+    could_be_used = device not in _disabled_devices and torch.cuda.get_device_capability(device) == _HOPPER_CAPABILITY
     _disabled_devices.add(device)
     return could_be_used
 
@@ -207,11 +196,7 @@ def _load_keep_kernel(capacity: int, segments: int, halvings: int, device: torch
 def _load_kernels(chunk_count: int, device: torch.device) -> HopperKernels | None:
     """Load the kernels into a device's context; None, with the reason in the log, if that fails."""
     ring_constants_of_width = ring_constants(chunk_count)
-    shared_bytes = (
-        chunk_count * _USER_CHUNK_BYTES
-        + ring_constants_of_width["STAGES"] * _STAGE_BYTES
-        + _ALIGNMENT_BYTES
-    )
+    shared_bytes = chunk_count * _USER_CHUNK_BYTES + ring_constants_of_width["STAGES"] * _STAGE_BYTES + _ALIGNMENT_BYTES
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)  # the device's context is then this thread's
@@ -241,14 +226,10 @@ def compile_kernel(kernel_name: str, constants: Mapping[str, float]) -> bytes:
     from cuda.bindings import nvrtc
 
     source = files("precompute.device.kernels").joinpath(f"{kernel_name}.cu").read_bytes()
-    program = _check_result(
-        *nvrtc.nvrtcCreateProgram(source, f"{kernel_name}.cu".encode(), 0, [], [])
-    )
+    program = _check_result(*nvrtc.nvrtcCreateProgram(source, f"{kernel_name}.cu".encode(), 0, [], []))
     options = ["--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false"]
     options += [f"--define-macro={constant}={value}" for constant, value in constants.items()]
-    (result,) = nvrtc.nvrtcCompileProgram(
-        program, len(options), [option.encode() for option in options]
-    )
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(result):
         log = bytearray(_check_result(*nvrtc.nvrtcGetProgramLogSize(program)))
         nvrtc.nvrtcGetProgramLog(program, log)
@@ -264,24 +245,18 @@ def _load_function(kernel_name: str, cubin: bytes, shared_bytes: int) -> Any:
 
     module = _check_result(*driver.cuModuleLoadData(cubin))
     function = _check_result(*driver.cuModuleGetFunction(module, kernel_name.encode()))
-    shared_size_attribute = (
-        driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    )
+    shared_size_attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _check_result(*driver.cuFuncSetAttribute(function, shared_size_attribute, shared_bytes))
     return function
 
 
-def _launch(
-    function: Any, grid: tuple[int, int], threads: int, shared_bytes: int, arguments: Sequence[Any]
-) -> None:
+def _launch(function: Any, grid: tuple[int, int], threads: int, shared_bytes: int, arguments: Sequence[Any]) -> None:
     from cuda.bindings import driver
 
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream = torch.cuda.current_stream().cuda_stream
     _check_result(
-        *driver.cuLaunchKernel(
-            function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0
-        )
+        *driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0)
     )
 
 

@@ -72,13 +72,9 @@ class DeviceItems:
         scale = float(np.ldexp(1.0, -int(np.frexp(comparable_items.longest_length)[1])))
         ordinals_by_length = np.argsort(-comparable_items.compared_lengths, kind="stable")
         group_size = group or choose_group_size(len(ordinals_by_length))
-        exact = torch.empty(
-            (len(ordinals_by_length), -(-dims // SUM_LANES), SUM_LANES), device=device
-        )
+        exact = torch.empty((len(ordinals_by_length), -(-dims // SUM_LANES), SUM_LANES), device=device)
         encoded_parts = []
-        for first_index in range(
-            0, len(ordinals_by_length), _ITEMS_AT_ONCE
-        ):  # so that copies on their way stay small
+        for first_index in range(0, len(ordinals_by_length), _ITEMS_AT_ONCE):  # so that copies on their way stay small
             part_ordinals = ordinals_by_length[first_index : first_index + _ITEMS_AT_ONCE]
             encoded_parts.append(
                 encode_vectors(
@@ -88,16 +84,10 @@ class DeviceItems:
                 )
             )
             exact[first_index : first_index + _ITEMS_AT_ONCE] = arrange_in_sum_order(
-                copy_to_device(
-                    comparable_items.vectors[first_index : first_index + _ITEMS_AT_ONCE], device
-                )
+                copy_to_device(comparable_items.vectors[first_index : first_index + _ITEMS_AT_ONCE], device)
             )
         codes, length, residual = (torch.cat(chunks) for chunks in zip(*encoded_parts, strict=True))
-        item_lengths = (
-            scored_item_lengths(comparable_items.vectors)
-            if comparable_items.metric == "cosine"
-            else None
-        )
+        item_lengths = scored_item_lengths(comparable_items.vectors) if comparable_items.metric == "cosine" else None
         device_order = copy_to_device(ordinals_by_length, device)
         return cls(
             exact, None if item_lengths is None else copy_to_device(item_lengths, device), device_order,
@@ -113,18 +103,13 @@ class DeviceItems:
         noticed.
         """
         device, dtype = self.codes.device, self.codes.dtype
-        probe_users = np.random.default_rng(0).random(
-            (_PROBE_ROWS, self.codes.shape[1]), np.float32
-        )
+        probe_users = np.random.default_rng(0).random((_PROBE_ROWS, self.codes.shape[1]), np.float32)
         probe_users /= self.codes.shape[1]  # no longer than one
         codes, length, _ = encode_vectors(copy_to_device(probe_users, device), 1.0, dtype)
         sample_codes = self.codes[:: max(1, len(self.codes) // _PROBE_ROWS)].abs()
         exact_products = codes.double() @ sample_codes.double().T
         product_errors = (codes @ sample_codes.T).double() - exact_products
-        allowed_errors = (
-            self.error * length[:, None] * sample_codes.double().square().sum(1).sqrt()
-            + UNDERFLOW_ERROR
-        )
+        allowed_errors = self.error * length[:, None] * sample_codes.double().square().sum(1).sqrt() + UNDERFLOW_ERROR
         return bool((product_errors.abs() <= allowed_errors).all())
 
     def only(self, is_allowed: torch.Tensor) -> Columns:
@@ -141,16 +126,12 @@ class DeviceItems:
         device = self.codes.device
         scored_users = copy_to_device(user_vectors, device)
         user_lengths = (
-            None
-            if self.cosine_lengths is None
-            else copy_to_device(scored_item_lengths(user_vectors), device)
+            None if self.cosine_lengths is None else copy_to_device(scored_item_lengths(user_vectors), device)
         )
         width = self.codes.shape[1]
         kernels = kernels_for(width, device) if self.codes.dtype == torch.float16 else None
         if kernels is not None:
-            compared_users = (
-                scored_users if compared is user_vectors else copy_to_device(compared, device)
-            )
+            compared_users = scored_users if compared is user_vectors else copy_to_device(compared, device)
             exact, *code_tensors = kernels.encode_users(scored_users, compared_users, width)
             return Queries(exact, user_lengths, *code_tensors)
         user_sizes = scored_users.double().square().sum(1).sqrt()
@@ -168,9 +149,7 @@ class DeviceItems:
             user_sizes,
         )
 
-    def pairs(
-        self, exclusions: Histories, rows: slice | NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def pairs(self, exclusions: Histories, rows: slice | NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (row, ordinal) int64 of all exclusions of some users; an invalid ordinal is the number of items."""
         if isinstance(rows, slice):  # neighbours' histories lie side by side
             indptr = exclusions.indptr[rows.start : rows.stop + 1]
@@ -182,13 +161,9 @@ class DeviceItems:
         counts, ordinals = (copy_to_device(array, device) for array in (np.diff(indptr), indices))
         pair_rows = torch.arange(len(counts), device=device)
         pair_rows = pair_rows.repeat_interleave(counts, output_size=len(indices))
-        return pair_rows, torch.where(
-            (ordinals >= 0) & (ordinals < item_count), ordinals, item_count
-        )
+        return pair_rows, torch.where((ordinals >= 0) & (ordinals < item_count), ordinals, item_count)
 
-    def margin(
-        self, columns: Columns, groups: slice, length: torch.Tensor, residual: torch.Tensor
-    ) -> torch.Tensor:
+    def margin(self, columns: Columns, groups: slice, length: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return float32 [n, groups]: the largest difference of a product and its score, both vectors scaled.
 
         `length` and `residual` [n] are the users'. With codes q and rests r: |u v - q q'| <= |q| |r'| + |r| |v|, and
@@ -215,19 +190,13 @@ def encode_vectors(
     if (smallest_normal := _SMALLEST_NORMAL_BY_DTYPE.get(dtype)) is not None:
         codes = torch.where(codes.abs() < smallest_normal, torch.zeros_like(codes), codes)
     rounding_error = (scaled - codes.to(torch.float32)).double()
-    length, residual = (
-        _round_up(matrix.square().sum(1).sqrt()) for matrix in (scaled.double(), rounding_error)
-    )
+    length, residual = (_round_up(matrix.square().sum(1).sqrt()) for matrix in (scaled.double(), rounding_error))
     return torch.nn.functional.pad(codes, (0, -codes.shape[1] % _WIDTH_MULTIPLE)), length, residual
 
 
-def copy_to_device(
-    array: NDArray[np.float32] | NDArray[np.int64], device: torch.device
-) -> torch.Tensor:
+def copy_to_device(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """Copy an array to the device; to a GPU from pinned memory, so that the copy is asynchronous."""
-    tensor = torch.from_numpy(
-        np.require(array, requirements=("C", "W"))
-    )  # torch shares no memory that is read-only
+    tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch shares no memory that is read-only
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -260,9 +229,7 @@ def arrange_in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
     dims = vectors.shape[1]
     padded_vectors = torch.nn.functional.pad(vectors, (0, -dims % SUM_LANES))
     step_order = _sum_order(dims, vectors.device)
-    return padded_vectors.view(len(padded_vectors), len(step_order), SUM_LANES)[
-        :, step_order
-    ].contiguous()
+    return padded_vectors.view(len(padded_vectors), len(step_order), SUM_LANES)[:, step_order].contiguous()
 
 
 @cache
@@ -273,9 +240,7 @@ def _sum_order(dims: int, device: torch.device) -> torch.Tensor:
         for first_step in range(0, dims // _DIMS_PER_GROUP * SUM_LANES, SUM_LANES)
         for step in range(first_step + SUM_LANES - 1, first_step - 1, -1)
     ]
-    return torch.tensor(
-        [*reversed_steps, *range(len(reversed_steps), -(-dims // SUM_LANES))], device=device
-    )
+    return torch.tensor([*reversed_steps, *range(len(reversed_steps), -(-dims // SUM_LANES))], device=device)
 
 
 def exact_dots(ordered_users: torch.Tensor, ordered_items: torch.Tensor) -> torch.Tensor:
@@ -314,12 +279,8 @@ def has_same_bits(dims: int, device: torch.device) -> bool:
     user_vectors = rng.standard_normal((3, dims), np.float32)
     item_vectors = rng.standard_normal((64, dims), np.float32)
     expected_scores = score(user_vectors, item_vectors, np.tile(np.arange(64), (3, 1)))
-    ordered_items = arrange_in_sum_order(torch.from_numpy(item_vectors).to(device)).expand(
-        3, -1, -1, -1
-    )
+    ordered_items = arrange_in_sum_order(torch.from_numpy(item_vectors).to(device)).expand(3, -1, -1, -1)
     device_scores = (
-        exact_dots(arrange_in_sum_order(torch.from_numpy(user_vectors).to(device)), ordered_items)
-        .cpu()
-        .numpy()
+        exact_dots(arrange_in_sum_order(torch.from_numpy(user_vectors).to(device)), ordered_items).cpu().numpy()
     )
     return bool(np.array_equal(device_scores.view(np.uint32), expected_scores.view(np.uint32)))

@@ -55,9 +55,7 @@ _log = logging.getLogger(__name__)
 class Program:
     """Exported model on its device: compiled and warmed once on a GPU, thread-safe."""
 
-    def __init__(
-        self, run: Callable[..., Any], input_order: Sequence[int], device: torch.device
-    ) -> None:
+    def __init__(self, run: Callable[..., Any], input_order: Sequence[int], device: torch.device) -> None:
         self._run_uncompiled = self._run = run
         self._input_order = input_order
         self._device = device
@@ -128,20 +126,12 @@ class Program:
         """Start a batch; return a function that waits for its outputs."""
         if stream is None:
             with torch.inference_mode():
-                tensors = [
-                    torch.from_numpy(feed[input_index]).to(self._device)
-                    for input_index in self._input_order
-                ]
+                tensors = [torch.from_numpy(feed[input_index]).to(self._device) for input_index in self._input_order]
                 output = self._output(tensors).to(torch.float32).cpu()
             return lambda: np.asarray(output.numpy(), np.float32)
         with torch.inference_mode(), torch.cuda.stream(stream):
-            pinned_inputs = [
-                torch.from_numpy(feed[input_index]).pin_memory()
-                for input_index in self._input_order
-            ]
-            device_output = self._output(
-                [tensor.to(self._device, non_blocking=True) for tensor in pinned_inputs]
-            )
+            pinned_inputs = [torch.from_numpy(feed[input_index]).pin_memory() for input_index in self._input_order]
+            device_output = self._output([tensor.to(self._device, non_blocking=True) for tensor in pinned_inputs])
             host_output = torch.empty(device_output.shape, dtype=torch.float32, pin_memory=True)
             host_output.copy_(device_output, non_blocking=True)
             copied_event = torch.cuda.Event()
@@ -192,10 +182,7 @@ def _rewrite_archive(path: Path) -> bytes:
         with zipfile.ZipFile(path) as archive, zipfile.ZipFile(buffer, "w") as safe_archive:
             for member in archive.infolist():
                 member_name = member.filename.partition("/")[2]
-                if (
-                    not _MEMBER_PATTERN.fullmatch(member_name)
-                    or member.compress_type != zipfile.ZIP_STORED
-                ):
+                if not _MEMBER_PATTERN.fullmatch(member_name) or member.compress_type != zipfile.ZIP_STORED:
                     raise BundleError(
                         f"{path.name} holds {member.filename!r}, which no exported tower needs: save it with "
                         "torch.export.save, weights and tensors only"
@@ -218,27 +205,15 @@ def _safe_graph(file_name: str, graph: Any) -> Any:
         if "metadata" in json_object:
             json_object["metadata"] = {}
         target, expression = json_object.get("target"), json_object.get("expr_str")
-        if (
-            "inputs" in json_object
-            and isinstance(target, str)
-            and not _TARGET_PATTERN.fullmatch(target)
-        ):
-            raise BundleError(
-                f"{file_name} calls {target!r}: only torch's own operators may be called"
-            )
+        if "inputs" in json_object and isinstance(target, str) and not _TARGET_PATTERN.fullmatch(target):
+            raise BundleError(f"{file_name} calls {target!r}: only torch's own operators may be called")
         if isinstance(expression, str) and not _EXPRESSION_PATTERN.fullmatch(expression):
-            raise BundleError(
-                f"{file_name} holds the expression {expression[:80]!r}: it is not a shape"
-            )
+            raise BundleError(f"{file_name} holds the expression {expression[:80]!r}: it is not a shape")
         for spec in (json_object.get("in_spec"), json_object.get("out_spec")):
             if isinstance(spec, str):
                 _check_containers(file_name, orjson.loads(spec))
-        if forbidden_fields := [
-            field_name for field_name in _FORBIDDEN_FIELDS if json_object.get(field_name)
-        ]:
-            raise BundleError(
-                f"{file_name} holds {forbidden_fields[0]}: only tensors and torch's own operators may"
-            )
+        if forbidden_fields := [field_name for field_name in _FORBIDDEN_FIELDS if json_object.get(field_name)]:
+            raise BundleError(f"{file_name} holds {forbidden_fields[0]}: only tensors and torch's own operators may")
     if isinstance(graph, dict):
         graph["guards_code"] = []
     return graph
@@ -247,9 +222,7 @@ def _safe_graph(file_name: str, graph: Any) -> Any:
 def _check_containers(file_name: str, spec: Any) -> None:
     for json_object in _walk_json_objects(spec):
         if json_object.get("type") not in _CONTAINER_TYPES:
-            raise BundleError(
-                f"{file_name} takes or gives a {json_object['type']}: a tower takes tensors"
-            )
+            raise BundleError(f"{file_name} takes or gives a {json_object['type']}: a tower takes tensors")
 
 
 def _check_tensors(file_name: str, config: Any) -> None:
@@ -257,9 +230,7 @@ def _check_tensors(file_name: str, config: Any) -> None:
         if json_object.get("use_pickle") or not _TENSOR_PATTERN.fullmatch(
             str(json_object.get("path_name", "weight_0"))
         ):
-            raise BundleError(
-                f"{file_name} holds {json_object.get('path_name')!r} pickled: only plain tensors may be"
-            )
+            raise BundleError(f"{file_name} holds {json_object.get('path_name')!r} pickled: only plain tensors may be")
 
 
 def _walk_json_objects(root_value: Any) -> Iterator[dict[str, Any]]:

@@ -63,9 +63,7 @@ class _SearchRequest:
 class DeviceScorer:
     """Items on one device, ready to be searched exactly; answers with the bits of `Scorer`."""
 
-    def __init__(
-        self, comparable_items: ComparableItems, items: DeviceItems, fused: ModuleType | None
-    ) -> None:
+    def __init__(self, comparable_items: ComparableItems, items: DeviceItems, fused: ModuleType | None) -> None:
         self._comparable_items = comparable_items
         self._items = items
         self._fused = fused
@@ -102,16 +100,11 @@ class DeviceScorer:
         torch.backends.cuda.matmul.allow_tf32 = False
         comparable_items = ComparableItems.of(np.ascontiguousarray(vectors), metric)
         vector_lengths = (
-            row_lengths_of(comparable_items.vectors)
-            if metric == "cosine"
-            else comparable_items.compared_lengths
+            row_lengths_of(comparable_items.vectors) if metric == "cosine" else comparable_items.compared_lengths
         )
-        has_safe_lengths = (
-            len(vector_lengths) > 0 and _SAFE_LENGTHS[0] < vector_lengths.max() < _SAFE_LENGTHS[1]
-        )
+        has_safe_lengths = len(vector_lengths) > 0 and _SAFE_LENGTHS[0] < vector_lengths.max() < _SAFE_LENGTHS[1]
         if not has_safe_lengths or (
-            metric == "cosine"
-            and not scores_fit_mask(comparable_items, comparable_items.vectors).all()
+            metric == "cosine" and not scores_fit_mask(comparable_items, comparable_items.vectors).all()
         ):
             _log.warning("the lengths of these vectors are beyond what %s is certain about", device)
             return None
@@ -121,17 +114,13 @@ class DeviceScorer:
                 _log.warning("%s adds in another order than this numpy: not used", device)
                 return None
             fused_kernels = (
-                probe_kernels(vectors.shape[1], torch_device, fused)
-                if product_dtype == torch.float16
-                else None
+                probe_kernels(vectors.shape[1], torch_device, fused) if product_dtype == torch.float16 else None
             )
             group = fused_kernels.GROUP if fused_kernels else None
             items = DeviceItems.of(comparable_items, torch_device, product_dtype, group)
             _synchronize(torch_device)
             if not items.is_within_error_bound():
-                _log.warning(
-                    "the products of %s are rougher than %s is: not used", device, product_dtype
-                )
+                _log.warning("the products of %s are rougher than %s is: not used", device, product_dtype)
                 return None
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             _log.warning("%s cannot hold %d items: %s", device, len(vector_lengths), error)
@@ -150,9 +139,7 @@ class DeviceScorer:
     ) -> TopLists:
         """Return the top K of each user, like `Scorer.top`; `threads` are for the users left to the processor."""
         # That users are finite shows in their lengths, which the device finds.
-        users, exclusions = check_arguments(
-            self._comparable_items, users, k, excluded, allowed, check_finite=False
-        )
+        users, exclusions = check_arguments(self._comparable_items, users, k, excluded, allowed, check_finite=False)
         top_lists = (
             np.empty((len(users), k), np.uint32),
             np.empty((len(users), k), np.float32),
@@ -178,9 +165,7 @@ class DeviceScorer:
             for attempt_index, ((k_divisor, extra_candidates), kernels) in enumerate(attempts):
                 if len(remaining_rows) and not self.has_failed:
                     attempt = replace(search_request, fused=kernels, estimating=attempt_index == 0)
-                    remaining_rows = self._search_slabs(
-                        attempt, remaining_rows, k + k // k_divisor + extra_candidates
-                    )
+                    remaining_rows = self._search_slabs(attempt, remaining_rows, k + k // k_divisor + extra_candidates)
         if len(remaining_rows):
             processor_scorer = self._cpu_scorer if self.has_failed else self._exhaustive_scorer
             processor_lists = processor_scorer.top(
@@ -197,9 +182,7 @@ class DeviceScorer:
     @cached_property
     def _exhaustive_scorer(self) -> Scorer:
         """Scorer for lists that no number of candidates makes certain: not worth laying the items out."""
-        return Scorer.of(
-            self._comparable_items.vectors, self._comparable_items.metric, engine=False
-        )
+        return Scorer.of(self._comparable_items.vectors, self._comparable_items.metric, engine=False)
 
     @cached_property
     def _cpu_scorer(self) -> Scorer:
@@ -217,14 +200,9 @@ class DeviceScorer:
     ) -> NDArray[np.int64]:
         """Score some users; return the users whose list is not certain."""
         slab_users = self._choose_shape(search_request, fetch).users
-        slabs = [
-            user_rows[first_row : first_row + slab_users]
-            for first_row in range(0, len(user_rows), slab_users)
-        ]
+        slabs = [user_rows[first_row : first_row + slab_users] for first_row in range(0, len(user_rows), slab_users)]
         with ThreadPoolExecutor(SLABS_UNDER_WAY if self._stream else 1, "device") as pool:
-            return np.concatenate(
-                [*pool.map(partial(self._search_slab, search_request, fetch), slabs)]
-            )
+            return np.concatenate([*pool.map(partial(self._search_slab, search_request, fetch), slabs)])
 
     def _search_slab(
         self, search_request: _SearchRequest, fetch: int, user_rows: NDArray[np.int64]
@@ -265,9 +243,7 @@ class DeviceScorer:
     ) -> NDArray[np.int64]:
         row_selection = slice_if_consecutive(user_rows)
         user_vectors = np.ascontiguousarray(search_request.users[row_selection])
-        compared_users = (
-            unit_rows(user_vectors) if self._comparable_items.metric == "cosine" else user_vectors
-        )
+        compared_users = unit_rows(user_vectors) if self._comparable_items.metric == "cosine" else user_vectors
         with torch.cuda.stream(self._load_stream):
             queries = self._items.queries(user_vectors, compared_users)
             excluded_pairs = self._items.pairs(search_request.exclusions, row_selection)
@@ -286,34 +262,24 @@ class DeviceScorer:
                 search_request.k,
                 shape,
             )
-            host_tensors, copied_event = self._copy_to_host(
-                (*unpack_keys(keys), is_certain_on_device, queries.size)
-            )
+            host_tensors, copied_event = self._copy_to_host((*unpack_keys(keys), is_certain_on_device, queries.size))
         if copied_event is not None:
             copied_event.synchronize()
-        ordinals, scores, is_certain, user_lengths = (
-            host_tensor.numpy() for host_tensor in host_tensors
-        )
+        ordinals, scores, is_certain, user_lengths = (host_tensor.numpy() for host_tensor in host_tensors)
         if not np.isfinite(user_lengths).all():
-            check_arguments(
-                self._comparable_items, search_request.users, search_request.k, None, None
-            )
+            check_arguments(self._comparable_items, search_request.users, search_request.k, None, None)
         # Lists that are not certain are written again by whoever makes them so.
         search_request.results[0][row_selection], search_request.results[1][row_selection] = (
             ordinals.view(np.uint32),
             scores,
         )
-        has_safe_length = (user_lengths == 0) | (
-            (user_lengths > _SAFE_LENGTHS[0]) & (user_lengths < _SAFE_LENGTHS[1])
-        )
+        has_safe_length = (user_lengths == 0) | ((user_lengths > _SAFE_LENGTHS[0]) & (user_lengths < _SAFE_LENGTHS[1]))
         uncertain: NDArray[np.int64] = user_rows[
             ~(is_certain & has_safe_length & lengths_fit_mask(self._comparable_items, user_lengths))
         ]
         return uncertain
 
-    def _copy_to_host(
-        self, tensors: tuple[torch.Tensor, ...]
-    ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+    def _copy_to_host(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
         """Tensors on their way to the host, and when they are there: the next slab does not wait for that."""
         if self._stream is None or self._copy_stream is None:
             return [copy_to_host(tensor) for tensor in tensors], None
@@ -331,9 +297,7 @@ class DeviceScorer:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         used_bytes = torch.cuda.memory_allocated(self._device)
         cached_bytes = torch.cuda.memory_reserved(self._device) - used_bytes
-        allowance_bytes = (
-            total_bytes * torch.cuda.get_per_process_memory_fraction(self._device) - used_bytes
-        )
+        allowance_bytes = total_bytes * torch.cuda.get_per_process_memory_fraction(self._device) - used_bytes
         return max(0, int(min(free_bytes + cached_bytes, allowance_bytes) * _MEMORY_FRACTION))
 
     def _choose_shape(self, search_request: _SearchRequest, fetch: int) -> SearchShape:
@@ -347,25 +311,18 @@ class DeviceScorer:
 
     def _usable_kernels(self, search_request: _SearchRequest, fetch: int) -> ModuleType | None:
         kernels = search_request.fused and self._fused
-        return (
-            kernels
-            if kernels and kernels.fits(self._items, search_request.columns, fetch)
-            else None
-        )
+        return kernels if kernels and kernels.fits(self._items, search_request.columns, fetch) else None
 
     def _shrink(self, search_request: _SearchRequest, shape: SearchShape, error: Exception) -> None:
         """Halve the work done at once from now on; give up if it cannot be halved."""
         is_narrowest = (
-            self._usable_kernels(search_request, shape.fetch)
-            or shape.columns <= search_request.columns.block
+            self._usable_kernels(search_request, shape.fetch) or shape.columns <= search_request.columns.block
         )
         if shape.users == 1 and is_narrowest:
             self._give_up(error)
             return
         with self._change_lock:
-            if (
-                self._choose_shape(search_request, shape.fetch) == shape
-            ):  # else another slab was first
+            if self._choose_shape(search_request, shape.fetch) == shape:  # else another slab was first
                 self._part_count *= 2
                 _log.info("%s: out of memory with %s; going on with half", self._device, shape)
         if self._device.type == "cuda":
@@ -403,13 +360,9 @@ def probe_kernels(dims: int, device: torch.device, use_kernels: bool | None) -> 
         from precompute.device import fused, hopper
 
         if dims > fused.WIDTH_MAX:
-            reason = (
-                f"the kernels take vectors of up to {fused.WIDTH_MAX} numbers, these have {dims}"
-            )
+            reason = f"the kernels take vectors of up to {fused.WIDTH_MAX} numbers, these have {dims}"
         else:
-            with torch.cuda.device(
-                device if device.type == "cuda" else -1
-            ):  # Triton's is the current one
+            with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton's is the current one
                 if fused.agrees(dims, device):
                     return fused
                 if hopper.disable(device) and fused.agrees(dims, device):

@@ -44,9 +44,7 @@ class _BestCandidates:
     column: torch.Tensor
     left_out: torch.Tensor
 
-    def merge(
-        self, rows: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, column: torch.Tensor
-    ) -> None:
+    def merge(self, rows: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, column: torch.Tensor) -> None:
         """New candidates [rows, any number] join those of some rows; the worst bounds go."""
         uppers = torch.cat([self.upper[rows], upper], 1)
         best_uppers, best_indices = uppers.topk(self.upper.shape[1], 1)
@@ -87,11 +85,7 @@ def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) 
     full_width_users = int(room_bytes // (bytes_per_user + column_count * bytes_per_column))
     if full_width_users >= _ROWS_MIN:
         return SearchShape(min(full_width_users, _ROWS_MAX), column_count, fetch)
-    width = (
-        int((room_bytes / _ROWS_MIN - bytes_per_user) / bytes_per_column)
-        // block_columns
-        * block_columns
-    )
+    width = int((room_bytes / _ROWS_MIN - bytes_per_user) / bytes_per_column) // block_columns * block_columns
     if width >= block_columns:
         return SearchShape(_ROWS_MIN, width, fetch)
     return SearchShape(
@@ -128,14 +122,10 @@ def search(
     user_rows = torch.arange(user_count, device=device)
     for tile in split_into_tiles(columns, shape.columns):
         if tile.start:
-            user_rows = user_rows[
-                _can_still_change(items, columns, queries, candidates, user_rows, tile, k)
-            ]
+            user_rows = user_rows[_can_still_change(items, columns, queries, candidates, user_rows, tile, k)]
         if not len(user_rows):
             break
-        _scan_tile(
-            items, columns, queries, candidates, user_rows, (excluded_rows, excluded_columns), tile
-        )
+        _scan_tile(items, columns, queries, candidates, user_rows, (excluded_rows, excluded_columns), tile)
     best_keys = select_best_keys(_compute_exact_keys(items, columns, queries, candidates), k)
     return best_keys, find_certain_lists(items, queries, best_keys, candidates.left_out)
 
@@ -169,9 +159,7 @@ def _can_still_change(
     group = tile.start // columns.size
     first_group = slice(group, group + 1)  # no later group is longer
     length, residual = queries.length[user_rows], queries.residual[user_rows]
-    reachable_scores = (
-        length * columns.longest[group] + items.margin(columns, first_group, length, residual)[:, 0]
-    )
+    reachable_scores = length * columns.longest[group] + items.margin(columns, first_group, length, residual)[:, 0]
     kth_scores = candidates.lower[user_rows].topk(k, 1)[0][:, -1]
     return kth_scores <= reachable_scores
 
@@ -218,9 +206,7 @@ def _hide(
     product_row_by_user = torch.full((user_count,), -1, device=rows.device)
     product_row_by_user[rows] = torch.arange(len(rows), device=rows.device)
     excluded_rows = product_row_by_user[excluded_rows]
-    is_in_tile = (
-        (excluded_columns >= tile.start) & (excluded_columns < tile.stop) & (excluded_rows >= 0)
-    )
+    is_in_tile = (excluded_columns >= tile.start) & (excluded_columns < tile.stop) & (excluded_rows >= 0)
     product[excluded_rows[is_in_tile], excluded_columns[is_in_tile] - tile.start] = _NO_SCORE
     padding = columns.padding
     padding = padding[(padding >= tile.start) & (padding < tile.stop)]
@@ -241,11 +227,7 @@ def _compute_exact_keys(
         ordinals = ordinals.clamp(max=len(items.order) - 1)  # of columns that are no items
         scores = exact_dots(queries.exact[user_rows], items.exact[ordinals])
         if items.cosine_lengths is not None and queries.cosine_lengths is not None:
-            length_products = (
-                items.cosine_lengths[ordinals] * queries.cosine_lengths[user_rows, None]
-            )
-            scores = torch.where(
-                length_products > 0, scores / length_products, torch.zeros_like(scores)
-            )
+            length_products = items.cosine_lengths[ordinals] * queries.cosine_lengths[user_rows, None]
+            scores = torch.where(length_products > 0, scores / length_products, torch.zeros_like(scores))
         keys[user_rows] = pack_keys(scores, ordinals)
     return keys.masked_fill_(candidates.upper == _NO_SCORE, WORST)

@@ -37,16 +37,12 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     store, entity_kind = config.store(), arguments.kind
     if arguments.entity is None and not (arguments.list or arguments.gone):
         raise InvalidInput("name an entity, or pass --list to see all erasures", field="entity")
-    audit_action = functools.partial(
-        audited, store, actor=config.actor, reason=arguments.reason or ""
-    )
+    audit_action = functools.partial(audited, store, actor=config.actor, reason=arguments.reason or "")
     if arguments.gone:
         with audit_action("declare_gone", f"host {arguments.gone}"):
             forgotten_copies = declare_hosts_gone(store, arguments.gone)
         for copy in forgotten_copies:
-            err_console.print(
-                f"forgotten: copies of {copy.generation} on {copy.host}", markup=False
-            )
+            err_console.print(f"forgotten: copies of {copy.generation} on {copy.host}", markup=False)
     entity_id = None if arguments.entity is None else canonical_id(arguments.entity)
     subject = "" if entity_id is None else f"{entity_kind} {entity_digest(entity_id)}"
     erasure, is_new = None, False
@@ -71,9 +67,7 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
                     releases.control.announce("blocklist")
                 if erasure is not None:
                     # Also of one that is done: a request under way when it was blocked may have left a record since.
-                    dropped_overlay_count = drop_overlays(
-                        config, store, releases.control, [erasure]
-                    )
+                    dropped_overlay_count = drop_overlays(config, store, releases.control, [erasure])
                     drop_from_sketches(config, store, releases.control, [erasure])
                 sweep_copies(store)
                 erasure_statuses = settle_erasures(config, releases)
@@ -88,21 +82,14 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     selected_statuses = [
         erasure_status
         for erasure_status in erasure_statuses
-        if entity_id is None
-        or (erasure_status.erasure.raw == entity_id and erasure_status.erasure.kind == entity_kind)
+        if entity_id is None or (erasure_status.erasure.raw == entity_id and erasure_status.erasure.kind == entity_kind)
     ]
-    reported_overlay_count = (
-        dropped_overlay_count if erasure is not None and config.redis_url else None
-    )
+    reported_overlay_count = dropped_overlay_count if erasure is not None and config.redis_url else None
     finished_numbers = {
-        erasure_status.erasure.number
-        for erasure_status in selected_statuses
-        if not erasure_status.erasure.is_pending
+        erasure_status.erasure.number for erasure_status in selected_statuses if not erasure_status.erasure.is_pending
     }
     is_done_at_once = erasure is not None and is_new and erasure.number in finished_numbers
-    remarks = (
-        _warn_of_unheld_entity(config, erasure) if erasure is not None and is_done_at_once else []
-    )
+    remarks = _warn_of_unheld_entity(config, erasure) if erasure is not None and is_done_at_once else []
     if erasure is not None and not store.names("generations"):
         remarks.append(
             f"there is no generation in {store.url}, so the erasure stays pending until a night is done there; if "
@@ -125,8 +112,7 @@ def _status_to_json(erasure_status: ErasureStatus) -> dict[str, Any]:
         "done_at": erasure.done_at and iso(erasure.done_at),
         "reason": erasure.reason,
         "held_by": [
-            {"holder": _holder_text(holder), "until": removal_text}
-            for holder, removal_text in erasure_status.holders
+            {"holder": _holder_text(holder), "until": removal_text} for holder, removal_text in erasure_status.holders
         ],
     }
 
@@ -140,12 +126,8 @@ def _warn_of_unheld_entity(config: NightConfig, erasure: Erasure) -> list[str]:
         f"nights (erase {shlex.quote(erasure.entity)} --as {erasure.kind} --forget --reason ... takes that back)"
     )
     warning_lines = [warning]
-    if opposite_holders := holders_by_erasure_number(
-        store, [replace(erasure, kind=opposite_kind)], {}
-    )[erasure.number]:
-        generations_text = ", ".join(
-            sorted(holder.generation for holder in opposite_holders if not holder.is_copy)
-        )
+    if opposite_holders := holders_by_erasure_number(store, [replace(erasure, kind=opposite_kind)], {})[erasure.number]:
+        generations_text = ", ".join(sorted(holder.generation for holder in opposite_holders if not holder.is_copy))
         if generations_text:
             warning_lines.append(
                 f"as {opposite_kind} it is held by {generations_text}: did you mean --as {opposite_kind}?"
@@ -153,21 +135,17 @@ def _warn_of_unheld_entity(config: NightConfig, erasure: Erasure) -> list[str]:
     return warning_lines
 
 
-def _render_statuses(
-    erasure_statuses: Sequence[ErasureStatus], dropped_overlay_count: int | None
-) -> list[Table | str]:
+def _render_statuses(erasure_statuses: Sequence[ErasureStatus], dropped_overlay_count: int | None) -> list[Table | str]:
     table = Table("entity", "as", "asked", "stands", "held by", "until")
     for erasure_status in erasure_statuses:
         erasure = erasure_status.erasure
         done_text = erasure.done_at and f"done {iso(erasure.done_at)}"
         state_text = (
-            f"forgotten: {erasure.reason}"
-            if erasure_status.state == "forgotten"
-            else done_text or erasure_status.state
+            f"forgotten: {erasure.reason}" if erasure_status.state == "forgotten" else done_text or erasure_status.state
         )
-        holder_rows = [
-            (_holder_text(holder), removal_text) for holder, removal_text in erasure_status.holders
-        ] or [("", "")]
+        holder_rows = [(_holder_text(holder), removal_text) for holder, removal_text in erasure_status.holders] or [
+            ("", "")
+        ]
         table.add_row(
             _quote_if_ambiguous(erasure.entity),
             erasure.kind,
@@ -178,14 +156,8 @@ def _render_statuses(
         for holder_row in holder_rows[1:]:
             table.add_row("", "", "", "", *holder_row)
     pending_count = sum(erasure_status.state == "pending" for erasure_status in erasure_statuses)
-    summary_lines = [
-        f"{pending_count} pending, {len(erasure_statuses) - pending_count} done or forgotten"
-    ]
-    if any(
-        holder.is_copy
-        for erasure_status in erasure_statuses
-        for holder, _ in erasure_status.holders
-    ):
+    summary_lines = [f"{pending_count} pending, {len(erasure_statuses) - pending_count} done or forgotten"]
+    if any(holder.is_copy for erasure_status in erasure_statuses for holder, _ in erasure_status.holders):
         summary_lines.append(
             "copies go with the next step, `retire` or service that runs on their host once they are an hour old; a "
             "host that never runs again keeps an erasure pending until `erase --gone HOST` (or a pattern) says so"

@@ -83,12 +83,8 @@ def _block(store: ArtefactStore, ids_and_kinds: Sequence[tuple[bytes, EntityKind
     if ids_and_kinds:
         change_blocklist(
             store,
-            block_users=[
-                entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "user"
-            ],
-            block_items=[
-                entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "item"
-            ],
+            block_users=[entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "user"],
+            block_items=[entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "item"],
         )
 
 
@@ -104,9 +100,7 @@ def readmit_entity(
     reason = demand_reason("forgetting an erasure", reason)
     erasure = find_erasure(all_erasures(store), entity_id, entity_kind)
     if erasure is None:
-        raise Conflict(
-            f"{entity_kind} {entity_id.decode()!r} is not erased, so there is nothing to forget"
-        )
+        raise Conflict(f"{entity_kind} {entity_id.decode()!r} is not erased, so there is nothing to forget")
     mark_forgotten(store, erasure, forgotten_at=forgotten_at, reason=reason)
     if entity_kind == "user":
         change_blocklist(store, unblock_users=[entity_id])
@@ -115,9 +109,7 @@ def readmit_entity(
     return erasure
 
 
-def drop_overlays(
-    config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
-) -> int:
+def drop_overlays(config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]) -> int:
     """Unlink every overlay under the ids of these entities, in all generations of the registry; return the number.
 
     Overlays with newer events have a digest as key, which names no user: they expire, and are not served meanwhile.
@@ -134,19 +126,13 @@ def drop_overlays(
     return sum(int(control.client.unlink(*batch)) for batch in batches)
 
 
-def drop_from_sketches(
-    config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
-) -> int:
+def drop_from_sketches(config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]) -> int:
     """Remove these entities from the sketches of requests; return the number of entries."""
     table_names = set(config.tables)
     for generation in sorted(control.rows()):
         with contextlib.suppress(LarderError):  # its files are gone
             table_names |= set(read_manifest(store, generation).tables)
-    sketch_members = [
-        sketch_member_of((table, erasure.raw))
-        for erasure in erasures
-        for table in sorted(table_names)
-    ]
+    sketch_members = [sketch_member_of((table, erasure.raw)) for erasure in erasures for table in sorted(table_names)]
     batches = [
         sketch_members[batch_start : batch_start + UNLINK_BATCH_KEYS]
         for batch_start in range(0, len(sketch_members), UNLINK_BATCH_KEYS)
@@ -157,11 +143,7 @@ def drop_from_sketches(
         for window, key_of in ((HOT_WINDOW, keys.hot_names), (COLD_WINDOW, keys.cold_names))
         for key_number in _sketch_key_numbers(window, read_at)
     ]
-    return sum(
-        int(control.client.zrem(sketch_key, *batch))
-        for batch in batches
-        for sketch_key in sketch_keys
-    )
+    return sum(int(control.client.zrem(sketch_key, *batch)) for batch in batches for sketch_key in sketch_keys)
 
 
 def _sketch_key_numbers(window: Window, read_at: float) -> range:
@@ -170,16 +152,12 @@ def _sketch_key_numbers(window: Window, read_at: float) -> range:
     return range(window_number - window.life_s // window.seconds, window_number + 2)
 
 
-def _overlay_keys(
-    config: NightConfig, store: ArtefactStore, generation: str, erasures: Sequence[Erasure]
-) -> list[str]:
+def _overlay_keys(config: NightConfig, store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> list[str]:
     manifest: Manifest | None = None
     kinds_by_table: dict[str, tuple[str, ...]]
     try:
         manifest = read_manifest(store, generation)
-        kinds_by_table = {
-            table_name: (table_spec.entity,) for table_name, table_spec in manifest.tables.items()
-        }
+        kinds_by_table = {table_name: (table_spec.entity,) for table_name, table_spec in manifest.tables.items()}
     except LarderError:
         all_kinds = ("user", "item")
         kinds_by_table = {
@@ -224,9 +202,7 @@ def settle_erasures(config: NightConfig, releases: Releases) -> list[ErasureStat
         for erasure in erasures
     ]
     view, now_s = releases.view(), releases.clock()
-    return _erasure_statuses(
-        erasures, holders_by_number, lambda holder: _describe_fate(config, view, holder, now_s)
-    )
+    return _erasure_statuses(erasures, holders_by_number, lambda holder: _describe_fate(config, view, holder, now_s))
 
 
 def settle_erasures_in_night(
@@ -241,9 +217,7 @@ def settle_erasures_in_night(
 def statuses_without_redis(store: ArtefactStore) -> list[ErasureStatus]:
     """Return the status of every erasure as far as the store alone shows it, oldest first."""
     erasures, now_s = all_erasures(store), time.time()
-    holders_by_number = holders_by_erasure_number(
-        store, [erasure for erasure in erasures if erasure.is_pending], {}
-    )
+    holders_by_number = holders_by_erasure_number(store, [erasure for erasure in erasures if erasure.is_pending], {})
     return _erasure_statuses(
         erasures,
         holders_by_number,
@@ -259,29 +233,20 @@ def _erasure_statuses(
     return [
         ErasureStatus(
             erasure,
-            tuple(
-                (holder, describe_fate(holder))
-                for holder in holders_by_number.get(erasure.number, ())
-            ),
+            tuple((holder, describe_fate(holder)) for holder in holders_by_number.get(erasure.number, ())),
         )
         for erasure in erasures
     ]
 
 
-def _describe_fate(
-    config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: float
-) -> str:
+def _describe_fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: float) -> str:
     """Describe when a holder of an entity may be swept."""
     generation, ledger = holder.generation, view.ledger
     if holder.is_copy:
         return _describe_copy_fate(holder, now_s)
     if ledger.is_pinned(generation, now_s):
         expires_at = (ledger.pin_expiry_by_generation or {}).get(generation)
-        until_text = (
-            "unpinned"
-            if expires_at is None
-            else f"{datetime.fromtimestamp(expires_at, UTC):%Y-%m-%d}"
-        )
+        until_text = "unpinned" if expires_at is None else f"{datetime.fromtimestamp(expires_at, UTC):%Y-%m-%d}"
         return f"pinned until {until_text}"
     state = view.state(generation)
     if state is GenerationState.LIVE:
@@ -290,19 +255,11 @@ def _describe_fate(
         return f"superseded, swept once it is not among the newest {retained_count(config.keep)} and nobody holds it"
     if state is None or state in UNFINISHED_STATES:
         hours = config.abandon_after_s / 3600
-        return (
-            f"{state or 'begun'}, swept if older than the live one and untouched for {hours:.0f} h"
-        )
+        return f"{state or 'begun'}, swept if older than the live one and untouched for {hours:.0f} h"
     return f"{state}, swept by the next retire that finds no replica holding it"
 
 
 def _describe_copy_fate(holder: EntityHolder, now_s: float) -> str:
     hours = max(0.0, now_s - holder.at) / 3600
-    age = (
-        ""
-        if not holder.at
-        else f" for {hours / 24:.0f} days"
-        if hours > 48
-        else f" for {hours:.0f} h"
-    )
+    age = "" if not holder.at else f" for {hours / 24:.0f} days" if hours > 48 else f" for {hours:.0f} h"
     return f"copied there{age}, swept by the next step or service on that host"

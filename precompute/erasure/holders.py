@@ -56,9 +56,7 @@ def holders_by_erasure_number(
     `rows` is the registry: an unfinished generation without files may be about to write the entity.
     """
     stored_generations = [
-        generation_id
-        for generation_id in store.names("generations")
-        if GENERATION_PATTERN.fullmatch(generation_id)
+        generation_id for generation_id in store.names("generations") if GENERATION_PATTERN.fullmatch(generation_id)
     ]
     unfinished_generations = [
         generation_id
@@ -69,31 +67,21 @@ def holders_by_erasure_number(
     for generation in sorted({*stored_generations, *unfinished_generations}):
         for erasure_number in _erasures_held_by(store, generation, erasures):
             holders_by_number[erasure_number].append(EntityHolder(generation))
-    copies = _list_copies(
-        store, left_out_generations={*stored_generations, *unfinished_generations}
-    )
+    copies = _list_copies(store, left_out_generations={*stored_generations, *unfinished_generations})
     left_out_by_generation = {
-        generation_id: left_out_erasures(store, generation_id)
-        for generation_id in {copy.generation for copy in copies}
+        generation_id: left_out_erasures(store, generation_id) for generation_id in {copy.generation for copy in copies}
     }
     for copy in copies:
         for erasure_number in holders_by_number.keys() - left_out_by_generation[copy.generation]:
             holders_by_number[erasure_number].append(copy)
-    return {
-        erasure_number: tuple(erasure_holders)
-        for erasure_number, erasure_holders in holders_by_number.items()
-    }
+    return {erasure_number: tuple(erasure_holders) for erasure_number, erasure_holders in holders_by_number.items()}
 
 
-def _list_copies(
-    store: ArtefactStore, *, left_out_generations: Collection[str]
-) -> list[EntityHolder]:
+def _list_copies(store: ArtefactStore, *, left_out_generations: Collection[str]) -> list[EntityHolder]:
     """Return the copies that hosts recorded, and this host's unrecorded ones."""
     recorded_copies = copies_on_hosts(store, left_out_generations=left_out_generations)
     unrecorded_generations = (
-        set(store.host_copies())
-        - {copy.generation for copy in recorded_copies}
-        - set(left_out_generations)
+        set(store.host_copies()) - {copy.generation for copy in recorded_copies} - set(left_out_generations)
     )
     return [
         *recorded_copies,
@@ -101,9 +89,7 @@ def _list_copies(
     ]
 
 
-def _erasures_held_by(
-    store: ArtefactStore, generation: str, erasures: Sequence[Erasure]
-) -> Collection[int]:
+def _erasures_held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:
     def read(file_name: str) -> bytes | None:
         return store.read(generation_path(generation, file_name))
 
@@ -115,13 +101,9 @@ def _erasures_held_by(
 
     try:
         raw_document = read("work/begin.json")
-        begin_report: BeginReport | None = (
-            None if raw_document is None else orjson.loads(raw_document)
-        )
+        begin_report: BeginReport | None = None if raw_document is None else orjson.loads(raw_document)
         left_out_numbers = set(() if begin_report is None else begin_report.get("erased", ()))
-        erasures_to_check = [
-            erasure for erasure in erasures if erasure.number not in left_out_numbers
-        ]
+        erasures_to_check = [erasure for erasure in erasures if erasure.number not in left_out_numbers]
         if not erasures_to_check or begin_report is None:
             return {erasure.number for erasure in erasures_to_check}
         raw_document = read("manifest.json")
@@ -164,18 +146,12 @@ def _find_held_erasures(
             directory_path = fetch(directory_file_path(kind, shard))
             if directory_path.stat().st_size:
                 is_in_directory = np.isin(hashes[shard_indexes], map_file(directory_path, "<u8"))
-                held_numbers |= {
-                    erasures[index].number for index in shard_indexes[is_in_directory].tolist()
-                }
+                held_numbers |= {erasures[index].number for index in shard_indexes[is_in_directory].tolist()}
         missed_erasures = [
-            erasures[index]
-            for index in shard_indexes.tolist()
-            if erasures[index].number not in held_numbers
+            erasures[index] for index in shard_indexes.tolist() if erasures[index].number not in held_numbers
         ]
         if kind == "user" and missed_erasures:
-            file_kinds = user_naming_kinds(
-                partition_file_kinds(begin_report.get("user_vectors", False))
-            )
+            file_kinds = user_naming_kinds(partition_file_kinds(begin_report.get("user_vectors", False)))
             held_numbers |= _find_in_partition(missed_erasures, shard, file_kinds, fetch)
     if len(held_numbers) < len(erasures):
         held_numbers |= _find_beyond_cut(kind, erasures, fetch)
@@ -193,9 +169,7 @@ def _find_in_partition(
             partition_users = pa.ipc.open_stream(mapped_file).read_all().column("user")
             is_in_partition = pc.is_in(entity_ids, value_set=pc.unique(partition_users)).to_pylist()
         held_numbers |= {
-            erasure.number
-            for erasure, is_present in zip(erasures, is_in_partition, strict=True)
-            if is_present
+            erasure.number for erasure, is_present in zip(erasures, is_in_partition, strict=True) if is_present
         }
     return held_numbers
 
@@ -203,16 +177,12 @@ def _find_in_partition(
 def _find_beyond_cut(kind: EntityKind, erasures: Sequence[Erasure], fetch: FetchFile) -> set[int]:
     items_by_user: dict[str, list[str]] = orjson.loads(fetch(holdout.HOLDOUT_FILE).read_bytes())
     held_out_ids = (
-        set(items_by_user)
-        if kind == "user"
-        else {item for items in items_by_user.values() for item in items}
+        set(items_by_user) if kind == "user" else {item for items in items_by_user.values() for item in items}
     )
     return {erasure.number for erasure in erasures if erasure.entity in held_out_ids}
 
 
-def copies_on_hosts(
-    store: ArtefactStore, *, left_out_generations: Collection[str] = ()
-) -> list[EntityHolder]:
+def copies_on_hosts(store: ArtefactStore, *, left_out_generations: Collection[str] = ()) -> list[EntityHolder]:
     """Return recorded copies of generations other than `left_out_generations`; a local store has none."""
     if store.copies is None:
         return []
@@ -274,7 +244,5 @@ def sweep_left_out_notes(store: ArtefactStore, needed_generations: Collection[st
         return
     existing_generations = {*store.names("generations"), *needed_generations}
     for generation in store.names(COPIES_FOLDER):
-        if generation not in existing_generations and store.names(
-            f"{COPIES_FOLDER}/{generation}"
-        ) == [_LEFT_OUT_FILE]:
+        if generation not in existing_generations and store.names(f"{COPIES_FOLDER}/{generation}") == [_LEFT_OUT_FILE]:
             store.delete(f"{COPIES_FOLDER}/{generation}")

@@ -8,14 +8,10 @@ from precompute.config.console import CommandPlace
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("entity", nargs="?", metavar="ENTITY", help="its id")
-    command.add_argument(
-        "--as", dest="kind", choices=("user", "item"), default="user", help="default: user"
-    )
+    command.add_argument("--as", dest="kind", choices=("user", "item"), default="user", help="default: user")
     command.add_argument("--list", action="store_true", help="all erasures, open and done")
     command.add_argument("--status", action="store_true", help="only show how this one stands")
-    command.add_argument(
-        "--forget", action="store_true", help="re-admit it to later nights and to answers"
-    )
+    command.add_argument("--forget", action="store_true", help="re-admit it to later nights and to answers")
     command.add_argument(
         "--reason",
         help="why it is erased or re-admitted; kept in the audit log, and in the record of the latter",

@@ -97,9 +97,7 @@ class TimedLog:
     times: NDArray[np.int64]
 
     @classmethod
-    def of(
-        cls, users: NDArray[np.int64], items: NDArray[np.int64], times: NDArray[np.int64]
-    ) -> Self:
+    def of(cls, users: NDArray[np.int64], items: NDArray[np.int64], times: NDArray[np.int64]) -> Self:
         """Order rows that came in any order."""
         order = order_by_user_and_time(users, times)
         return cls(users[order], items[order], times[order])
@@ -208,9 +206,7 @@ class Targets:
 
         def end(refresh_policy: RefreshStrategy) -> NDArray[np.int64]:
             cutoff_times = find_computation_times(target_times, cut_us, refresh_policy)
-            search_keys = target_users * (len(distinct_times) + 1) + distinct_times.searchsorted(
-                cutoff_times
-            )
+            search_keys = target_users * (len(distinct_times) + 1) + distinct_times.searchsorted(cutoff_times)
             return np.asarray(row_keys.searchsorted(search_keys), np.int64)
 
         return cls(
@@ -235,9 +231,7 @@ class Targets:
         return np.asarray(self.ends[EVENTS] > self.ends[NIGHT])
 
 
-def find_computation_times(
-    times: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy
-) -> NDArray[np.int64]:
+def find_computation_times(times: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy) -> NDArray[np.int64]:
     """Return the time before which all rows are included in the lists answered at `times`, microseconds each."""
     if not refresh_policy.period_s:
         return times
@@ -245,9 +239,7 @@ def find_computation_times(
     return cut_us + (times - cut_us) // period_us * period_us
 
 
-def count_lists_per_day(
-    log: TimedLog, cut_us: int, refresh_policy: RefreshStrategy
-) -> tuple[float, float | None]:
+def count_lists_per_day(log: TimedLog, cut_us: int, refresh_policy: RefreshStrategy) -> tuple[float, float | None]:
     """Return lists a day after the cut: (of users with changes since their last, of all users, None by events)."""
     is_after_cut = log.times >= cut_us
     day_count = (int(log.times.max()) + 1 - cut_us) / _DAY_US
@@ -264,9 +256,7 @@ def count_lists_per_day(
     if not refresh_policy.period_s:
         return changed_per_day, None
     first_times = np.sort(log.times[np.flatnonzero(np.diff(log.users, prepend=-1))])
-    refresh_times = np.arange(
-        cut_us, int(log.times.max()) + 1, refresh_policy.period_s * MICROSECONDS_PER_SECOND
-    )
+    refresh_times = np.arange(cut_us, int(log.times.max()) + 1, refresh_policy.period_s * MICROSECONDS_PER_SECOND)
     return changed_per_day, float(first_times.searchsorted(refresh_times).sum()) / day_count
 
 
@@ -322,11 +312,7 @@ class ListModel:
         assert history is not None  # noqa: S101 - `of` asked
         if len(known_rows):
             vectors = self.tower.run(
-                {
-                    history.name: keep_newest_items(
-                        input_histories.select_rows(known_rows), self.limit
-                    )
-                }
+                {history.name: keep_newest_items(input_histories.select_rows(known_rows), self.limit)}
             )
             top_items[known_rows] = self.scorer.top(vectors, k, excluded.select_rows(known_rows))[0]
         if len(rows_without_history):
@@ -348,13 +334,9 @@ def rank_targets(
     """Compute each list once, however many targets it has; the time is of towers and search."""
     ends = targets.ends[refresh_policy]
     exclusion_ends = targets.ends[EVENTS] if refresh_policy.leaves_out_newer_items else ends
-    list_bounds, list_indices = np.unique(
-        np.stack([targets.starts, ends, exclusion_ends]), axis=1, return_inverse=True
-    )
+    list_bounds, list_indices = np.unique(np.stack([targets.starts, ends, exclusion_ends]), axis=1, return_inverse=True)
     targets_by_list = np.argsort(list_indices, kind="stable")
-    first_targets = np.searchsorted(
-        list_indices[targets_by_list], np.arange(list_bounds.shape[1] + 1)
-    )
+    first_targets = np.searchsorted(list_indices[targets_by_list], np.arange(list_bounds.shape[1] + 1))
     ranks, total_s = np.full(len(targets), -1, np.int64), 0.0
     for list_slice in _chunk_lists(list_bounds[2] - list_bounds[0]):
         starts, ends, exclusion_ends = list_bounds[:, list_slice]
@@ -365,21 +347,14 @@ def rank_targets(
         started_at = time.perf_counter()
         top_items = model.top(input_histories, excluded, k)
         total_s += time.perf_counter() - started_at
-        target_rows = targets_by_list[
-            first_targets[list_slice.start] : first_targets[list_slice.stop]
-        ]
-        is_target = (
-            top_items[list_indices[target_rows] - list_slice.start]
-            == targets.items[target_rows, None]
-        )
+        target_rows = targets_by_list[first_targets[list_slice.start] : first_targets[list_slice.stop]]
+        is_target = top_items[list_indices[target_rows] - list_slice.start] == targets.items[target_rows, None]
         ranks[target_rows] = np.where(is_target.any(axis=1), is_target.argmax(axis=1), -1)
         progress(f"replay {refresh_policy.text}", list_slice.stop, list_bounds.shape[1])
     return RankedTargets(ranks, int((list_bounds[1] > list_bounds[0]).sum()), total_s)
 
 
-def measure_seconds_alone(
-    model: ListModel, log: TimedLog, targets: Targets, k: int, rng: np.random.Generator
-) -> float:
+def measure_seconds_alone(model: ListModel, log: TimedLog, targets: Targets, k: int, rng: np.random.Generator) -> float:
     """Return the median seconds of a list computed alone from all events, with grouping its history; 0 without any."""
     target_rows = np.flatnonzero(targets.ends[EVENTS] > targets.starts)
     sampled_rows = (
@@ -411,9 +386,7 @@ def group_histories(log: TimedLog, starts: NDArray[np.int64], ends: NDArray[np.i
 def keep_newest_items(input_histories: Histories, items_max: int) -> Histories:
     """Return the last `items_max` items of each history."""
     history_lengths = np.diff(input_histories.indptr)
-    places_from_end = np.repeat(input_histories.indptr[1:], history_lengths) - np.arange(
-        len(input_histories.indices)
-    )
+    places_from_end = np.repeat(input_histories.indptr[1:], history_lengths) - np.arange(len(input_histories.indices))
     kept_lengths = np.minimum(history_lengths, items_max)
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept_lengths)])
     return Histories(indptr, input_histories.indices[places_from_end <= items_max])
@@ -469,31 +442,23 @@ def bootstrap_means(
             sums_by_user[:, group_index, column] = np.bincount(
                 user_by_row[group_mask], values[group_mask, column], user_count
             )
-        sums_by_user[:, group_index, columns] = np.bincount(
-            user_by_row[group_mask], minlength=user_count
-        )
+        sums_by_user[:, group_index, columns] = np.bincount(user_by_row[group_mask], minlength=user_count)
     flat_sums = sums_by_user.reshape(user_count, -1)
     resampled_sums = np.empty((total_rounds, len(group_masks), columns + 1))
     for first_round in range(0, total_rounds, _BOOTSTRAP_ROUNDS_AT_ONCE):
         round_count = min(_BOOTSTRAP_ROUNDS_AT_ONCE, total_rounds - first_round)
-        weights = rng.multinomial(
-            user_count, np.full(user_count, 1 / user_count), round_count
-        ).astype(np.float64)
+        weights = rng.multinomial(user_count, np.full(user_count, 1 / user_count), round_count).astype(np.float64)
         resampled_sums[first_round : first_round + round_count] = (weights @ flat_sums).reshape(
             round_count, len(group_masks), -1
         )
     total_sums = sums_by_user.sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):
         resampled_means = resampled_sums[..., :columns] / resampled_sums[..., columns:]
-    bounds = np.nanquantile(
-        resampled_means, [(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], axis=0
-    )
+    bounds = np.nanquantile(resampled_means, [(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], axis=0)
     group_means = total_sums[:, :columns] / total_sums[:, columns:]
     return [
         [
-            Estimate(
-                float(group_means[group_index, column]), *map(float, bounds[:, group_index, column])
-            )
+            Estimate(float(group_means[group_index, column]), *map(float, bounds[:, group_index, column]))
             for column in range(columns)
         ]
         for group_index in range(len(group_masks))
@@ -536,17 +501,13 @@ class FreshnessReport:
     costs: tuple[StrategyCost, ...]
 
 
-def replay(
-    config: NightConfig, options: ReplayOptions, progress: Progress = quiet
-) -> FreshnessReport:
+def replay(config: NightConfig, options: ReplayOptions, progress: Progress = quiet) -> FreshnessReport:
     """Replay the last days of the configured log; the same inputs and seed give the same results, except times."""
     full_log, item_ids = read_log(config, progress)
     cut_us = cut_before_days(full_log, options.days)
     user_rng, bootstrap_rng, timing_rng = np.random.default_rng(options.seed).spawn(3)
     with _replayed_bundle(config, options, full_log, item_ids, cut_us, progress) as bundle:
-        log = full_log.renumber_items(
-            bundle.vocabulary.find_positions(to_string_chunks(pa.chunked_array([item_ids])))
-        )
+        log = full_log.renumber_items(bundle.vocabulary.find_positions(to_string_chunks(pa.chunked_array([item_ids]))))
         if not len(log):
             raise SourceError(f"the bundle {bundle.name} knows no item of the log")
         targets = Targets.of(log, cut_us, STRATEGIES, options.users, user_rng)
@@ -591,12 +552,9 @@ def replay(
         "seed": options.seed,
     }
     ranks_by_strategy = {
-        refresh_policy: ranked_targets.ranks
-        for refresh_policy, ranked_targets in ranked_by_strategy.items()
+        refresh_policy: ranked_targets.ranks for refresh_policy, ranked_targets in ranked_by_strategy.items()
     }
-    return FreshnessReport(
-        facts, tuple(_estimate_groups(targets, ranks_by_strategy, bootstrap_rng)), tuple(costs)
-    )
+    return FreshnessReport(facts, tuple(_estimate_groups(targets, ranks_by_strategy, bootstrap_rng)), tuple(costs))
 
 
 @contextmanager
@@ -639,25 +597,15 @@ def _estimate_groups(
         "user new since the night": ~targets.is_known,
     }
     for start_hour, end_hour in pairwise(HOUR_BOUNDS):
-        mask_by_group[f"{start_hour} to {end_hour} h since the night"] = (
-            hours_since_night >= start_hour
-        ) & (hours_since_night < end_hour)
-    mask_by_group = {
-        group_name: group_mask
-        for group_name, group_mask in mask_by_group.items()
-        if group_mask.any()
-    }
-    hits = np.stack(
-        [policy_ranks >= 0 for policy_ranks in ranks_by_strategy.values()], axis=1
-    ).astype(np.float64)
+        mask_by_group[f"{start_hour} to {end_hour} h since the night"] = (hours_since_night >= start_hour) & (
+            hours_since_night < end_hour
+        )
+    mask_by_group = {group_name: group_mask for group_name, group_mask in mask_by_group.items() if group_mask.any()}
+    hits = np.stack([policy_ranks >= 0 for policy_ranks in ranks_by_strategy.values()], axis=1).astype(np.float64)
     discounts = 1 / np.log2(np.maximum(np.stack(list(ranks_by_strategy.values()), axis=1), 0) + 2.0)
     measures = np.concatenate([hits, hits * discounts, hits - hits[:, :1]], axis=1)
-    group_estimates = bootstrap_means(
-        targets.users, measures, np.stack(list(mask_by_group.values())), rng
-    )
-    for (group_name, group_mask), estimates in zip(
-        mask_by_group.items(), group_estimates, strict=True
-    ):
+    group_estimates = bootstrap_means(targets.users, measures, np.stack(list(mask_by_group.values())), rng)
+    for (group_name, group_mask), estimates in zip(mask_by_group.items(), group_estimates, strict=True):
         recall, ndcg, gain = (
             dict(
                 zip(
@@ -690,18 +638,13 @@ def command(
         option_value = getattr(arguments, option_name)
         if not (option_name != "seed") <= option_value <= maximum:
             minimum = int(option_name != "seed")
-            raise ConfigError(
-                f"--{option_name} is {minimum} to {maximum}, not {option_value}", field=option_name
-            )
+            raise ConfigError(f"--{option_name} is {minimum} to {maximum}, not {option_value}", field=option_name)
     if arguments.data:
         data = tuple(
-            source_path if "://" in source_path else str(Path.cwd() / source_path)
-            for source_path in arguments.data
+            source_path if "://" in source_path else str(Path.cwd() / source_path) for source_path in arguments.data
         )
         config = replace(config, sources=replace(config.sources, interactions=data))
-    options = ReplayOptions(
-        arguments.days, arguments.k, arguments.users, arguments.seed, arguments.configured_bundle
-    )
+    options = ReplayOptions(arguments.days, arguments.k, arguments.users, arguments.seed, arguments.configured_bundle)
     report = replay(config, options, progress)
     return report_to_json(report) if arguments.json else report_tables(report)
 
@@ -751,15 +694,11 @@ def report_tables(report: FreshnessReport) -> list[Table | str]:
         f"{all_targets.targets:,} items that {facts['users_evaluated']:,} users took up, {all_targets.with_newer:,} of "
         "them after something else since the night."
     )
-    strategy_table = _number_table(
-        "lists by", f"recall@{k}", "95 %", f"NDCG@{k}", "95 %", "more than nights", "95 %"
-    )
+    strategy_table = _number_table("lists by", f"recall@{k}", "95 %", f"NDCG@{k}", "95 %", "more than nights", "95 %")
     for refresh_policy in STRATEGIES:
         gain = (all_targets.gain[refresh_policy],) if refresh_policy in all_targets.gain else ()
         means = (all_targets.recall[refresh_policy], all_targets.ndcg[refresh_policy], *gain)
-        strategy_table.add_row(
-            refresh_policy.text, *(text for estimate in means for text in _estimate_texts(estimate))
-        )
+        strategy_table.add_row(refresh_policy.text, *(text for estimate in means for text in _estimate_texts(estimate)))
     group_table = _number_table(
         "items taken up", "number", "newer events", *(refresh_policy.text for refresh_policy in STRATEGIES),
         "events more than nights", "95 %",
@@ -774,9 +713,7 @@ def report_tables(report: FreshnessReport) -> list[Table | str]:
             *recalls,
             *_estimate_texts(group.gain[EVENTS]),
         )
-    cost_table = _number_table(
-        "lists by", "lists a day, where inputs changed", "of all users", "ms a list", "s a day"
-    )
+    cost_table = _number_table("lists by", "lists a day, where inputs changed", "of all users", "ms a list", "s a day")
     for cost in report.costs:
         all_lists_text = "" if cost.all_per_day is None else f"{cost.all_per_day:,.0f}"
         cost_table.add_row(

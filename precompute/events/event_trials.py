@@ -98,9 +98,7 @@ def read_event_values(
     )  # fmt: skip
 
 
-def _with_item_id_features(
-    config: NightConfig, bundle: Bundle, event_values: EventValues
-) -> EntityValues:
+def _with_item_id_features(config: NightConfig, bundle: Bundle, event_values: EventValues) -> EntityValues:
     """Return the values of items; where a model takes the id as a feature, it is that of the event's item."""
     input_specs, id_column = feature_inputs(bundle, "item"), config.sources.item_column
     if id_column not in {input_spec.column for input_spec in input_specs}:
@@ -114,14 +112,8 @@ def _with_item_id_features(
         for item_id, value_by_attribute in event_values.items.items()
     }
     for item_id in event_values.event_item_ids:
-        values_by_id[item_id] = with_item_id(
-            values_by_id.get(item_id, {}), item_id.decode(), input_specs, id_column
-        )
-    return {
-        item_id: value_by_attribute
-        for item_id, value_by_attribute in values_by_id.items()
-        if value_by_attribute
-    }
+        values_by_id[item_id] = with_item_id(values_by_id.get(item_id, {}), item_id.decode(), input_specs, id_column)
+    return {item_id: value_by_attribute for item_id, value_by_attribute in values_by_id.items() if value_by_attribute}
 
 
 def _unlisted_ids(config: NightConfig, event_item_ids: Collection[bytes]) -> frozenset[bytes]:
@@ -144,19 +136,14 @@ def _note_left_out_vectors(
     item_ids = sorted(vector_by_item)
     if not item_ids:
         return
-    missing_mask = (
-        bundle.vocabulary.find_positions(pa.array([raw.decode() for raw in item_ids], pa.string()))
-        < 0
-    )
+    missing_mask = bundle.vocabulary.find_positions(pa.array([raw.decode() for raw in item_ids], pa.string())) < 0
     wrong_width_mask = np.array([len(vector_by_item[raw]) != bundle.dims for raw in item_ids])
     unusable.count_checked(VECTORS_SOURCE_NAME, len(item_ids))
     bad_mask_by_reason: UnusableMaskByReason = {
         WRONG_WIDTH_REASON: missing_mask & wrong_width_mask,
         BEYOND_TABLE_REASON: missing_mask,
     }
-    unusable.note_rows(
-        VECTORS_SOURCE_NAME, bad_mask_by_reason, lambda row: {"item": item_ids[row].decode()}
-    )
+    unusable.note_rows(VECTORS_SOURCE_NAME, bad_mask_by_reason, lambda row: {"item": item_ids[row].decode()})
 
 
 def _usable_values(
@@ -226,13 +213,9 @@ class _ModelTrial:
             good_indexes = np.flatnonzero(~raised_mask & np.isfinite(outputs).all(axis=1))
             if len(good_indexes):
                 example_row = {
-                    name: column.take(pa.array(table_rows[good_indexes[:1]]))
-                    for name, column in table_columns.items()
+                    name: column.take(pa.array(table_rows[good_indexes[:1]])) for name, column in table_columns.items()
                 }
-                is_bounded = (
-                    model is bundle.item_tower
-                    and _largest_abs(outputs[good_indexes]) <= NEW_VECTOR_ABS_MAX
-                )
+                is_bounded = model is bundle.item_tower and _largest_abs(outputs[good_indexes]) <= NEW_VECTOR_ABS_MAX
                 return replace(
                     trial_without_row,
                     row=example_row,
@@ -261,13 +244,10 @@ class _ModelTrial:
         """Return (rows of a table with every input, outputs for these, mask of those on which the model raises)."""
         spec = self.model.spec
         values_by_feature = {
-            feature.name: read_feature_values(table_columns[str(feature.column)], feature)
-            for feature in spec.features
+            feature.name: read_feature_values(table_columns[str(feature.column)], feature) for feature in spec.features
         }
         complete_rows = np.flatnonzero(
-            np.logical_and.reduce(
-                [feature_values.usable for feature_values in values_by_feature.values()]
-            )
+            np.logical_and.reduce([feature_values.usable for feature_values in values_by_feature.values()])
         )
         zero_index = np.zeros(len(complete_rows), np.int64)
         inputs = bind_inputs(
@@ -275,8 +255,7 @@ class _ModelTrial:
             histories=Histories(np.arange(len(complete_rows) + 1), zero_index),
             item_indices=zero_index,
             features={
-                name: feature_values.numbers[complete_rows]
-                for name, feature_values in values_by_feature.items()
+                name: feature_values.numbers[complete_rows] for name, feature_values in values_by_feature.items()
             },
         )
         return complete_rows, *run_isolating_failures(self.tower, inputs)
@@ -286,9 +265,7 @@ class _ModelTrial:
         entity_ids = sorted(values_by_entity)
         id_column = Ids.of(pa.array([raw.decode() for raw in entity_ids], pa.string()))
         zero_rows = pa.array(np.zeros(len(entity_ids), np.int64))
-        repeated_columns = {
-            name: column.take(zero_rows) for name, column in (self.row or {}).items()
-        }
+        repeated_columns = {name: column.take(zero_rows) for name, column in (self.row or {}).items()}
         # What is of another kind is noted where the columns are made.
         ((_, table_columns),) = with_event_values(
             [(id_column, repeated_columns)], values_by_entity, kind=self.model.entity, unusable=UnusableRows(),
@@ -314,9 +291,7 @@ class _ModelTrial:
         def unusable_case(row: int) -> RowCase:
             return {self.model.entity: entity_ids[complete_rows[row]].decode()}
 
-        for row in np.flatnonzero(
-            unusable.note_rows(self.source, bad_mask_by_reason, unusable_case)
-        ).tolist():
+        for row in np.flatnonzero(unusable.note_rows(self.source, bad_mask_by_reason, unusable_case)).tolist():
             yield entity_ids[complete_rows[row]]
 
 
@@ -328,14 +303,9 @@ def _table_pieces(
     table_file = feature_file(config, model.entity, columns[0])
     id_column = sources.user_column if model.entity == "user" else sources.item_column
     list_columns = bundle.columns_of_lists if model.entity == "user" else NO_COLUMNS_OF_LISTS
-    for row_ids, column_by_name in read_features(
-        table_file, id_column, columns, columns_of_lists=list_columns
-    ):
+    for row_ids, column_by_name in read_features(table_file, id_column, columns, columns_of_lists=list_columns):
         for row_start in range(0, len(row_ids), _TABLE_ROWS_PER_PIECE):
-            yield {
-                name: column.slice(row_start, _TABLE_ROWS_PER_PIECE)
-                for name, column in column_by_name.items()
-            }
+            yield {name: column.slice(row_start, _TABLE_ROWS_PER_PIECE) for name, column in column_by_name.items()}
 
 
 def _largest_abs(outputs: NDArray[np.float32]) -> float:

@@ -65,9 +65,7 @@ class TakenFile(NamedTuple):
     @property
     def path(self) -> str:
         """Path in the store."""
-        end_suffix = (
-            "" if self.until_position is None else f"_{_format_position(self.until_position)}"
-        )
+        end_suffix = "" if self.until_position is None else f"_{_format_position(self.until_position)}"
         return f"{EVENTS_FOLDER}/{_format_position(self.after)}{end_suffix}.parquet"
 
     def is_within(self, merged: "TakenFile") -> bool:
@@ -113,16 +111,10 @@ def _list_all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
     )
     merged_files = [file for file in taken_files if file.until_position is not None]
     files_with_validity = [
-        (file, not any(file.is_within(merged_file) for merged_file in merged_files))
-        for file in taken_files
+        (file, not any(file.is_within(merged_file) for merged_file in merged_files)) for file in taken_files
     ]
-    for earlier_file, later_file in pairwise(
-        [file for file, is_counted in files_with_validity if is_counted]
-    ):
-        if (
-            earlier_file.until_position is not None
-            and later_file.after < earlier_file.until_position
-        ):
+    for earlier_file, later_file in pairwise([file for file, is_counted in files_with_validity if is_counted]):
+        if earlier_file.until_position is not None and later_file.after < earlier_file.until_position:
             raise CorruptArtefact(
                 f"{earlier_file.path} and {later_file.path} overlap, and neither has all events of the other: put the "
                 "files "
@@ -138,13 +130,9 @@ def last_taken_position(store: ArtefactStore) -> Position:
     return _end_position_of(store, taken_files[-1]) if taken_files else STREAM_BEGINNING
 
 
-def encode_events(
-    positions_and_events: Iterable[tuple[Position, Event]], end_position: Position
-) -> bytes:
+def encode_events(positions_and_events: Iterable[tuple[Position, Event]], end_position: Position) -> bytes:
     """Encode events as a file that ends at a position."""
-    values_by_column: dict[str, list[Any]] = {
-        column_name: [] for column_name in EVENT_FILE_SCHEMA.names
-    }
+    values_by_column: dict[str, list[Any]] = {column_name: [] for column_name in EVENT_FILE_SCHEMA.names}
     for position, event in positions_and_events:
         is_interaction = event.kind == "interaction"
         row_values = (
@@ -161,18 +149,14 @@ def encode_events(
 def encode_table(table: Any, end_position: Position) -> bytes:
     """Encode a table as a file that ends at a position."""
     buffer = io.BytesIO()
-    pq.write_table(
-        table.replace_schema_metadata({END_POSITION_KEY: str(end_position).encode()}), buffer
-    )
+    pq.write_table(table.replace_schema_metadata({END_POSITION_KEY: str(end_position).encode()}), buffer)
     return buffer.getvalue()
 
 
 def read_end_position(raw_parquet: bytes, path: str) -> Position:
     """Return the position of a file's last event; raise CorruptArtefact for another kind of file."""
     with _translate_damage(path):
-        return Position.parse(
-            (pq.read_schema(io.BytesIO(raw_parquet)).metadata or {})[END_POSITION_KEY]
-        )
+        return Position.parse((pq.read_schema(io.BytesIO(raw_parquet)).metadata or {})[END_POSITION_KEY])
 
 
 def read_event_table(raw_parquet: bytes, path: str) -> Any:
@@ -215,9 +199,7 @@ def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
     """
     if not config.events.enabled:
         if end_text is not None:
-            raise ConfigError(
-                "[events] enabled is false, so a night reads no events", field="events"
-            )
+            raise ConfigError("[events] enabled is false, so a night reads no events", field="events")
         return EventFiles()
     config = config.of_events()
     store = config.store()
@@ -235,9 +217,7 @@ def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
             field="events_until",
         )
     file_paths = [file.path for file in taken_files[: end_positions.index(end_position)]]
-    return EventFiles(
-        tuple(_source_file_of(config, store, path) for path in file_paths), end_position
-    )
+    return EventFiles(tuple(_source_file_of(config, store, path) for path in file_paths), end_position)
 
 
 def _source_file_of(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
@@ -303,15 +283,9 @@ class EventValues(NamedTuple):
         """
         attribute_events, event_item_ids = AttributeEvents(), set()
         for position, event in _read_value_events(event_files):
-            if (
-                event.item is not None
-                and position.number > oldest_counted_number
-                and brings_item(event)
-            ):
+            if event.item is not None and position.number > oldest_counted_number and brings_item(event):
                 event_item_ids.add(event.item)
-            if (
-                position.number > oldest_counted_number
-            ):  # older ones count for nothing, so they take no memory
+            if position.number > oldest_counted_number:  # older ones count for nothing, so they take no memory
                 attribute_events.add(position, _only_attributes(event, attributes_by_kind))
         for kind, erased_ids in erased_ids_by_kind.items():
             for erased_id in erased_ids:
@@ -339,9 +313,7 @@ def newest_vector_by_item(
     vector_by_item = {
         event.item: event.vector
         for position, event in _read_value_events(event_files)
-        if event.item is not None
-        and event.vector is not None
-        and position.number > oldest_counted_number
+        if event.item is not None and event.vector is not None and position.number > oldest_counted_number
     }
     return dict(sorted(vector_by_item.items()))
 
@@ -357,8 +329,7 @@ def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, 
             for batch in parquet_file.iter_batches(BATCH_ROWS_MAX, columns=["position", "event"]):
                 event_batch = batch.filter(batch.column("event").is_valid())
                 position_numbers, event_texts = (
-                    event_batch.column(column_name).to_pylist()
-                    for column_name in ("position", "event")
+                    event_batch.column(column_name).to_pylist() for column_name in ("position", "event")
                 )
                 for position_number, event_text in zip(position_numbers, event_texts, strict=True):
                     yield (
@@ -367,9 +338,7 @@ def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, 
                     )
 
 
-def _only_attributes(
-    event: Event, attributes_by_kind: Mapping[EntityKind, Collection[str]]
-) -> Event:
+def _only_attributes(event: Event, attributes_by_kind: Mapping[EntityKind, Collection[str]]) -> Event:
     """Return a copy of the event with only these attributes, features included."""
     kind = event.kind
     if kind == "interaction" or not (attribute_values := event.set_values):

@@ -15,16 +15,12 @@ def events_until(manifest: Manifest) -> str | None:
     return None if manifest.events is None else manifest.events.until
 
 
-def events_status(
-    config: NightConfig, generations: Sequence[Mapping[str, Any]]
-) -> dict[str, str | None] | None:
+def events_status(config: NightConfig, generations: Sequence[Mapping[str, Any]]) -> dict[str, str | None] | None:
     """Return the positions up to which nights took events, and the live generation has them; None without events."""
     if not config.events.enabled:
         return None
     live_positions = (
-        generation_status["events_until"]
-        for generation_status in generations
-        if "live" in generation_status["roles"]
+        generation_status["events_until"] for generation_status in generations if "live" in generation_status["roles"]
     )
     return {
         "taken_until": str(last_taken_position(config.of_events().store())),
@@ -39,16 +35,10 @@ def event_lines(status: Mapping[str, Any]) -> list[str]:
     live_until, taken_until = (
         _position_text(events_fields[field_name]) for field_name in ("live_until", "taken_until")
     )
-    return [
-        f"events: the live one has them up to {live_until}; nights took them over up to {taken_until}"
-    ]
+    return [f"events: the live one has them up to {live_until}; nights took them over up to {taken_until}"]
 
 
 def _position_text(position: str | None) -> str:
     """Format an event position with its time; "none" before the first."""
     event_position = STREAM_BEGINNING if position is None else Position.parse(position)
-    return (
-        "none"
-        if event_position == STREAM_BEGINNING
-        else f"{iso(event_position.ms / 1000)} ({event_position})"
-    )
+    return "none" if event_position == STREAM_BEGINNING else f"{iso(event_position.ms / 1000)} ({event_position})"

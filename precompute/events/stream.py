@@ -75,9 +75,7 @@ class EventStores:
         config = config.of_events()
         home_store = config.store()
         arm_namespaces = latest_experiments(home_store).namespaces(config.namespace)
-        arm_stores = tuple(
-            replace(config, namespace=arm_namespace).store() for arm_namespace in arm_namespaces
-        )
+        arm_stores = tuple(replace(config, namespace=arm_namespace).store() for arm_namespace in arm_namespaces)
         return cls(home_store, config.namespace, arm_stores)
 
     def iter_generation_positions(self) -> Iterator[Position]:
@@ -89,15 +87,12 @@ class EventStores:
                     manifest = read_manifest(store, generation)
                     events_entry = manifest.events
                     is_of_this_stream = (
-                        events_entry
-                        and (events_entry.namespace or manifest.namespace) == self.namespace
+                        events_entry and (events_entry.namespace or manifest.namespace) == self.namespace
                     )
                     end_text = events_entry.until if events_entry and is_of_this_stream else None
                 except UnknownGeneration:  # in the making
                     raw_report = store.read(generation_path(generation, "work/begin.json"))
-                    begin_fields: EventFields = (
-                        {} if raw_report is None else orjson.loads(raw_report)
-                    )
+                    begin_fields: EventFields = {} if raw_report is None else orjson.loads(raw_report)
                     begin_events = begin_fields.get("events")
                     end_text = None if begin_events is None else begin_events["until"]
                 except CorruptArtefact:
@@ -142,9 +137,7 @@ def take_events(
     taken_events = TakenEvents(last_taken_position(store))
     end_position = taken_events.until_position if newest_id is None else Position.parse(newest_id)
     while taken_events.until_position < end_position:
-        stream_read = _read_stream(
-            client, keys.events, taken_events.until_position, end_position, erased_entities
-        )
+        stream_read = _read_stream(client, keys.events, taken_events.until_position, end_position, erased_entities)
         if store.write_once(
             taken_file_path(taken_events.until_position),
             encode_events(stream_read.rows, stream_read.until_position),
@@ -230,9 +223,7 @@ def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
     if (oldest_position := min(stores.iter_generation_positions(), default=None)) is None:
         return []
     file_groups: list[list[TakenFile]] = []
-    file_pairs = pairwise(
-        list_taken_files(stores.home_store)
-    )  # a file ends where the next one begins
+    file_pairs = pairwise(list_taken_files(stores.home_store))  # a file ends where the next one begins
     for is_old, pair_run in groupby(
         file_pairs, lambda pair: pair[0].until_position is None and pair[1].after <= oldest_position
     ):
@@ -261,11 +252,7 @@ def _merge_group(
         buffer, EVENT_FILE_SCHEMA.with_metadata({END_POSITION_KEY: str(end_position).encode()})
     ) as writer:
         for file, raw_file in zip(files, raw_files, strict=True):
-            if len(
-                remaining_rows := without_erased(
-                    read_event_table(raw_file, file.path), erased_entities
-                )
-            ):
+            if len(remaining_rows := without_erased(read_event_table(raw_file, file.path), erased_entities)):
                 writer.write_table(remaining_rows.replace_schema_metadata(writer.schema.metadata))
     return TakenFile(files[0].after, end_position), buffer.getvalue()
 
@@ -299,9 +286,7 @@ def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased_entities: Era
     for stream_key, is_to_remove in stream_checks:
         behind_id = None
         while entries := read_entries(client, stream_key, behind_id=behind_id):
-            entry_ids = [
-                entry_id for entry_id, fields in entries if is_to_remove(fields, erased_entities)
-            ]
+            entry_ids = [entry_id for entry_id, fields in entries if is_to_remove(fields, erased_entities)]
             removed_count += int(client.xdel(stream_key, *entry_ids)) if entry_ids else 0
             behind_id = entries[-1][0].decode()
     return removed_count
@@ -319,9 +304,7 @@ def _is_event_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEntities
 def _is_inbox_entry_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
     """True if an entry of the inbox names an erased entity, in texts or in JSON, or cannot be read."""
     if (raw_event := entry_fields.get(EVENT_FIELD)) is None:
-        return (
-            entry_fields.get(b"user") in erased.users or entry_fields.get(b"item") in erased.items
-        )
+        return entry_fields.get(b"user") in erased.users or entry_fields.get(b"item") in erased.items
     try:
         payload = orjson.loads(raw_event)
         user_id, item_id = (
@@ -349,9 +332,7 @@ def forget_in_files(
     write_count, applied_erased = 0, None
     while erased_entities != applied_erased:
         removable_files = [] if newest_alone else superseded_files(store)
-        if (
-            removable_files
-        ):  # a merge that was killed may have brought back who was erased before it wrote
+        if removable_files:  # a merge that was killed may have brought back who was erased before it wrote
             erased_entities = ErasedEntities.of(all_erasures(store))
         files = list_taken_files(store)[-1 if newest_alone else 0 :]
         written_count = _rewrite_without_erased(store, erased_entities, files)
@@ -365,9 +346,7 @@ def forget_in_files(
     return write_count
 
 
-def _rewrite_without_erased(
-    store: ArtefactStore, erased_entities: ErasedEntities, files: Sequence[TakenFile]
-) -> int:
+def _rewrite_without_erased(store: ArtefactStore, erased_entities: ErasedEntities, files: Sequence[TakenFile]) -> int:
     write_count = 0
     for file in files if erased_entities.users or erased_entities.items else ():
         if (raw_file := store.read(file.path)) is None:
@@ -397,9 +376,7 @@ def _mask_not_erased(table: Any, column: str, erased_ids: Collection[bytes]) -> 
     return pc.invert(pc.is_in(table.column(column), value_set=erased_texts))
 
 
-def trim_stream(
-    stores: EventStores, client: "redis.Redis", keys: Keyspace, *, keep_s: float, stream_bytes: int
-) -> int:
+def trim_stream(stores: EventStores, client: "redis.Redis", keys: Keyspace, *, keep_s: float, stream_bytes: int) -> int:
     """Remove events that files and all generations in the stores have, and that are older than `keep_s`.
 
     Returns how many. If that is uncertain, all are kept. In a stream of more than half of `stream_bytes` age does not
@@ -417,9 +394,7 @@ def trim_stream(
     return int(client.xtrim(keys.events, minid=str(first_kept_position), approximate=False))
 
 
-def trim_in_night(
-    config: NightConfig, _releases: Releases, _needed_generations: Collection[str]
-) -> dict[str, int]:
+def trim_in_night(config: NightConfig, _releases: Releases, _needed_generations: Collection[str]) -> dict[str, int]:
     """Trim the night's own stream, if events are enabled; return `events_trimmed` for the report."""
     if not config.events.enabled:
         return {"events_trimmed": 0}

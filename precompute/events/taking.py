@@ -30,9 +30,7 @@ def run(config: NightConfig) -> TakenEvents:
     Raises TierUnavailable if the Redis of events does not answer: a night never goes on without them unasked.
     """
     if not config.events.enabled:
-        raise ConfigError(
-            "[events] enabled is false: there are no events to take over", field="events"
-        )
+        raise ConfigError("[events] enabled is false: there are no events to take over", field="events")
     stores, keys = EventStores.of(config), config.of_events().keyspace()
     store = stores.home_store
     erased_entities = ErasedEntities.of(all_erasures(store))
@@ -89,9 +87,7 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
                 continue
             source_inputs = source_inputs or digest_files(all_input_files(config))[1]
             if source_inputs == [
-                pinned_input
-                for pinned_input in begin_report["inputs"]
-                if pinned_input["name"] not in event_file_names
+                pinned_input for pinned_input in begin_report["inputs"] if pinned_input["name"] not in event_file_names
             ]:
                 return events_until
     return None
@@ -111,8 +107,6 @@ def describe_taken_events(taken_events: TakenEvents) -> str:
     return f"{summary}; left out: {', '.join(left_out_texts)}" if left_out_texts else summary
 
 
-def command(
-    config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
-) -> TakenEvents:
+def command(config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> TakenEvents:
     """The stream's new events, as files in the store."""
     return run(config)

@@ -61,14 +61,10 @@ if TYPE_CHECKING:
     GenerationNamed = Callable[[ArtefactStore, str, ErasedEntities], None]
     """Note the erased entities that a new generation leaves out, before any host has its files."""
 
-    ItemAttributesOf = Callable[
-        [NightConfig, ItemTable, Path, EntityValues, UnusableRows], dict[str, AttributeFiles]
-    ]
+    ItemAttributesOf = Callable[[NightConfig, ItemTable, Path, EntityValues, UnusableRows], dict[str, AttributeFiles]]
     """Write attributes of items below a folder, with values from events; return their kinds and files by name."""
 
-    TablesByScores = Callable[
-        [Build, Mapping[str, AttributeFiles], ItemTable, NDArray[np.float32]], FacetFields
-    ]
+    TablesByScores = Callable[[Build, Mapping[str, AttributeFiles], ItemTable, NDArray[np.float32]], FacetFields]
     """Write tables by attributes and scores of items; return fields of the step's report."""
 
     RemarkOnPublish = Callable[[NightConfig, str], str]

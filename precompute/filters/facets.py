@@ -119,9 +119,7 @@ def _write_facet(
                 scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)],
             )
             value_fingerprints = fingerprints([value_ids[row] for row in batch_indexes.tolist()])
-            page_file.append(
-                encode_topk(layout, value_fingerprints, list_ordinals, list_scores, cut_at)
-            )
+            page_file.append(encode_topk(layout, value_fingerprints, list_ordinals, list_scores, cut_at))
     table = describe_pages(build, page_file)
     build.finish(directory_path, table["file"]["path"], table["sums"]["path"])
     return {"seed": seed, "directory": file_entry(build.describe(directory_path)), "table": table}

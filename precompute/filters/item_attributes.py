@@ -65,9 +65,7 @@ def write_item_attributes(
     if not attribute_names:
         return {}
     attribute_file = feature_file(config, "item", attribute_names[0])
-    column_by_name = columns_by_ordinal(
-        attribute_file, config.sources.item_column, attribute_names, items
-    )
+    column_by_name = columns_by_ordinal(attribute_file, config.sources.item_column, attribute_names, items)
     unusable_rows = UnusableRows() if unusable is None else unusable
     arrays_by_name = {
         attribute_name: _attribute_arrays(
@@ -77,9 +75,7 @@ def write_item_attributes(
     }
     updated_arrays_by_name = _with_event_values(arrays_by_name, items, event_values, unusable_rows)
     files_by_attribute = {
-        attribute_name: _write_attribute(
-            root, attribute_index, updated_arrays_by_name[attribute_name]
-        )
+        attribute_name: _write_attribute(root, attribute_index, updated_arrays_by_name[attribute_name])
         for attribute_index, attribute_name in enumerate(attribute_names)
     }
     for facet, facet_config in config.facets.items():
@@ -113,10 +109,7 @@ def _with_event_values(
     changed_columns = set_item_values(
         ItemAttributes(
             item_count,
-            {
-                attribute_name: _as_column(*typed_arrays)
-                for attribute_name, typed_arrays in arrays_by_name.items()
-            },
+            {attribute_name: _as_column(*typed_arrays) for attribute_name, typed_arrays in arrays_by_name.items()},
         ),
         item_values,
     )
@@ -126,10 +119,7 @@ def _with_event_values(
         for reason, ordinals in reasons.items():
             examples = ({"item": items.id_of(ordinal)} for ordinal in ordinals)
             unusable.note(f"{EVENTS_SOURCE_PREFIX}.{name}", reason, len(ordinals), examples)
-    return {
-        name: (column.kind, _as_arrays(column))
-        for name, column in changed_columns.attributes.columns.items()
-    }
+    return {name: (column.kind, _as_arrays(column)) for name, column in changed_columns.attributes.columns.items()}
 
 
 def _as_column(kind: AttributeKind, arrays: ArrayByName) -> AttributeColumn:
@@ -163,17 +153,11 @@ def _attribute_arrays(
     bad_mask_by_reason: dict[str, NDArray[np.bool_]] = {}
     typed_arrays: tuple[AttributeKind, ArrayByName]
     if is_text_type(arrow_type):
-        too_long_mask = as_numpy_mask(
-            pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False)
-        )
+        too_long_mask = as_numpy_mask(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
         bad_mask_by_reason = {TEXT_TOO_LONG: too_long_mask}
         codes, name_arrays = _encode_texts(column, missing_mask | too_long_mask)
         typed_arrays = "text", {"values": codes, **name_arrays}
-    elif (
-        pa.types.is_list(arrow_type)
-        or pa.types.is_large_list(arrow_type)
-        or pa.types.is_fixed_size_list(arrow_type)
-    ):
+    elif pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type):
         if not is_text_type(arrow_type.value_type):
             raise _unfit_type_error(source_file, attribute_name, arrow_type)
         typed_arrays = "texts", _encode_text_lists(column)
@@ -182,9 +166,7 @@ def _attribute_arrays(
         typed_arrays = "flag", {"values": np.where(missing_mask, np.uint8(NO_FLAG), flags)}
     elif pa.types.is_integer(arrow_type):
         numbers = np.asarray(pc.fill_null(column, 0))
-        too_large_mask = (
-            (numbers > _EXACT_INTEGER_MAX) | (numbers < -_EXACT_INTEGER_MAX)
-        ) & ~missing_mask
+        too_large_mask = ((numbers > _EXACT_INTEGER_MAX) | (numbers < -_EXACT_INTEGER_MAX)) & ~missing_mask
         bad_mask_by_reason = {NUMBER_TOO_LARGE: too_large_mask}
         typed_arrays = (
             "number",
@@ -196,9 +178,7 @@ def _attribute_arrays(
         typed_arrays = "number", {"values": np.where(np.isfinite(numbers), numbers, np.nan)}
     elif pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type):
         times_us, no_time_mask_by_reason = parse_times(column, source_file, attribute_name)
-        bad_mask_by_reason = {
-            reason: bad_mask & ~missing_mask for reason, bad_mask in no_time_mask_by_reason.items()
-        }
+        bad_mask_by_reason = {reason: bad_mask & ~missing_mask for reason, bad_mask in no_time_mask_by_reason.items()}
         timeless_mask = np.logical_or.reduce([missing_mask, *bad_mask_by_reason.values()])
         typed_arrays = "time", {"values": np.where(timeless_mask, NO_TIME, times_us)}
     else:
@@ -210,9 +190,7 @@ def _attribute_arrays(
     return typed_arrays
 
 
-def _encode_texts(
-    texts: Any, left_out_mask: NDArray[np.bool_]
-) -> tuple[NDArray[np.uint32], ArrayByName]:
+def _encode_texts(texts: Any, left_out_mask: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], ArrayByName]:
     """Codes of texts uint32 [n], NO_CODE by `left_out_mask`, and the texts themselves in the order of their bytes."""
     usable_texts = texts.filter(pa.array(~left_out_mask)).cast(pa.large_string())
     dictionary_array = usable_texts.dictionary_encode()
@@ -224,11 +202,7 @@ def _encode_texts(
     codes[~left_out_mask] = text_ranks[np.asarray(dictionary_array.indices)]
     _, offset_buffer, data_buffer = raw_texts.take(pa.array(sort_order)).buffers()
     offsets = np.frombuffer(offset_buffer, np.int64)[: len(sort_order) + 1]
-    joined_bytes = (
-        np.frombuffer(data_buffer, np.uint8)[: offsets[-1]]
-        if data_buffer
-        else np.empty(0, np.uint8)
-    )
+    joined_bytes = np.frombuffer(data_buffer, np.uint8)[: offsets[-1]] if data_buffer else np.empty(0, np.uint8)
     return codes, {"names": joined_bytes, "name_offsets": offsets.astype(np.uint64)}
 
 
@@ -238,9 +212,7 @@ def _encode_text_lists(column: Any) -> ArrayByName:
     list_sizes = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
     flat_texts = pc.list_flatten(lists)
     dropped_mask = as_numpy_mask(
-        pc.fill_null(
-            pc.greater(pc.binary_length(flat_texts), TEXT_BYTES_MAX), True
-        )  # a null has no length
+        pc.fill_null(pc.greater(pc.binary_length(flat_texts), TEXT_BYTES_MAX), True)  # a null has no length
     )
     list_indexes = np.repeat(np.arange(len(list_sizes)), list_sizes)
     codes, name_arrays = _encode_texts(flat_texts, dropped_mask)
@@ -262,9 +234,7 @@ def _write_attribute(
     }
     for array_name, array in arrays.items():
         path_by_part[array_name] = f"{ATTRIBUTES_FOLDER}/{attribute_index:04d}.{array_name}"
-        write_atomically(
-            root / path_by_part[array_name], array.astype(dtype_by_array[array_name]).tobytes()
-        )
+        write_atomically(root / path_by_part[array_name], array.astype(dtype_by_array[array_name]).tobytes())
     return kind, path_by_part
 
 
@@ -300,9 +270,7 @@ def passing_filters(
     columns, mask_by_filter = ItemAttributes.of_files(root, attributes, item_count), {}
     for filter_name, declared_filter in filter_by_name.items():
         try:
-            mask_by_filter[filter_name] = FilterMask.of(
-                mask_of(declared_filter.root_expression, columns)
-            )
+            mask_by_filter[filter_name] = FilterMask.of(mask_of(declared_filter.root_expression, columns))
         except InvalidFilter as error:
             raise _filter_error(filter_name, error) from error
     return mask_by_filter
@@ -310,11 +278,7 @@ def passing_filters(
 
 def _filter_error(filter_name: str, error: InvalidFilter) -> ConfigError:
     field_path = error.details.get("field")
-    field_text = (
-        f"[filters.{filter_name}]"
-        if field_path is None
-        else f"[filters.{filter_name}] at {field_path}"
-    )
+    field_text = f"[filters.{filter_name}]" if field_path is None else f"[filters.{filter_name}] at {field_path}"
     return ConfigError(f"{field_text}: {error.message}", field="filters")
 
 
@@ -327,9 +291,7 @@ def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
     for attribute_path in attribute_paths(begin_report["attributes"]):
         build.fetch(attribute_path)
     item_count = begin_report["items"]
-    filter_mask_by_name = passing_filters(
-        build.config, build.root, begin_report["attributes"], item_count
-    )
+    filter_mask_by_name = passing_filters(build.config, build.root, begin_report["attributes"], item_count)
     all_ordinals = np.arange(item_count)
     return {
         table_name: filter_mask_by_name[filter_name].among(all_ordinals)
@@ -337,9 +299,7 @@ def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
     }
 
 
-def allowed_by_manifest(
-    root: Path, manifest: Manifest, items: ItemTable
-) -> dict[str, NDArray[np.bool_]]:
+def allowed_by_manifest(root: Path, manifest: Manifest, items: ItemTable) -> dict[str, NDArray[np.bool_]]:
     """Return a mask bool [items] for each filtered table, by the table's own name, as the service filters."""
     filtering = Filtering.open(root, manifest, items)
     mask_by_table: dict[str, NDArray[np.bool_]] = {}

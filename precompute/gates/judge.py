@@ -157,9 +157,7 @@ UNANSWERED_ERRORS: Final = (
 )
 """Errors of Redis, the store, a disk or this host when they do not answer; they say nothing of the generation."""
 
-OVERRIDABLE_RULES: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {
-    LIVE_FILES_RULE
-}
+OVERRIDABLE_RULES: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {LIVE_FILES_RULE}
 """Rules that detect unusual data: a person may know why it is right."""
 
 NO_ERROR_THRESHOLD: Final = "no error"
@@ -184,9 +182,7 @@ class TimeLimits:
     def of(cls, thresholds: GateThresholds, governor: GovernorConfig, size_bytes: int) -> Self:
         """Limits for a generation of `size_bytes`, which no gate needs to read faster than the governor promises."""
         reading_s = size_bytes / (governor.floor_mib_s * MIB)
-        return cls(
-            thresholds.timeout_s + reading_s, thresholds.total_timeout_s + READ_PASSES * reading_s
-        )
+        return cls(thresholds.timeout_s + reading_s, thresholds.total_timeout_s + READ_PASSES * reading_s)
 
 
 def run_gates(
@@ -235,9 +231,7 @@ def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) ->
         raise _not_judged(rule, "the time for all gates was over before it")
     verdict_queue: queue.SimpleQueue[Verdict | NotJudged] = queue.SimpleQueue()
     # A daemon, not a pool: the program's exit would wait for a pool's thread, and so for a gate that hangs.
-    thread = threading.Thread(
-        target=lambda: verdict_queue.put(_judge(rule, judge)), name=f"gate-{rule}", daemon=True
-    )
+    thread = threading.Thread(target=lambda: verdict_queue.put(_judge(rule, judge)), name=f"gate-{rule}", daemon=True)
     thread.start()
     try:
         verdict_or_error = verdict_queue.get(timeout=timeout_s)
@@ -278,9 +272,7 @@ def _locate_error(error: Exception) -> str:
     location = "nowhere"
     for frame in traceback.extract_tb(error.__traceback__):
         path_parts = Path(frame.filename).parts
-        if package_indices := [
-            index for index, part_name in enumerate(path_parts) if part_name in _LARDER_PACKAGES
-        ]:
+        if package_indices := [index for index, part_name in enumerate(path_parts) if part_name in _LARDER_PACKAGES]:
             location = f"{'/'.join(path_parts[package_indices[-1] :])}, line {frame.lineno}, in {frame.name}"
     return location
 
@@ -314,9 +306,7 @@ def applicable_gates(manifest: Manifest) -> tuple[Gate, ...]:
 def demand_overridable(rule: str) -> None:
     """Raises Refused for a rule that protects integrity, or that is none."""
     if rule in INTEGRITY_RULES:
-        raise Refused(
-            f"{rule} protects integrity and cannot be overridden: repair the generation", rule=rule
-        )
+        raise Refused(f"{rule} protects integrity and cannot be overridden: repair the generation", rule=rule)
     if rule not in OVERRIDABLE_RULES:
         raise Refused(
             f"there is no rule {rule!r}; known are {', '.join(sorted(OVERRIDABLE_RULES))}",
@@ -324,15 +314,11 @@ def demand_overridable(rule: str) -> None:
         )
 
 
-def apply_overrides(
-    verdicts: Sequence[Verdict], override_reasons: Mapping[str, str]
-) -> list[Verdict]:
+def apply_overrides(verdicts: Sequence[Verdict], override_reasons: Mapping[str, str]) -> list[Verdict]:
     """The verdicts, failures that may be and were overridden let pass with the reason."""
     return [
         replace(verdict, passed=True, overridden=override_reasons[verdict.rule])
-        if not verdict.passed
-        and verdict.rule in override_reasons
-        and verdict.rule in OVERRIDABLE_RULES
+        if not verdict.passed and verdict.rule in override_reasons and verdict.rule in OVERRIDABLE_RULES
         else verdict
         for verdict in verdicts
     ]

@@ -76,12 +76,7 @@ def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
 
 
 def _feature_inputs(models: Sequence[BundleModel], entity: EntityKind) -> list[InputSpec]:
-    return [
-        input_spec
-        for model in models
-        if model.entity == entity
-        for input_spec in model.spec.features
-    ]
+    return [input_spec for model in models if model.entity == entity for input_spec in model.spec.features]
 
 
 def needs_item_index(bundle: Bundle) -> bool:
@@ -118,17 +113,13 @@ def write_catalogue(
     """
     vocabulary = bundle.vocabulary
     unusable_rows = UnusableRows() if unusable is None else unusable
-    catalogue_ids = read_feature_items(
-        config, bundle.models, event_values, event_item_ids, unusable_rows
-    )
+    catalogue_ids = read_feature_items(config, bundle.models, event_values, event_item_ids, unusable_rows)
     if catalogue_ids is None:
         catalogue_ids = vocabulary.texts
     erased_ids = pa.array(sorted(raw_id.decode() for raw_id in erased_raw_ids), pa.string())
     catalogue_ids = catalogue_ids.filter(pc.invert(pc.is_in(catalogue_ids, value_set=erased_ids)))
     model_indices = vocabulary.find_positions(catalogue_ids)
-    is_answered = (
-        model_indices >= 0 if needs_item_index(bundle) else np.ones(len(catalogue_ids), np.bool_)
-    )
+    is_answered = model_indices >= 0 if needs_item_index(bundle) else np.ones(len(catalogue_ids), np.bool_)
     if left_out_ids is not None:
         is_answered &= as_numpy_mask(pc.invert(pc.is_in(catalogue_ids, value_set=left_out_ids)))
     answered_ids, model_indices = (
@@ -142,12 +133,8 @@ def write_catalogue(
         hash_seed += 1
     hashes = hashes[hash_order]
     _write_id_files(generation_folder, answered_ids, hash_order)
-    write_atomically(
-        generation_folder / MODEL_INDEX_FILE, model_indices[hash_order].astype("<i8").tobytes()
-    )
-    first_hashes = np.array(
-        [first_hash(shard, config.shards) for shard in range(config.shards)], np.uint64
-    )
+    write_atomically(generation_folder / MODEL_INDEX_FILE, model_indices[hash_order].astype("<i8").tobytes())
+    first_hashes = np.array([first_hash(shard, config.shards) for shard in range(config.shards)], np.uint64)
     shard_bounds = [*hashes.searchsorted(first_hashes).tolist(), len(hashes)]
     for shard in range(config.shards):
         shard_hashes = hashes[shard_bounds[shard] : shard_bounds[shard + 1]]
@@ -192,10 +179,7 @@ def read_feature_items(
         return None
     path = source_file(config.sources.item_features, config.path("."))
     item_tower_specs = [
-        input_spec
-        for model in models
-        if model.name == ITEM_TOWER_NAME
-        for input_spec in model.spec.features
+        input_spec for model in models if model.name == ITEM_TOWER_NAME for input_spec in model.spec.features
     ]
     feature_columns = sorted({str(input_spec.column) for input_spec in item_tower_specs})
     id_chunks, usable_masks = [], [np.empty(0, np.bool_)]
@@ -225,11 +209,7 @@ def read_feature_items(
         id_chunks.append(ids.texts())
         too_long_mask_by_column, column_by_name = {}, dict(column_by_name)
         for column_name in sorted(
-            {
-                str(input_spec.column)
-                for input_spec in item_tower_specs
-                if input_spec.dtype == "string"
-            }
+            {str(input_spec.column) for input_spec in item_tower_specs if input_spec.dtype == "string"}
         ):
             column_by_name[column_name], too_long_mask_by_column[column_name] = without_long_texts(
                 column_by_name[column_name], config.feature_text_bytes
@@ -246,24 +226,15 @@ def read_feature_items(
                 unusable_rows,
             )
         )
-    if (
-        event_item_ids and not feature_columns
-    ):  # no column says anything of them: their vectors are in the bundle
+    if event_item_ids and not feature_columns:  # no column says anything of them: their vectors are in the bundle
         event_id_texts = pa.array(sorted(raw_id.decode() for raw_id in event_item_ids), pa.string())
-        is_in_table = pc.is_in(
-            event_id_texts, value_set=pa.chunked_array(id_chunks, pa.string()).combine_chunks()
-        )
+        is_in_table = pc.is_in(event_id_texts, value_set=pa.chunked_array(id_chunks, pa.string()).combine_chunks())
         id_chunks.append(event_id_texts.filter(pc.invert(is_in_table)))
         usable_masks.append(np.ones(len(id_chunks[-1]), np.bool_))
     item_ids, is_kept = pa.chunked_array(id_chunks, pa.string()), np.concatenate(usable_masks)
     if len(repeated_rows := repeated_text_rows(item_ids)):
-        row_cases = (
-            {"item": item_ids[row].as_py(), "file": path.name}
-            for row in repeated_rows[:CASES_MAX].tolist()
-        )
-        unusable_rows.note(
-            ITEM_FEATURES_SOURCE, LISTED_BEFORE_REASON, len(repeated_rows), row_cases
-        )
+        row_cases = ({"item": item_ids[row].as_py(), "file": path.name} for row in repeated_rows[:CASES_MAX].tolist())
+        unusable_rows.note(ITEM_FEATURES_SOURCE, LISTED_BEFORE_REASON, len(repeated_rows), row_cases)
         is_kept[repeated_rows] = False
     if not is_kept.any():
         unusable_rows.demand_some(ITEM_FEATURES_SOURCE, path.name)
@@ -372,9 +343,7 @@ def directory_file_path(entity_kind: str, shard: int) -> str:
     return f"directory/{entity_kind}/{shard:04d}.u64"
 
 
-def open_items(
-    generation_folder: Path, catalogue_fields: CatalogueFields, *, dims: int = 0
-) -> ItemTable:
+def open_items(generation_folder: Path, catalogue_fields: CatalogueFields, *, dims: int = 0) -> ItemTable:
     """The item table of a build; with `dims`, its vectors as well."""
     shard_bounds = catalogue_fields["bounds"]
     shard_count = len(shard_bounds) - 1
@@ -391,9 +360,7 @@ def open_items(
     )
     vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
     if dims:
-        vectors = map_file(
-            generation_folder / ITEM_VECTORS_FILE, "<f4", (catalogue_fields["items"], dims)
-        )
+        vectors = map_file(generation_folder / ITEM_VECTORS_FILE, "<f4", (catalogue_fields["items"], dims))
     return ItemTable(
         directory,
         map_file(generation_folder / ITEM_IDS_FILE, "u1"),
@@ -407,13 +374,10 @@ def most_popular_items(
     items: ItemTable, interaction_counts: NDArray[np.int64], item_limit: int
 ) -> tuple[Sequence[str], list[float]]:
     """The k most popular items and their share of all interactions; ties by ordinal."""
-    popular_ordinals = np.lexsort((np.arange(items.count), -interaction_counts))[
-        : min(item_limit, items.count)
-    ]
+    popular_ordinals = np.lexsort((np.arange(items.count), -interaction_counts))[: min(item_limit, items.count)]
     total_interactions = max(1, int(interaction_counts.sum()))
     return items.ids_of(popular_ordinals.astype(np.uint32)), [
-        float(interaction_counts[ordinal]) / total_interactions
-        for ordinal in popular_ordinals.tolist()
+        float(interaction_counts[ordinal]) / total_interactions for ordinal in popular_ordinals.tolist()
     ]
 
 
@@ -433,10 +397,7 @@ class ItemFeatures:
         with pa.memory_map(str(features_path)) as source:
             column_table = pa.ipc.open_stream(source).read_all()
         return cls(
-            {
-                str(input_spec.column): column_table.column(input_spec.column)
-                for input_spec in spec.features
-            },
+            {str(input_spec.column): column_table.column(input_spec.column) for input_spec in spec.features},
             spec,
             count,
         )
@@ -488,10 +449,7 @@ def write_item_features(
         event_values=event_values, event_item_ids=event_item_ids, input_specs=input_specs, unusable=unusable_rows,
     )  # fmt: skip
     value_model_specs = {
-        feature
-        for model in bundle.values.values()
-        if model.entity == "item"
-        for feature in model.spec.features
+        feature for model in bundle.values.values() if model.entity == "item" for feature in model.spec.features
     }
     for column_name in sorted({str(feature.column) for feature in value_model_specs}):
         column_specs = [feature for feature in value_model_specs if feature.column == column_name]
@@ -503,12 +461,8 @@ def write_item_features(
             unusable_rows,
             config.feature_text_bytes,
         )
-    for column_name in {
-        str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"
-    }:
-        column_by_name[column_name], _ = without_long_texts(
-            column_by_name[column_name], config.feature_text_bytes
-        )
+    for column_name in {str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"}:
+        column_by_name[column_name], _ = without_long_texts(column_by_name[column_name], config.feature_text_bytes)
     column_table = pa.table(column_by_name)
     table_buffer = pa.BufferOutputStream()
     with pa.ipc.new_stream(table_buffer, column_table.schema) as writer:
@@ -539,16 +493,14 @@ def columns_by_ordinal(
         table_batches, event_values, kind="item", unusable=unusable_rows, inputs=input_specs, addable_ids=event_item_ids
     ))  # fmt: skip
     row_ordinals = np.concatenate([_ordinals_in_pieces(items, ids.texts()) for ids, _ in batches])
-    matched_indexes = np.flatnonzero(row_ordinals >= 0)[
-        ::-1
-    ]  # of an item that comes twice, its first row
+    matched_indexes = np.flatnonzero(row_ordinals >= 0)[::-1]  # of an item that comes twice, its first row
     row_by_ordinal = np.full(items.count, -1, np.int64)
     row_by_ordinal[row_ordinals[matched_indexes]] = matched_indexes
     arrow_rows = pa.array(row_by_ordinal, mask=row_by_ordinal < 0)
     return {
-        column_name: pa.concat_arrays(
-            [with_64_bit_offsets(batch[column_name]) for _, batch in batches]
-        ).take(arrow_rows)
+        column_name: pa.concat_arrays([with_64_bit_offsets(batch[column_name]) for _, batch in batches]).take(
+            arrow_rows
+        )
         for column_name in feature_columns
     }
 
@@ -573,9 +525,7 @@ def _note_unusable_values(
         if is_long.any() and any(spec.dtype == "string" for spec in input_specs):
             bad_mask_by_reason[f"{column_name}: {TEXT_TOO_LONG_REASON}"] = is_long
         if bad_mask_by_reason:
-            unusable.note_rows(
-                source_name, bad_mask_by_reason, partial(_item_case, items, first_ordinal)
-            )
+            unusable.note_rows(source_name, bad_mask_by_reason, partial(_item_case, items, first_ordinal))
 
 
 def _item_case(items: ItemTable, first_ordinal: int, row_index: int) -> RowCase:
@@ -583,10 +533,7 @@ def _item_case(items: ItemTable, first_ordinal: int, row_index: int) -> RowCase:
 
 
 def _ordinals_in_pieces(items: ItemTable, id_texts: Any) -> NDArray[np.int64]:
-    text_pieces = [
-        id_texts.slice(int(row_range[0]), len(row_range))
-        for row_range in _row_ranges(len(id_texts))
-    ]
+    text_pieces = [id_texts.slice(int(row_range[0]), len(row_range)) for row_range in _row_ranges(len(id_texts))]
     return ordinals_of_texts(items, pa.chunked_array(text_pieces, pa.string()))
 
 

@@ -48,18 +48,12 @@ def digest_value_rows(value_digests: Digests, row_starts: NDArray[np.int64]) -> 
     row_lengths = np.diff(row_starts)
     if not len(row_lengths):
         return np.empty(0, np.uint64)
-    offsets_in_row = np.arange(len(value_digests)) - repeat_values(
-        row_starts[:-1] - row_starts[0], row_lengths
-    )
+    offsets_in_row = np.arange(len(value_digests)) - repeat_values(row_starts[:-1] - row_starts[0], row_lengths)
     position_digests = mix_bits(value_digests ^ mix_bits(offsets_in_row.astype(np.uint64)))
-    running_sums = np.concatenate(
-        [np.zeros(1, np.uint64), np.cumsum(position_digests, dtype=np.uint64)]
-    )
+    running_sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(position_digests, dtype=np.uint64)])
     relative_starts = row_starts - row_starts[0]
     return mix_bits(
-        running_sums[relative_starts[1:]]
-        - running_sums[relative_starts[:-1]]
-        + row_lengths.astype(np.uint64)
+        running_sums[relative_starts[1:]] - running_sums[relative_starts[:-1]] + row_lengths.astype(np.uint64)
     )
 
 
@@ -70,23 +64,15 @@ def digest_column(column: Any) -> Digests:
     arrow_type = column.type
     if pa.types.is_dictionary(arrow_type):
         return digest_column(column.dictionary_decode())
-    if (
-        pa.types.is_list(arrow_type)
-        or pa.types.is_large_list(arrow_type)
-        or pa.types.is_fixed_size_list(arrow_type)
-    ):
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type):
         list_lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
-        row_digests = digest_value_rows(
-            digest_column(column.flatten()), np.concatenate([[0], np.cumsum(list_lengths)])
-        )
+        row_digests = digest_value_rows(digest_column(column.flatten()), np.concatenate([[0], np.cumsum(list_lengths)]))
     elif is_text_type(arrow_type):
         filled_column = pc.fill_null(column, "") if column.null_count else column
         row_digests = mix_bits(text_hashes(filled_column.cast(pa.string()), 0))
     elif pa.types.is_floating(arrow_type):
         filled_column = pc.fill_null(column, 0.0) if column.null_count else column
-        row_digests = mix_bits(
-            np.ascontiguousarray(np.asarray(filled_column), np.float64).view(np.uint64)
-        )
+        row_digests = mix_bits(np.ascontiguousarray(np.asarray(filled_column), np.float64).view(np.uint64))
     else:
         int64_column = column.cast(pa.int64(), safe=False)
         filled_column = pc.fill_null(int64_column, 0) if int64_column.null_count else int64_column
@@ -118,9 +104,7 @@ def digest_users(shard_input: ShardInput, item_hashes: Digests) -> Digests:
         row_starts = np.arange(len(user_digests) + 1) * vector_bits.shape[1]
         user_digests = mix_bits(user_digests ^ digest_value_rows(vector_bits.ravel(), row_starts))
     if shard_input.times is not None:
-        user_digests = mix_bits(
-            user_digests + digest_value_rows(shard_input.times.view(np.uint64), shard_input.indptr)
-        )
+        user_digests = mix_bits(user_digests + digest_value_rows(shard_input.times.view(np.uint64), shard_input.indptr))
     return user_digests
 
 
@@ -157,7 +141,5 @@ def _digest_items(spec: TowerSpec, items: ItemTable, generation_folder: Path) ->
         }
     item_digests = digest_columns(column_by_name, item_count)
     if any(input_spec.bind == "item_index" for input_spec in spec.inputs):
-        item_digests += mix_bits(
-            items.model_indices_of(Ordinals(np.arange(item_count))).astype(np.uint64)
-        )
+        item_digests += mix_bits(items.model_indices_of(Ordinals(np.arange(item_count))).astype(np.uint64))
     return item_digests

@@ -18,20 +18,14 @@ def distinct_hashes(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDA
     return sorted_hashes[is_first], hash_order[is_first]
 
 
-def positions_of_hashes(
-    sorted_hashes: NDArray[np.uint64], query_hashes: NDArray[np.uint64]
-) -> NDArray[np.int64]:
+def positions_of_hashes(sorted_hashes: NDArray[np.uint64], query_hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Places of `query_hashes` in the sorted `sorted_hashes`, int64; raises CorruptArtefact for one not among them.
 
     Hashes are spread evenly, so their leading bits say nearly where: an interpolation search, all of them at once.
     """
     if not len(query_hashes):
         return np.empty(0, np.int64)
-    if (
-        not len(sorted_hashes)
-        or query_hashes.min() < sorted_hashes[0]
-        or query_hashes.max() > sorted_hashes[-1]
-    ):
+    if not len(sorted_hashes) or query_hashes.min() < sorted_hashes[0] or query_hashes.max() > sorted_hashes[-1]:
         raise _unnamed_users_error()
     lowest_hash, hash_span = sorted_hashes[0], int(sorted_hashes[-1] - sorted_hashes[0])
     bucket_shift = np.uint64(max(0, hash_span.bit_length() - len(sorted_hashes).bit_length() - 1))
@@ -41,18 +35,14 @@ def positions_of_hashes(
     lagging_indexes = np.flatnonzero(sorted_hashes[positions] < query_hashes)
     while len(lagging_indexes):
         positions[lagging_indexes] += 1
-        lagging_indexes = lagging_indexes[
-            sorted_hashes[positions[lagging_indexes]] < query_hashes[lagging_indexes]
-        ]
+        lagging_indexes = lagging_indexes[sorted_hashes[positions[lagging_indexes]] < query_hashes[lagging_indexes]]
     if (sorted_hashes[positions] != query_hashes).any():
         raise _unnamed_users_error()
     return positions
 
 
 def _unnamed_users_error() -> CorruptArtefact:
-    return CorruptArtefact(
-        "the partition has rows of users that it does not name: begin the night again"
-    )
+    return CorruptArtefact("the partition has rows of users that it does not name: begin the night again")
 
 
 def order_if_distinct(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
@@ -83,9 +73,7 @@ def order_by_user_and_time(
     return row_order
 
 
-def last_occurrence_mask(
-    user_of_row: NDArray[np.int64], ordinal_of_row: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def last_occurrence_mask(user_of_row: NDArray[np.int64], ordinal_of_row: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Mask of the rows that are the last occurrence of their (user, item) pair.
 
     Values alone are sorted several times faster than an order is found: that is for the rows whose pair comes again.
@@ -97,9 +85,7 @@ def last_occurrence_mask(
     if len(repeated_pairs):
         candidate_rows = np.arange(len(pair_codes))
         if len(repeated_pairs) < len(pair_codes) // 8:
-            repeated_positions = np.minimum(
-                np.searchsorted(repeated_pairs, pair_codes), len(repeated_pairs) - 1
-            )
+            repeated_positions = np.minimum(np.searchsorted(repeated_pairs, pair_codes), len(repeated_pairs) - 1)
             candidate_rows = np.flatnonzero(repeated_pairs[repeated_positions] == pair_codes)
         ordered_rows = candidate_rows[np.argsort(pair_codes[candidate_rows], kind="stable")]
         is_last_in_order = np.ones(len(ordered_rows), np.bool_)
@@ -131,8 +117,6 @@ class DistinctHashes:
 
     def all(self) -> NDArray[np.uint64]:
         """Each of them once, sorted."""
-        self._distinct_hashes = np.unique(
-            np.concatenate([self._distinct_hashes, *self._new_batches])
-        )
+        self._distinct_hashes = np.unique(np.concatenate([self._distinct_hashes, *self._new_batches]))
         self._new_batches = []
         return self._distinct_hashes

@@ -33,9 +33,7 @@ class Holdout:
         """Add a batch of interactions at or after the cut."""
         user_names: list[str] = late_batch.users.names.to_pylist()
         user_fingerprints = fingerprints(late_batch.users.raws()).tolist()
-        is_sampled = np.array(
-            [fingerprint < self._fingerprint_limit for fingerprint in user_fingerprints], np.bool_
-        )
+        is_sampled = np.array([fingerprint < self._fingerprint_limit for fingerprint in user_fingerprints], np.bool_)
         sampled_row_mask = is_sampled[late_batch.users.codes]
         for user_code, item in zip(
             late_batch.users.codes[sampled_row_mask].tolist(),
@@ -50,24 +48,16 @@ class Holdout:
             self._trim_users()
 
     def _trim_users(self) -> None:
-        sampled_users = sorted(
-            self._fingerprint_by_user, key=self._fingerprint_by_user.__getitem__
-        )[: self._users_max]
-        self._fingerprint_by_user = {
-            user_name: self._fingerprint_by_user[user_name] for user_name in sampled_users
-        }
-        self._items_by_user = {
-            user_name: self._items_by_user[user_name] for user_name in sampled_users
-        }
+        sampled_users = sorted(self._fingerprint_by_user, key=self._fingerprint_by_user.__getitem__)[: self._users_max]
+        self._fingerprint_by_user = {user_name: self._fingerprint_by_user[user_name] for user_name in sampled_users}
+        self._items_by_user = {user_name: self._items_by_user[user_name] for user_name in sampled_users}
         if len(sampled_users) == self._users_max and sampled_users:
             self._fingerprint_limit = self._fingerprint_by_user[sampled_users[-1]] + 1
 
     def write(self, generation_folder: Path) -> str:
         """Write the file in a generation's folder, even if it is empty, which is then known; return its path."""
         self._trim_users()
-        item_list_by_user = {
-            user_name: list(items) for user_name, items in self._items_by_user.items()
-        }
+        item_list_by_user = {user_name: list(items) for user_name, items in self._items_by_user.items()}
         write_atomically(generation_folder / HOLDOUT_FILE, orjson.dumps(item_list_by_user))
         return HOLDOUT_FILE
 

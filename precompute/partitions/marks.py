@@ -20,9 +20,7 @@ def marks_file_path(kind: EntityKind) -> str:
 def write_marks(generation_folder: Path, kind: EntityKind, raw_ids: Iterable[bytes]) -> str:
     """Write the fingerprints of these ids; return the path of the file."""
     entity_fingerprints = np.sort(fingerprints(list(raw_ids)))
-    write_atomically(
-        generation_folder / marks_file_path(kind), entity_fingerprints.astype("<u8").tobytes()
-    )
+    write_atomically(generation_folder / marks_file_path(kind), entity_fingerprints.astype("<u8").tobytes())
     return marks_file_path(kind)
 
 

@@ -38,9 +38,7 @@ class NightValues(NamedTuple):
     users_digest: str
 
 
-NO_EVENT_VALUES: Final = NightValues(
-    NO_ENTITY_VALUES, NO_ENTITY_VALUES, NO_ENTITY_VALUES, frozenset(), frozenset(), ""
-)
+NO_EVENT_VALUES: Final = NightValues(NO_ENTITY_VALUES, NO_ENTITY_VALUES, NO_ENTITY_VALUES, frozenset(), frozenset(), "")
 
 CollectValues = Callable[[NightConfig, Bundle, ErasedEntities, UnusableRows, int], NightValues]
 """Function that returns values up to a cut (Unix seconds); drops those of erased entities, notes unusable ones."""

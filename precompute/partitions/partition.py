@@ -86,9 +86,7 @@ SHARDS_COUNTED_AT_ONCE = 2
 OPEN_FILES_PER_SHARD = 2
 """Files of each shard open for writing at the same time: rows and ids (and touched users)."""
 
-_ROWS_SCHEMA = pa.schema(
-    [(HASH_COLUMN, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())]
-)
+_ROWS_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
 _POSITIONED_ROWS_SCHEMA = _ROWS_SCHEMA.append(pa.field(POSITION_COLUMN, pa.int64()))
 _TOUCHED_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64())])
 
@@ -154,12 +152,10 @@ class EarlierPartition:
                 continue
             ordinals = np.asarray(batch.column("ordinal"))
             is_known_item = ordinals >= 0
-            new_ordinals = np.where(
-                is_known_item, self.new_ordinals[np.where(is_known_item, ordinals, 0)], -1
-            ).astype(np.int32)
-            affected_hashes = np.asarray(batch.column(HASH_COLUMN))[
-                is_known_item & (new_ordinals < 0)
-            ]
+            new_ordinals = np.where(is_known_item, self.new_ordinals[np.where(is_known_item, ordinals, 0)], -1).astype(
+                np.int32
+            )
+            affected_hashes = np.asarray(batch.column(HASH_COLUMN))[is_known_item & (new_ordinals < 0)]
             new_columns = [batch.column(HASH_COLUMN), pa.array(new_ordinals), *batch.columns[2:]]
             yield pa.record_batch(new_columns, schema=batch.schema), np.unique(affected_hashes)
 
@@ -195,14 +191,11 @@ class EarlierPartition:
             for batch, affected_hashes in self.rows(shard):
                 rows_files.extend(shard, [batch])
                 if len(affected_hashes):
-                    touched_files.extend(
-                        shard, [pa.record_batch([affected_hashes], names=[HASH_COLUMN])]
-                    )
+                    touched_files.extend(shard, [pa.record_batch([affected_hashes], names=[HASH_COLUMN])])
             ids_files.extend(shard, self.batches(shard, "ids"))
             for file_kind in file_kinds_in(self.folder, shard)[2:]:
                 target_path, earlier_path = (
-                    shard_paths(partition_folder, shard, (file_kind,))[0]
-                    for partition_folder in (folder, self.folder)
+                    shard_paths(partition_folder, shard, (file_kind,))[0] for partition_folder in (folder, self.folder)
                 )
                 link_or_copy_file(earlier_path, target_path)
 
@@ -260,16 +253,12 @@ class PartitionJob:
         erased, user_values = night.erased, night.values.users
         self.folder.mkdir(parents=True, exist_ok=True)
         allow_open_files((OPEN_FILES_PER_SHARD + (earlier is not None)) * shard_count)
-        feature_columns = sorted(
-            {*self.feature_columns, *(str(feature.column) for feature in self.feature_inputs)}
-        )
+        feature_columns = sorted({*self.feature_columns, *(str(feature.column) for feature in self.feature_inputs)})
         seed = seed if earlier is None else earlier.seed
         while True:
             unusable_rows = UnusableRows(erased.users | erased.items)
             user_forms, item_forms = IdForms("user", seed), IdForms("item", UNKNOWN_ITEMS_SEED)
-            interaction_counts = _partition_interactions(
-                self, seed, earlier, unusable_rows, item_forms
-            )
+            interaction_counts = _partition_interactions(self, seed, earlier, unusable_rows, item_forms)
             if earlier is None:
                 hash_user_ids = partial(hash_id_rows, hash_seed=seed, hasher=self.hasher)
                 write_feature_files(
@@ -286,9 +275,7 @@ class PartitionJob:
                         erased=erased,
                     )
             else:
-                note_event_values(
-                    night, feature_columns, self.feature_inputs, unusable_rows, self.lists
-                )
+                note_event_values(night, feature_columns, self.feature_inputs, unusable_rows, self.lists)
             # What is taken over was counted when it was read.
             counted_unusable = unusable_rows if earlier is None else UnusableRows()
             event_user_hashes = np.empty(0, np.uint64)
@@ -317,9 +304,7 @@ class PartitionJob:
                     sum(counts.named for counts in distinct_counts),
                     sum(counts.featured for counts in distinct_counts),
                     interaction_counts,
-                    merge_reports(
-                        [{} if earlier is None else earlier.unusable, unusable_rows.to_json()]
-                    ),
+                    merge_reports([{} if earlier is None else earlier.unusable, unusable_rows.to_json()]),
                     earlier is not None,
                 )
             earlier = None
@@ -375,18 +360,14 @@ def _partition_interactions(
             interaction_files=job.night.files,
         )
         first_file = 0 if earlier is None else earlier.event_files
-        all_batches = chain(
-            source_batches, job.night.further.interactions(first_file, unusable_rows)
-        )
+        all_batches = chain(source_batches, job.night.further.interactions(first_file, unusable_rows))
 
         def place_batch(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """Return a batch with the hashes of its users' names and an ordinal, -1 = unknown, for each item name."""
             user_hashes = hash_id_names(batch.users, seed, job.hasher)
             return batch, user_hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 
-        placed_batches = stages.run_ahead(
-            map(place_batch, stages.run_ahead(map(erased.leave_out, all_batches)))
-        )
+        placed_batches = stages.run_ahead(map(place_batch, stages.run_ahead(map(erased.leave_out, all_batches))))
         for batch, user_hashes, ordinal_by_name in placed_batches:
             ordinals = ordinal_by_name[batch.items.codes]
             known_ordinals = ordinals[ordinals >= 0]
@@ -398,9 +379,7 @@ def _partition_interactions(
                 if batch.positions is None:
                     item_forms.add(unknown_ids, unknown_id_hashes)
                 if batch.positions is None and len(unknown_examples) < UNKNOWN_EXAMPLES_MAX:
-                    named_examples = dict.fromkeys(
-                        [*unknown_examples, *unknown_ids[:UNKNOWN_EXAMPLES_MAX].to_pylist()]
-                    )
+                    named_examples = dict.fromkeys([*unknown_examples, *unknown_ids[:UNKNOWN_EXAMPLES_MAX].to_pylist()])
                     unknown_examples = tuple(named_examples)[:UNKNOWN_EXAMPLES_MAX]
             row_count += len(ordinals)
             unknown_item_rows += len(ordinals) - len(known_ordinals)
@@ -411,9 +390,7 @@ def _partition_interactions(
                 user_hashes, ordinals = hash_id_names(batch.users, seed, job.hasher), known_ordinals
             row_counts.add(user_hashes[batch.users.codes], batch.times)
             user_codes, user_ranges = batch.users.codes, range_of(user_hashes, config.shards)
-            ids_files.write(
-                pa.table([batch.users.names, user_hashes], schema=USER_IDS_SCHEMA), user_ranges
-            )
+            ids_files.write(pa.table([batch.users.names, user_hashes], schema=USER_IDS_SCHEMA), user_ranges)
             row_columns = [user_hashes[user_codes], ordinals, batch.times]
             if config.events.enabled:
                 zero_positions = np.zeros(len(user_codes), np.int64)
@@ -432,9 +409,7 @@ def _partition_interactions(
     )
 
 
-def _open_shard_files(
-    folder: Path, file_kind: str, shard_count: int, arrow_schema: Any
-) -> ShardFiles:
+def _open_shard_files(folder: Path, file_kind: str, shard_count: int, arrow_schema: Any) -> ShardFiles:
     paths = [folder / f"{shard:04d}.{file_kind}" for shard in range(shard_count)]
     return ShardFiles(paths, arrow_schema, ranges_per_file=range_count_per_shard(shard_count))
 
@@ -461,22 +436,14 @@ def _count_users(
             slice_rows_max=COUNTED_ROWS_AT_ONCE,
             file_kinds=naming_kinds,
         )
-        user_count, hash_count = (
-            sum(slice_counts) for slice_counts in zip(*count_distinct_ids(slices), strict=True)
-        )
+        user_count, hash_count = (sum(slice_counts) for slice_counts in zip(*count_distinct_ids(slices), strict=True))
         uncounted_users = feature_only_users = 0
         for slice_number in slices.numbers:
-            ids_table, *user_tables = map(
-                read_stream, shard_paths(slices.folder, slice_number, naming_kinds)
-            )
-            for source_name, user_table in zip(
-                (USER_FEATURES_SOURCE, USER_VECTORS_SOURCE), user_tables, strict=False
-            ):
+            ids_table, *user_tables = map(read_stream, shard_paths(slices.folder, slice_number, naming_kinds))
+            for source_name, user_table in zip((USER_FEATURES_SOURCE, USER_VECTORS_SOURCE), user_tables, strict=False):
                 note_repeated_users(source_name, user_table, unusable_rows)
             for user_table in (ids_table, *user_tables):
-                user_forms.add(
-                    user_table.column("user"), np.asarray(user_table.column(HASH_COLUMN))
-                )
+                user_forms.add(user_table.column("user"), np.asarray(user_table.column(HASH_COLUMN)))
             feature_hashes, *other_hashes = (
                 np.asarray(table.column(HASH_COLUMN)) for table in (*user_tables, ids_table)
             )
@@ -484,11 +451,7 @@ def _count_users(
             event_user_count = len(np.intersect1d(feature_only_hashes, event_user_hashes))
             uncounted_users += event_user_count
             feature_only_users += len(feature_only_hashes) - event_user_count
-    return (
-        UserCounts(user_count - uncounted_users, feature_only_users)
-        if user_count == hash_count
-        else None
-    )
+    return UserCounts(user_count - uncounted_users, feature_only_users) if user_count == hash_count else None
 
 
 def note_repeated_users(source_name: str, user_table: Any, unusable_rows: UnusableRows) -> None:
@@ -498,9 +461,7 @@ def note_repeated_users(source_name: str, user_table: Any, unusable_rows: Unusab
     sorted_hashes = user_hashes[hash_order]
     repeated_rows = np.sort(hash_order[1:][sorted_hashes[1:] == sorted_hashes[:-1]])
     if len(repeated_rows):
-        repeated_ids = (
-            user_table.column("user").take(pa.array(repeated_rows[:CASES_MAX])).to_pylist()
-        )
+        repeated_ids = user_table.column("user").take(pa.array(repeated_rows[:CASES_MAX])).to_pylist()
         unusable_rows.note(
             source_name,
             LISTED_BEFORE_REASON,
@@ -511,10 +472,6 @@ def note_repeated_users(source_name: str, user_table: Any, unusable_rows: Unusab
 
 def write_count_files(generation_folder: Path, interaction_counts: InteractionCounts) -> list[str]:
     """Write counts of interactions by item, and the unknown items, for a night that takes this partition over."""
-    write_atomically(
-        generation_folder / POPULARITY_FILE, interaction_counts.popularity.astype("<i8").tobytes()
-    )
-    write_atomically(
-        generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown.astype("<u8").tobytes()
-    )
+    write_atomically(generation_folder / POPULARITY_FILE, interaction_counts.popularity.astype("<i8").tobytes())
+    write_atomically(generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown.astype("<u8").tobytes())
     return [POPULARITY_FILE, UNKNOWN_ITEMS_FILE]

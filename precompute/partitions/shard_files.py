@@ -52,13 +52,9 @@ def first_hash(shard: int, shard_count: int) -> int:
 
 def shard_of(hashes: NDArray[np.uint64], shard_count: int) -> NDArray[np.int64]:
     """Return int64[n], the shard whose range holds each hash."""
-    first_hashes = np.array(
-        [first_hash(shard, shard_count) for shard in range(shard_count)], np.uint64
-    )
+    first_hashes = np.array([first_hash(shard, shard_count) for shard in range(shard_count)], np.uint64)
     # The upper half of a hash names its range, or the one before it: no search, however many ranges there are.
-    guessed_shards = ((hashes >> np.uint64(32)) * np.uint64(shard_count) >> np.uint64(32)).astype(
-        np.int64
-    )
+    guessed_shards = ((hashes >> np.uint64(32)) * np.uint64(shard_count) >> np.uint64(32)).astype(np.int64)
     next_shards = np.minimum(guessed_shards + 1, shard_count - 1)
     return np.where(hashes >= first_hashes[next_shards], next_shards, guessed_shards)
 
@@ -74,9 +70,7 @@ def range_of(hashes: NDArray[np.uint64], shard_count: int) -> NDArray[np.uint16]
     return shard_of(hashes, shard_count * range_count_per_shard(shard_count)).astype(np.uint16)
 
 
-def shard_paths(
-    folder: Path, shard: int, file_kinds: Sequence[str] = BASE_FILE_KINDS
-) -> list[Path]:
+def shard_paths(folder: Path, shard: int, file_kinds: Sequence[str] = BASE_FILE_KINDS) -> list[Path]:
     """Return the paths of a shard's files of these kinds, in their order."""
     return [folder / f"{shard:04d}.{file_kind}" for file_kind in file_kinds]
 
@@ -104,9 +98,7 @@ def read_stream(path: Path) -> Any:
 
 def read_batches(path: Path, *, column_indexes: Sequence[int] | None = None) -> Iterator[Any]:
     """Yield the Arrow batches of a file, one in memory at a time; `column_indexes` selects columns by index."""
-    options = pa.ipc.IpcReadOptions(
-        included_fields=None if column_indexes is None else list(column_indexes)
-    )
+    options = pa.ipc.IpcReadOptions(included_fields=None if column_indexes is None else list(column_indexes))
     with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
         yield from pa.ipc.open_stream(source, options=options)
 
@@ -161,9 +153,7 @@ class ShardFiles:
     def __enter__(self) -> "ShardFiles":
         for draft_path in self._draft_paths:
             draft_file = self._exit_stack.enter_context(pa.OSFile(str(draft_path), "wb"))
-            self._writers.append(
-                self._exit_stack.enter_context(pa.ipc.new_stream(draft_file, self._schema))
-            )
+            self._writers.append(self._exit_stack.enter_context(pa.ipc.new_stream(draft_file, self._schema)))
         return self
 
     def write(self, rows_table: Any, range_numbers: NDArray[np.integer]) -> None:
@@ -171,9 +161,7 @@ class ShardFiles:
 
         Rows of numbers that have no file are left out.
         """
-        range_numbers = range_numbers.astype(
-            np.uint16, copy=False
-        )  # for which numpy has a radix sort
+        range_numbers = range_numbers.astype(np.uint16, copy=False)  # for which numpy has a radix sort
         range_order = np.argsort(range_numbers, kind="stable")
         sorted_rows = rows_table.take(pa.array(range_order))
         first_ranges = np.arange(len(self._paths), dtype=np.int64) * self._ranges_per_file

@@ -96,19 +96,13 @@ class ShardInput:
     def select_rows(self, entity_rows: NDArray[np.int64]) -> "ShardInput":
         """Return some of the entities, in the order given."""
         histories = Histories(self.indptr, self.ordinals).select_rows(entity_rows)
-        times = (
-            None
-            if self.times is None
-            else Histories(self.indptr, self.times).select_rows(entity_rows)
-        )
+        times = None if self.times is None else Histories(self.indptr, self.times).select_rows(entity_rows)
         return ShardInput(
             ids=self.ids.take(pa.array(entity_rows)),
             hashes=self.hashes[entity_rows],
             indptr=histories.indptr,
             ordinals=histories.indices,
-            features={
-                name: column.take(pa.array(entity_rows)) for name, column in self.features.items()
-            },
+            features={name: column.take(pa.array(entity_rows)) for name, column in self.features.items()},
             history_limit=self.history_limit,
             vectors=None if self.vectors is None else self.vectors[entity_rows],
             times=None if times is None else times.indices,
@@ -161,21 +155,15 @@ def slice_shard(
     rough_count = -(-slice_count // SLICE_FILES_MAX)
     if rough_count == 1 or (first_slices_max or slice_count) <= SLICE_FILES_MAX:
         slice_numbers = range(shard * slice_count, (shard + 1) * slice_count)[:first_slices_max]
-        _split_shard_files(
-            folder, shard, scratch_path, slice_numbers, shard_count * slice_count, file_kinds
-        )
+        _split_shard_files(folder, shard, scratch_path, slice_numbers, shard_count * slice_count, file_kinds)
         return ShardSlices(scratch_path, slice_numbers)
     rough_numbers, slices_per_rough = (
         range(shard * rough_count, (shard + 1) * rough_count),
         -(-slice_count // rough_count),
     )
-    _split_shard_files(
-        folder, shard, scratch_path / "rough", rough_numbers, shard_count * rough_count, file_kinds
-    )
+    _split_shard_files(folder, shard, scratch_path / "rough", rough_numbers, shard_count * rough_count, file_kinds)
     for rough_number in rough_numbers:
-        slice_numbers_of_rough = range(
-            rough_number * slices_per_rough, (rough_number + 1) * slices_per_rough
-        )
+        slice_numbers_of_rough = range(rough_number * slices_per_rough, (rough_number + 1) * slices_per_rough)
         _split_shard_files(
             scratch_path / "rough",
             rough_number,
@@ -204,13 +192,9 @@ def _split_shard_files(
     target_folder.mkdir(parents=True, exist_ok=True)
     allow_open_files(len(numbers))
     bound_numbers = range(numbers.start, min(numbers.stop + 1, total_ranges))
-    first_hashes = np.array(
-        [first_hash(range_number, total_ranges) for range_number in bound_numbers], np.uint64
-    )
+    first_hashes = np.array([first_hash(range_number, total_ranges) for range_number in bound_numbers], np.uint64)
     # Who there is can be told without what is known of them.
-    column_indexes = (
-        [0, 1] if tuple(file_kinds) == user_naming_kinds(file_kinds_in(folder, shard)) else None
-    )
+    column_indexes = [0, 1] if tuple(file_kinds) == user_naming_kinds(file_kinds_in(folder, shard)) else None
     for file_kind in file_kinds:
         target_paths = [
             target_path
@@ -228,20 +212,15 @@ def _split_shard_files(
                     range_files.write(pa.Table.from_batches([batch]), row_range_numbers)
 
 
-def write_selected_users(
-    folder: Path, shard: int, user_hashes: NDArray[np.uint64], scratch_path: Path
-) -> Path:
+def write_selected_users(folder: Path, shard: int, user_hashes: NDArray[np.uint64], scratch_path: Path) -> Path:
     """Write the rows of the users with these sorted hashes to a folder in `scratch_path`; return the folder."""
     target_folder = scratch_path / "alone"
     target_folder.mkdir(parents=True, exist_ok=True)
-    may_match = np.zeros(
-        _LOW_BITS_MASK + 1, np.bool_
-    )  # most of the others are told from these by their last bits
+    may_match = np.zeros(_LOW_BITS_MASK + 1, np.bool_)  # most of the others are told from these by their last bits
     may_match[(user_hashes & np.uint64(_LOW_BITS_MASK)).astype(np.int64)] = True
     for file_kind in file_kinds_in(folder, shard):
         (source_path,), (target_path,) = (
-            shard_paths(parent_folder, shard, (file_kind,))
-            for parent_folder in (folder, target_folder)
+            shard_paths(parent_folder, shard, (file_kind,)) for parent_folder in (folder, target_folder)
         )
         with pa.OSFile(str(source_path)) as source, pa.OSFile(str(target_path), "wb") as sink:
             stream = pa.ipc.open_stream(source)
@@ -279,38 +258,26 @@ def count_distinct_ids(slices: ShardSlices) -> Iterator[tuple[int, int]]:
     """Yield the numbers of distinct (ids, hashes) of each naming slice: equal unless two ids share a hash."""
     for slice_number in slices.numbers:
         naming_kinds = user_naming_kinds(file_kinds_in(slices.folder, slice_number))
-        user_tables = [
-            read_stream(path) for path in shard_paths(slices.folder, slice_number, naming_kinds)
-        ]
-        user_hashes = np.concatenate(
-            [np.asarray(table.column(HASH_COLUMN)) for table in user_tables]
-        )
+        user_tables = [read_stream(path) for path in shard_paths(slices.folder, slice_number, naming_kinds)]
+        user_hashes = np.concatenate([np.asarray(table.column(HASH_COLUMN)) for table in user_tables])
         id_chunks = [chunk for table in user_tables for chunk in table.column("user").chunks]
-        chunk_fingerprints = [
-            native_text_hashes(chunk, FINGERPRINT_SEED) for chunk in id_chunks if len(chunk)
-        ]
-        if any(
-            fingerprints is None for fingerprints in chunk_fingerprints
-        ):  # without what is compiled
+        chunk_fingerprints = [native_text_hashes(chunk, FINGERPRINT_SEED) for chunk in id_chunks if len(chunk)]
+        if any(fingerprints is None for fingerprints in chunk_fingerprints):  # without what is compiled
             all_ids = pa.chunked_array(id_chunks, pa.string())
             yield len(pc.unique(all_ids)), len(distinct_hashes(user_hashes)[0])
         else:
-            yield _count_distinct_pairs(
-                user_hashes, np.concatenate([np.empty(0, np.uint64), *chunk_fingerprints])
-            )
+            yield _count_distinct_pairs(user_hashes, np.concatenate([np.empty(0, np.uint64), *chunk_fingerprints]))
 
 
-def _count_distinct_pairs(
-    hashes: NDArray[np.uint64], fingerprints: NDArray[np.uint64]
-) -> tuple[int, int]:
+def _count_distinct_pairs(hashes: NDArray[np.uint64], fingerprints: NDArray[np.uint64]) -> tuple[int, int]:
     """Return distinct (pairs, hashes); too many pairs if two have the same hash, as one sort needs less memory."""
     hash_order = np.argsort(hashes)
     sorted_hashes, fingerprints = hashes[hash_order], fingerprints[hash_order]
     is_new_hash = sorted_hashes[1:] != sorted_hashes[:-1]
     first_count = min(1, len(hash_order))
-    return first_count + int(
-        (is_new_hash | (fingerprints[1:] != fingerprints[:-1])).sum()
-    ), first_count + int(is_new_hash.sum())
+    return first_count + int((is_new_hash | (fingerprints[1:] != fingerprints[:-1])).sum()), first_count + int(
+        is_new_hash.sum()
+    )
 
 
 class MappedStream:
@@ -326,9 +293,7 @@ class MappedStream:
         self.batches = len(self._batches)
         self.size_bytes = len(self._map)
 
-    def find_ranges(
-        self, first_hashes: NDArray[np.uint64], last_hashes: NDArray[np.uint64]
-    ) -> bool:
+    def find_ranges(self, first_hashes: NDArray[np.uint64], last_hashes: NDArray[np.uint64]) -> bool:
         """Find the ranges with these first and last hashes in each batch; False if a batch is in another order."""
         for batch in self._batches:
             batch_hashes = np.asarray(batch.column(HASH_COLUMN))
@@ -378,9 +343,7 @@ class ShardPieces:
         """Open the pieces of a shard; None if its batches are not in the order of hash ranges, or are too large."""
         file_kinds = file_kinds_in(folder, shard)
         file_paths = shard_paths(folder, shard, file_kinds)
-        stream_by_kind = {
-            kind: MappedStream(path) for kind, path in zip(file_kinds, file_paths, strict=True)
-        }
+        stream_by_kind = {kind: MappedStream(path) for kind, path in zip(file_kinds, file_paths, strict=True)}
         row_count = sum(stream.rows for stream in stream_by_kind.values())
         size_bytes = sum(stream.size_bytes for stream in stream_by_kind.values())
         slice_count = max(1, -(-row_count // SLICE_ROWS_MAX), -(-size_bytes // SLICE_BYTES_MAX))
@@ -398,15 +361,9 @@ class ShardPieces:
             range(shard * range_count, (shard + 1) * range_count),
             shard_count * range_count,
         )
-        first_hashes = np.array(
-            [first_hash(number, total_ranges) for number in range_numbers], np.uint64
-        )
-        last_hashes = np.array(
-            [first_hash(number + 1, total_ranges) - 1 for number in range_numbers], np.uint64
-        )
-        if not all(
-            stream.find_ranges(first_hashes, last_hashes) for stream in stream_by_kind.values()
-        ):
+        first_hashes = np.array([first_hash(number, total_ranges) for number in range_numbers], np.uint64)
+        last_hashes = np.array([first_hash(number + 1, total_ranges) - 1 for number in range_numbers], np.uint64)
+        if not all(stream.find_ranges(first_hashes, last_hashes) for stream in stream_by_kind.values()):
             return None
         return cls(range_numbers, slice_count, stream_by_kind)
 
@@ -421,9 +378,7 @@ class ShardPieces:
             stream.let_go()
 
 
-def read_shard(
-    folder: Path, shard: int, *, history_limit: int, answers_without_history: bool = False
-) -> ShardInput:
+def read_shard(folder: Path, shard: int, *, history_limit: int, answers_without_history: bool = False) -> ShardInput:
     """Read a shard's rows and group them by entity: known items only, each once (its latest position)."""
     return group_rows_by_entity(
         read_tables_by_kind(folder, shard),
@@ -444,12 +399,8 @@ def join_shard_inputs(shard_inputs: Sequence[ShardInput]) -> ShardInput:
     if len(shard_inputs) == 1:
         return shard_inputs[0]
     history_lengths = np.concatenate([np.diff(shard_input.indptr) for shard_input in shard_inputs])
-    vector_parts = [
-        shard_input.vectors for shard_input in shard_inputs if shard_input.vectors is not None
-    ]
-    time_parts = [
-        shard_input.times for shard_input in shard_inputs if shard_input.times is not None
-    ]
+    vector_parts = [shard_input.vectors for shard_input in shard_inputs if shard_input.vectors is not None]
+    time_parts = [shard_input.times for shard_input in shard_inputs if shard_input.times is not None]
     return ShardInput(
         ids=pa.concat_arrays([shard_input.ids for shard_input in shard_inputs]),
         hashes=np.concatenate([shard_input.hashes for shard_input in shard_inputs]),
@@ -472,18 +423,12 @@ def group_rows_by_entity(
     """Group the Arrow tables of a hash range by entity: known items only, each once."""
     file_kinds = tuple(table_by_kind)
     interaction_rows, ids_table, *user_tables = table_by_kind.values()
-    user_ids_table = pa.concat_tables(
-        [ids_table, *(table.select(ids_table.column_names) for table in user_tables)]
-    )
+    user_ids_table = pa.concat_tables([ids_table, *(table.select(ids_table.column_names) for table in user_tables)])
     features_table = user_tables[0]
-    entity_hashes, one_row_of_entity = distinct_hashes(
-        np.asarray(user_ids_table.column(HASH_COLUMN))
-    )
+    entity_hashes, one_row_of_entity = distinct_hashes(np.asarray(user_ids_table.column(HASH_COLUMN)))
     entity_ids = user_ids_table.column("user").take(pa.array(one_row_of_entity)).combine_chunks()
 
-    entity_of_row = positions_of_hashes(
-        entity_hashes, np.asarray(interaction_rows.column(HASH_COLUMN))
-    )
+    entity_of_row = positions_of_hashes(entity_hashes, np.asarray(interaction_rows.column(HASH_COLUMN)))
     ordinal_of_row, time_of_row = (
         np.asarray(interaction_rows.column("ordinal")),
         np.asarray(interaction_rows.column("time")),
@@ -515,9 +460,7 @@ def group_rows_by_entity(
             for name in features_table.column_names[2:]
         },
         history_limit=history_limit,
-        vectors=vectors_of_hashes(entity_hashes, user_tables[1])
-        if USER_VECTORS_KIND in file_kinds
-        else None,
+        vectors=vectors_of_hashes(entity_hashes, user_tables[1]) if USER_VECTORS_KIND in file_kinds else None,
         times=time_of_row[row_order][is_last_of_pair] if has_events else None,
         answers_without_history=answers_without_history,
     )

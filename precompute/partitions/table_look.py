@@ -94,9 +94,7 @@ def preview_tables(
         id_tables += _read_user_ids(config, bundle, unusable_rows, remarks)
     for entity_kind, table_name, id_texts in id_tables:
         if id_texts is not None and batches:
-            id_columns = [
-                batch.items if entity_kind == "item" else batch.users for batch in batches
-            ]
+            id_columns = [batch.items if entity_kind == "item" else batch.users for batch in batches]
             unknown_share, unknown_examples = _unknown_share_and_examples(id_columns, id_texts)
             remarks += unknown_ids_remarks(
                 unknown_share,
@@ -106,16 +104,12 @@ def preview_tables(
                 id_texts[:UNKNOWN_EXAMPLES_MAX].to_pylist(),
             )
             # Users without features get no answer, which refuses a night if there is nobody else.
-            threshold = (
-                config.gates.unknown_items if entity_kind == "item" else UNKNOWN_USERS_SHARE_MAX
-            )
+            threshold = config.gates.unknown_items if entity_kind == "item" else UNKNOWN_USERS_SHARE_MAX
             is_refused |= unknown_share is not None and unknown_share > threshold
     return TableRemarks([*remarks, *_id_forms_remarks(batches, id_tables)], is_refused)
 
 
-def _id_forms_remarks(
-    batches: Sequence[Interactions], id_tables: Sequence[tuple[str, str, Any]]
-) -> list[str]:
+def _id_forms_remarks(batches: Sequence[Interactions], id_tables: Sequence[tuple[str, str, Any]]) -> list[str]:
     """Return remarks on ids of several forms in interactions and tables."""
     forms_by_kind = {"user": IdForms("user"), "item": IdForms("item")}
     for batch in batches:
@@ -124,11 +118,7 @@ def _id_forms_remarks(
     for entity_kind, _, id_texts in id_tables:
         if id_texts is not None:
             forms_by_kind[entity_kind].add(id_texts)
-    return [
-        remark[0]
-        for id_forms in forms_by_kind.values()
-        if (remark := id_forms.remark()) is not None
-    ]
+    return [remark[0] for id_forms in forms_by_kind.values() if (remark := id_forms.remark()) is not None]
 
 
 def _is_small_enough(config: NightConfig, table_file: str, remarks: list[str]) -> bool:
@@ -138,9 +128,7 @@ def _is_small_enough(config: NightConfig, table_file: str, remarks: list[str]) -
     return table_rows <= LOOKED_ROWS_MAX
 
 
-def _read_item_ids(
-    config: NightConfig, bundle: Bundle | None, unusable_rows: UnusableRows, remarks: list[str]
-) -> Any:
+def _read_item_ids(config: NightConfig, bundle: Bundle | None, unusable_rows: UnusableRows, remarks: list[str]) -> Any:
     """Return the ids of the items that a night would know, None if they are not read."""
     sources = config.sources
     if table_file := sources.item_features:
@@ -152,9 +140,7 @@ def _read_item_ids(
             return item_ids
         is_answered = answerable_item_mask(bundle, item_ids)
         answered_count = int(is_answered.sum())
-        remarks += items_without_vector_remarks(
-            answered_count, len(item_ids) - answered_count, table_file
-        )
+        remarks += items_without_vector_remarks(answered_count, len(item_ids) - answered_count, table_file)
         return item_ids.filter(pa.array(is_answered))
     if table_file := sources.item_vectors:
         if not _is_small_enough(config, table_file, remarks):
@@ -175,11 +161,7 @@ def _read_user_ids(
     one_shard_config = replace(config, shards=1)
     with TemporaryDirectory(prefix="larder-check-") as temporary_name:
         folder = Path(temporary_name)
-        if (
-            feature_columns
-            and sources.user_features
-            and _is_small_enough(config, sources.user_features, remarks)
-        ):
+        if feature_columns and sources.user_features and _is_small_enough(config, sources.user_features, remarks):
             write_feature_files(
                 one_shard_config,
                 folder,
@@ -193,24 +175,18 @@ def _read_user_ids(
             yield "user", sources.user_features, user_ids
         if sources.user_vectors and _is_small_enough(config, sources.user_vectors, remarks):
             write_vector_files(one_shard_config, folder, bundle.dims, hash_names, unusable_rows)
-            user_ids = _read_written_users(
-                folder, USER_VECTORS_KIND, USER_VECTORS_SOURCE, unusable_rows
-            )
+            user_ids = _read_written_users(folder, USER_VECTORS_KIND, USER_VECTORS_SOURCE, unusable_rows)
             yield "user", sources.user_vectors, user_ids
 
 
-def _read_written_users(
-    folder: Path, file_kind: str, source_name: str, unusable_rows: UnusableRows
-) -> Any:
+def _read_written_users(folder: Path, file_kind: str, source_name: str, unusable_rows: UnusableRows) -> Any:
     (path,) = shard_paths(folder, 0, (file_kind,))
     user_table = read_stream(path)
     note_repeated_users(source_name, user_table, unusable_rows)
     return user_table.column("user")
 
 
-def _unknown_share_and_examples(
-    id_columns: Sequence[Ids], known_ids: Any
-) -> tuple[float | None, list[str]]:
+def _unknown_share_and_examples(id_columns: Sequence[Ids], known_ids: Any) -> tuple[float | None, list[str]]:
     """Return the share of rows whose id is not among the texts, None for too few, and examples of such ids."""
     row_count = unknown_rows = 0
     unknown_examples: dict[str, None] = {}
@@ -218,9 +194,5 @@ def _unknown_share_and_examples(
         is_unknown = ~as_numpy_mask(pc.is_in(ids.names, value_set=known_ids))
         row_count += len(ids)
         unknown_rows += int(np.count_nonzero(is_unknown[ids.codes]))
-        unknown_examples |= dict.fromkeys(
-            ids.names.filter(pa.array(is_unknown))[:UNKNOWN_EXAMPLES_MAX].to_pylist()
-        )
-    return unknown_item_share(row_count, unknown_rows, 0), list(unknown_examples)[
-        :UNKNOWN_EXAMPLES_MAX
-    ]
+        unknown_examples |= dict.fromkeys(ids.names.filter(pa.array(is_unknown))[:UNKNOWN_EXAMPLES_MAX].to_pylist())
+    return unknown_item_share(row_count, unknown_rows, 0), list(unknown_examples)[:UNKNOWN_EXAMPLES_MAX]

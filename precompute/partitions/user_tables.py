@@ -96,31 +96,19 @@ def write_feature_files(
         )
     usable_count_by_input = dict.fromkeys(input_specs, 0)
     row_count = 0
-    shard_file_paths = [
-        path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))
-    ]
-    with ShardFiles(
-        shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)
-    ) as shard_files:
+    shard_file_paths = [path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))]
+    with ShardFiles(shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)) as shard_files:
         for ids, column_by_name in batches:
             row_count += len(ids)
-            column_by_name = _without_long_texts(
-                config, ids, column_by_name, input_specs, unusable_rows
-            )
+            column_by_name = _without_long_texts(config, ids, column_by_name, input_specs, unusable_rows)
             for column_name in feature_columns:
-                column_specs = [
-                    input_spec
-                    for input_spec in usable_count_by_input
-                    if input_spec.column == column_name
-                ]
+                column_specs = [input_spec for input_spec in usable_count_by_input if input_spec.column == column_name]
                 for input_spec, usable_count in _count_usable_values(
                     ids, column_name, column_by_name[column_name], column_specs, unusable_rows
                 ):
                     usable_count_by_input[input_spec] += usable_count
             user_hashes = hash_user_ids(ids)
-            table = pa.table(
-                [ids.texts(), user_hashes, *column_by_name.values()], schema=file_schema
-            )
+            table = pa.table([ids.texts(), user_hashes, *column_by_name.values()], schema=file_schema)
             if erased.users:
                 is_kept = erased.kept_users_mask(ids)
                 table, user_hashes = table.filter(pa.array(is_kept)), user_hashes[is_kept]
@@ -149,9 +137,7 @@ def note_event_values(
             feature_columns,
             columns_of_lists,
         )
-        type_by_column = {
-            column_name: table_schema.field(column_name).type for column_name in feature_columns
-        }
+        type_by_column = {column_name: table_schema.field(column_name).type for column_name in feature_columns}
         read_event_values(type_by_column, event_values, "user", input_specs, unusable_rows)
 
 
@@ -164,9 +150,7 @@ def _without_long_texts(
 ) -> dict[str, Any]:
     """The columns, in those of text inputs null for a text that the service would refuse; such rows are noted."""
     shortened_columns = dict(column_by_name)
-    for column_name in sorted(
-        {str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"}
-    ):
+    for column_name in sorted({str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"}):
         shortened_columns[column_name], is_long = without_long_texts(
             column_by_name[column_name], config.feature_text_bytes
         )
@@ -192,19 +176,12 @@ def _count_usable_values(
     A row is looked at once, and noted once, however many models take the column.
     """
     unusable_rows.count_checked(source_name := f"{USER_FEATURES_SOURCE}.{column_name}", len(ids))
-    values_by_input = {
-        input_spec: read_feature_values(feature_column, input_spec) for input_spec in input_specs
-    }
+    values_by_input = {input_spec: read_feature_values(feature_column, input_spec) for input_spec in input_specs}
     if bad_mask_by_reason := union_of_masks(
         feature_values.unusable_mask_by_reason for feature_values in values_by_input.values()
     ):
-        unusable_rows.note_rows(
-            source_name, bad_mask_by_reason, lambda row: {"user": ids.name_of(row)}
-        )
-    return [
-        (input_spec, int(feature_values.usable.sum()))
-        for input_spec, feature_values in values_by_input.items()
-    ]
+        unusable_rows.note_rows(source_name, bad_mask_by_reason, lambda row: {"user": ids.name_of(row)})
+    return [(input_spec, int(feature_values.usable.sum())) for input_spec, feature_values in values_by_input.items()]
 
 
 def write_vector_files(
@@ -225,16 +202,10 @@ def write_vector_files(
     spec = InputSpec("vector", "feature", "float32", column=column, width=dims)
     demand_column_type(feature_schema(path, (column,)).field(column).type, spec, str(path))
     id_type, vector_type = pa.string(), pa.list_(pa.float32(), dims)
-    file_schema = pa.schema(
-        [("user", id_type), (HASH_COLUMN, pa.uint64()), (VECTOR_COLUMN, vector_type)]
-    )
+    file_schema = pa.schema([("user", id_type), (HASH_COLUMN, pa.uint64()), (VECTOR_COLUMN, vector_type)])
     rows_read = used_rows = 0
-    shard_file_paths = [
-        path for n in range(config.shards) for path in shard_paths(folder, n, (USER_VECTORS_KIND,))
-    ]
-    with ShardFiles(
-        shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)
-    ) as shard_files:
+    shard_file_paths = [path for n in range(config.shards) for path in shard_paths(folder, n, (USER_VECTORS_KIND,))]
+    with ShardFiles(shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)) as shard_files:
         for ids, column_by_name in read_features(
             path,
             sources.user_column,
@@ -247,9 +218,7 @@ def write_vector_files(
             vector_values = read_feature_values(column_by_name[column], spec)
             if vector_values.unusable_mask_by_reason:
                 describe_row = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
-                unusable_rows.note_rows(
-                    USER_VECTORS_SOURCE, vector_values.unusable_mask_by_reason, describe_row
-                )
+                unusable_rows.note_rows(USER_VECTORS_SOURCE, vector_values.unusable_mask_by_reason, describe_row)
             is_kept = vector_values.usable & erased.kept_users_mask(ids)
             used_rows += int(is_kept.sum())
             kept_hashes, flat_vectors = (
@@ -267,11 +236,7 @@ def write_vector_files(
         requirement = f"each is a list of {dims} finite numbers, as the bundle's dimensions"
         raise SourceError(
             f"{path}: column {column!r} has no vector that can be used: "
-            + (
-                f"of its {rows_read:,} rows none is; {requirement}"
-                if rows_read
-                else "it has no rows"
-            ),
+            + (f"of its {rows_read:,} rows none is; {requirement}" if rows_read else "it has no rows"),
             column=column,
         )
 
@@ -284,8 +249,6 @@ def vectors_of_hashes(sorted_hashes: NDArray[np.uint64], vectors_table: Any) -> 
     )
     vectors = np.full((len(sorted_hashes), dims), np.nan, np.float32)
     has_vector = row_of_hash >= 0
-    numbers = np.asarray(vectors_table.column(VECTOR_COLUMN).combine_chunks().flatten()).reshape(
-        -1, dims
-    )
+    numbers = np.asarray(vectors_table.column(VECTOR_COLUMN).combine_chunks().flatten()).reshape(-1, dims)
     vectors[has_vector] = numbers[row_of_hash[has_vector]]
     return vectors

@@ -71,9 +71,7 @@ def judge_capacity(
     disk_measurement = disk_room(
         limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generation_count=generation_count
     )
-    gate_measurements = [
-        (redis_headroom, node_measurement) for node_measurement in node_measurements
-    ]
+    gate_measurements = [(redis_headroom, node_measurement) for node_measurement in node_measurements]
     gate_measurements += [(memory_headroom, memory_measurement), (disk_headroom, disk_measurement)]
     return [measurement.to_verdict(gate.rule) for gate, measurement in gate_measurements]
 
@@ -84,8 +82,7 @@ def demand_room(capacity_verdicts: list[Verdict]) -> None:
     if failed_verdicts:
         first_failed = failed_verdicts[0]
         failures_text = "; ".join(
-            f"{verdict.rule} {verdict.value} against {verdict.threshold}: {verdict.note}"
-            for verdict in failed_verdicts
+            f"{verdict.rule} {verdict.value} against {verdict.threshold}: {verdict.note}" for verdict in failed_verdicts
         )
         raise Refused(
             f"the generations of a night at its peak would not fit: {failures_text}",
@@ -138,9 +135,7 @@ def find_limits(
     )
 
 
-def _read_nodes(
-    config: NightConfig, record_bytes: int
-) -> tuple[tuple[RedisNode, ...], tuple[ArmRoom, ...]]:
+def _read_nodes(config: NightConfig, record_bytes: int) -> tuple[tuple[RedisNode, ...], tuple[ArmRoom, ...]]:
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control, share_by_node = Control(client, config.keyspace()), compute_keyspace_shares(client)
         own_bytes, arms = (
@@ -151,13 +146,7 @@ def _read_nodes(
         nodes = []
         for node_name, server in primary_clients(client).items():
             own_node_bytes = own_bytes * share_by_node[node_name]
-            used_bytes = unevictable_bytes(
-                control, server, pages_bytes=own_node_bytes, record_bytes=record_bytes
-            )
-            other_bytes = max(
-                0, round(used_bytes - own_node_bytes + arm_growth_bytes * share_by_node[node_name])
-            )
-            nodes.append(
-                RedisNode(node_name, share_by_node[node_name], *memory_limit(server), other_bytes)
-            )
+            used_bytes = unevictable_bytes(control, server, pages_bytes=own_node_bytes, record_bytes=record_bytes)
+            other_bytes = max(0, round(used_bytes - own_node_bytes + arm_growth_bytes * share_by_node[node_name]))
+            nodes.append(RedisNode(node_name, share_by_node[node_name], *memory_limit(server), other_bytes))
         return tuple(nodes), arms

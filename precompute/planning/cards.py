@@ -88,15 +88,11 @@ class Card:
         low_dims_cost, high_dims_cost = self.list_costs
         dims_position = (dims - low_dims_cost.dims) / (high_dims_cost.dims - low_dims_cost.dims)
         item_dependent_s = (
-            _interpolate(
-                low_dims_cost.item_dependent_s, high_dims_cost.item_dependent_s, dims_position
-            )
+            _interpolate(low_dims_cost.item_dependent_s, high_dims_cost.item_dependent_s, dims_position)
             * item_count
             / MEASURED_ITEMS
         )
-        return item_dependent_s + _interpolate(
-            low_dims_cost.constant_s, high_dims_cost.constant_s, dims_position
-        )
+        return item_dependent_s + _interpolate(low_dims_cost.constant_s, high_dims_cost.constant_s, dims_position)
 
     def forecast_night(self, users: int, items: int, dims: int, k: int) -> CardForecast:
         """Forecast the lists, and the steps up to their pages if those were measured."""
@@ -164,15 +160,11 @@ def find_card(card_name_or_prefix: str, cards: Mapping[str, Card] = CARDS) -> Ca
 
     Raises ConfigError for others, with the known ones.
     """
-    normalized_name = "-".join(card_name_or_prefix.lower().replace("-", " ").split()).removeprefix(
-        "nvidia-"
-    )
+    normalized_name = "-".join(card_name_or_prefix.lower().replace("-", " ").split()).removeprefix("nvidia-")
     if normalized_name in cards:
         return cards[normalized_name]
     matching_names = [
-        card_name
-        for card_name in cards
-        if normalized_name and card_name.startswith(f"{normalized_name}-")
+        card_name for card_name in cards if normalized_name and card_name.startswith(f"{normalized_name}-")
     ]
     if len(matching_names) == 1:
         return cards[matching_names[0]]

@@ -38,9 +38,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
     if config.redis_url and arguments.redis_gb is None:  # before a minute's work
         with connect(config.redis_url, config.redis_timeout_s) as client:
             Control(client, config.keyspace()).check_policy()
-    request_counts = (
-        None if arguments.requests is None else _count_requests(Path(arguments.requests), config)
-    )
+    request_counts = None if arguments.requests is None else _count_requests(Path(arguments.requests), config)
     night_forecast = forecast(config, plan_parameters, request_counts, progress=progress)
     limits = find_limits(
         config, record_bytes=max(layout.size_bytes for _, layout in night_forecast.shape.layouts.values()),
@@ -52,9 +50,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
     output = (
         _forecast_json(night_forecast, verdicts, generation_count, limits.arms)
         if arguments.json
-        else _forecast_tables(
-            night_forecast, verdicts, plan_parameters, generation_count, limits.arms
-        )
+        else _forecast_tables(night_forecast, verdicts, plan_parameters, generation_count, limits.arms)
     )
     if not all(verdict.passed for verdict in verdicts):
         print_output(output, out_console)
@@ -66,16 +62,11 @@ def _count_requests(path: Path, config: NightConfig) -> NDArray[np.int64]:
     """Count the rows of each user in a log, int64; raise SourceError for a log that is unreadable or names no user."""
     try:
         if path.suffix in (".parquet", ".pq"):
-            user_id_chunks = [
-                batch_ids.texts()
-                for batch_ids, _ in read_features(path, config.sources.user_column, ())
-            ]
+            user_id_chunks = [batch_ids.texts() for batch_ids, _ in read_features(path, config.sources.user_column, ())]
         else:
             read_options = pa.csv.ReadOptions(column_names=["user"])
             convert_options = pa.csv.ConvertOptions(column_types={"user": pa.string()})
-            parse_options = pa.csv.ParseOptions(
-                quote_char=False
-            )  # else a quote could take the lines behind it
+            parse_options = pa.csv.ParseOptions(quote_char=False)  # else a quote could take the lines behind it
             table = pa.csv.read_csv(path, read_options, parse_options, convert_options)
             user_id_chunks = table["user"].chunks
     except (OSError, pa.ArrowException) as error:
@@ -120,9 +111,7 @@ def _forecast_tables(
         ("a reader's host", shape.mapped_bytes),
         ("artefact store", shape.disk_bytes),
     ):
-        size_table.add_row(
-            row_name, size_text(size_bytes), size_text(generation_count * size_bytes)
-        )
+        size_table.add_row(row_name, size_text(size_bytes), size_text(generation_count * size_bytes))
     for arm in arms:
         row_name = f"Redis, {', '.join(arm.arms)}"
         peak_text = size_text(generation_count * arm.largest_bytes)
@@ -137,9 +126,7 @@ def _forecast_tables(
     time_table.add_row(
         "score",
         *_minute_texts(scoring),
-        ", ".join(
-            f"{row_name} {timing.wall_s / 60:.2f}" for row_name, timing in timing_by_part.items()
-        ),
+        ", ".join(f"{row_name} {timing.wall_s / 60:.2f}" for row_name, timing in timing_by_part.items()),
     )
     time_table.add_row(
         "score on GPUs",
@@ -157,16 +144,10 @@ def _forecast_tables(
     memory_table.columns[1].justify = "right"
     for step, peak_bytes in step_bytes(shape).items():
         memory_table.add_row(step, size_text(peak_bytes))
-    rate_table = Table(
-        "L1 per process", "entries", "hits, L1 full", "hits, first day", "L2 reads/s"
-    )
+    rate_table = Table("L1 per process", "entries", "hits, L1 full", "hits, first day", "L2 reads/s")
     for hit_rates in night_forecast.hit_rates:
         cold_rate_text = "" if hit_rates.from_cold is None else f"{hit_rates.from_cold:.1%}"
-        reads_text = (
-            ""
-            if plan_parameters.qps is None
-            else f"{plan_parameters.qps * (1 - hit_rates.steady):,.0f}"
-        )
+        reads_text = "" if plan_parameters.qps is None else f"{plan_parameters.qps * (1 - hit_rates.steady):,.0f}"
         rate_table.add_row(
             size_text(hit_rates.max_bytes),
             f"{hit_rates.entries:,.0f}",
@@ -196,11 +177,7 @@ def _forecast_tables(
     for column in (*time_table.columns[1:3], *rate_table.columns):
         column.justify, column.no_wrap = "right", True
     busy_note = "other programs were busy here meanwhile: by the clock, times are too long"
-    notes = (
-        [timings.note] * bool(timings.note)
-        + [busy_note] * night_forecast.is_busy
-        + [*night_forecast.remarks]
-    )
+    notes = [timings.note] * bool(timings.note) + [busy_note] * night_forecast.is_busy + [*night_forecast.remarks]
     filter_tables = [filter_table] * bool(night_forecast.filters)
     return [
         size_table,
@@ -249,9 +226,7 @@ def _break_even_in_words(filter_cost: FilterCost, qps: float | None) -> str:
         if qps is not None:
             lookup_fraction = filter_cost.pays_from_lookups / (qps * DAY_S)
             break_even_text += (
-                f", {lookup_fraction:.2%} of those stated"
-                if lookup_fraction <= 1
-                else ": more than those stated"
+                f", {lookup_fraction:.2%} of those stated" if lookup_fraction <= 1 else ": more than those stated"
             )
     return f"{break_even_text} (made)" if filter_cost.is_made else break_even_text
 

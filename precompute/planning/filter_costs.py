@@ -54,9 +54,7 @@ class FilterCost:
     @property
     def pays_from_lookups(self) -> float:
         """Number of lookups a day, of a full list, from which making it takes less than searching; else infinity."""
-        spared_s = self.short_share * (
-            self.search_s + self.read_s
-        )  # the search reads a vector first
+        spared_s = self.short_share * (self.search_s + self.read_s)  # the search reads a vector first
         return self.night_s / spared_s if spared_s > 0 else math.inf
 
     def to_json(self) -> dict[str, Any]:
@@ -72,9 +70,7 @@ class FilterCost:
             f"short_lists_at_{SHORT_LIST_ITEMS}": self.short_share_at_ten,
             "search_s": self.search_s,
             "read_s": self.read_s,
-            "pays_from_lookups_a_day": None
-            if math.isinf(self.pays_from_lookups)
-            else self.pays_from_lookups,
+            "pays_from_lookups_a_day": None if math.isinf(self.pays_from_lookups) else self.pays_from_lookups,
         }
 
 
@@ -90,23 +86,16 @@ def measure_filter_costs(
     if not config.filters:
         return []
     items = open_items(trial.build.root, begin_report, dims=bundle.dims)
-    declared_filters = passing_filters(
-        config, trial.build.root, begin_report["attributes"], items.count
-    )
+    declared_filters = passing_filters(config, trial.build.root, begin_report["attributes"], items.count)
     mask_by_filter = {
-        filter_name: filter_mask.among(np.arange(items.count))
-        for filter_name, filter_mask in declared_filters.items()
+        filter_name: filter_mask.among(np.arange(items.count)) for filter_name, filter_mask in declared_filters.items()
     }
     item_vectors, pages_by_table, costs = np.asarray(items.vectors), shape.pages(), []
     read_s = _measure_read_s(client)
     for table, table_config in configured_tables(config, bundle).items():
         if table_config.kind not in LISTS:
             continue
-        sample = (
-            _sample_users(trial)
-            if table_config.kind == "user_topk"
-            else _sample_items(item_vectors)
-        )
+        sample = _sample_users(trial) if table_config.kind == "user_topk" else _sample_items(item_vectors)
         entity_count = shape.users if table_config.kind == "user_topk" else shape.items
         metric, threads = metric_of(bundle, table_config), config.threads or None
         scorer = trial.scorers.at(0).of(items, metric)
@@ -114,9 +103,7 @@ def measure_filter_costs(
         for filter_name, mask in mask_by_filter.items():
             filtered_table = f"{table}.{filter_name}"
 
-            search = partial(
-                scorer.top, sample[0], table_config.k, sample[1], allowed=mask, threads=threads
-            )
+            search = partial(scorer.top, sample[0], table_config.k, sample[1], allowed=mask, threads=threads)
             search_time = measure_time(search)[0]
             short_share, short_share_at_ten = _short_list_shares(sample_lists, mask)
             costs.append(
@@ -139,9 +126,7 @@ def _sample_users(trial: Trial) -> SampledVectors:
     with scratch_folder(trial.build.root / PARTITION_FOLDER) as scratch:
         chunk = work.add_tower_outputs(next(read_users(work, scratch)))
     answered_rows = np.flatnonzero(chunk.is_answered_by_model["user_tower"])[:SEARCHED_USERS]
-    return chunk.outputs_by_model["user_tower"][answered_rows], chunk.seen_items.select_rows(
-        answered_rows
-    )
+    return chunk.outputs_by_model["user_tower"][answered_rows], chunk.seen_items.select_rows(answered_rows)
 
 
 def _sample_items(vectors: NDArray[np.float32]) -> SampledVectors:
@@ -174,9 +159,7 @@ def _measure_search_s(
 
     def search(row: int) -> None:
         excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
-        searcher.search(
-            queries[row], passing_ordinals[~np.isin(passing_ordinals, excluded_ordinals)], k, metric
-        )
+        searcher.search(queries[row], passing_ordinals[~np.isin(passing_ordinals, excluded_ordinals)], k, metric)
 
     search(0)  # lengths are found once
 

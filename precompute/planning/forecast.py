@@ -174,12 +174,8 @@ class Forecast:
             "dims": shape.dims,
             "interactions": self.interactions,
             "sample_users": self.sample_users,
-            "record_bytes": {
-                table_name: layout.size_bytes for table_name, (_, layout) in shape.layouts.items()
-            },
-            "pages": {
-                table_name: table_pages.count for table_name, table_pages in shape.pages().items()
-            },
+            "record_bytes": {table_name: layout.size_bytes for table_name, (_, layout) in shape.layouts.items()},
+            "pages": {table_name: table_pages.count for table_name, table_pages in shape.pages().items()},
             "payload_bytes": shape.payload_bytes,
             "redis_bytes": self.redis_bytes,
             "directory_bytes": shape.directory_bytes,
@@ -247,9 +243,7 @@ def forecast(
                 pages = shape.pages().values()
                 page_sizes = {size for table_pages in pages for size in table_pages.page_sizes}
                 cost_by_page_bytes = measure_page_costs(client, config.keyspace(), page_sizes)
-                redis_bytes = round(
-                    sum(table_pages.sum_costs(cost_by_page_bytes) for table_pages in pages)
-                )
+                redis_bytes = round(sum(table_pages.sum_costs(cost_by_page_bytes) for table_pages in pages))
                 filters = measure_filter_costs(trial, shape, client, cost_by_page_bytes)
                 progress("rehearse the load", 0, 1)
                 load_time = time_load(trial.build.config, shape, client)
@@ -259,9 +253,7 @@ def forecast(
         if request_counts is None
         else estimate_popularity(request_counts, source_user_count)
     )
-    changed_share, changed_share_note = find_changed_share(
-        parameters.users_changed, sample, cutoff_at
-    )
+    changed_share, changed_share_note = find_changed_share(parameters.users_changed, sample, cutoff_at)
     return Forecast(
         len(sample.ids), source_user_count, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(load_time),
@@ -275,9 +267,7 @@ def forecast(
     )  # fmt: skip
 
 
-def judge_forecast(
-    config: NightConfig, night_forecast: Forecast, limits: CapacityLimits
-) -> list[Any]:
+def judge_forecast(config: NightConfig, night_forecast: Forecast, limits: CapacityLimits) -> list[Any]:
     """Return the verdicts on a forecast within these limits."""
     return judge_capacity(
         limits, config.gates, generation_count=peak_generation_count(config.keep),
@@ -303,23 +293,15 @@ def _open_bundle(config: NightConfig, folder: Path, cutoff_at: datetime | None) 
     return Bundle.open(config.path(config.bundle))
 
 
-def _shape_night(
-    config: NightConfig, trial: Trial, parameters: PlanParameters, user_count: int
-) -> NightShape:
+def _shape_night(config: NightConfig, trial: Trial, parameters: PlanParameters, user_count: int) -> NightShape:
     bundle, begin_report, root = trial.bundle, trial.begin_report, trial.build.root
     item_count, dims = begin_report["items"], parameters.dims or bundle.dims
     tables = scored_tables(config, bundle)
     resized_bundle = replace(bundle, dims=dims)
     items_per_user = min(config.history_limit, begin_report["interactions"] / len(trial.sample.ids))
     partition_bytes = sum(path.stat().st_size for path in (root / "work/partition").iterdir())
-    facets = (
-        begin_report.get("facets")
-        or trial.build.need_report(EMBED_ITEMS_REPORT).get("facets")
-        or {}
-    )
-    list_tables = [
-        table for table in tables.values() if table.kind in ("user_topk", "item_similar")
-    ]
+    facets = begin_report.get("facets") or trial.build.need_report(EMBED_ITEMS_REPORT).get("facets") or {}
+    list_tables = [table for table in tables.values() if table.kind in ("user_topk", "item_similar")]
     return NightShape(
         users=user_count,
         items=parameters.items or item_count,
@@ -331,10 +313,7 @@ def _shape_night(
             for table_name, table in tables.items()
         },
         item_id_bytes=(root / "items/ids.bin").stat().st_size / item_count,
-        model_bytes={
-            model.name: sum(path.stat().st_size for path, _, _ in model.files)
-            for model in bundle.models
-        },
+        model_bytes={model.name: sum(path.stat().st_size for path, _, _ in model.files) for model in bundle.models},
         model_items=item_count,
         model_dims=bundle.dims,
         facets={
@@ -348,9 +327,7 @@ def _shape_night(
         publishes_inputs=config.events.enabled,
         interactions=round(user_count * begin_report["interactions"] / len(trial.sample.ids)),
         feature_bytes=_sum_file_bytes(
-            path
-            for file_kind in ("features", USER_VECTORS_KIND)
-            for path in root.glob(f"work/partition/*.{file_kind}")
+            path for file_kind in ("features", USER_VECTORS_KIND) for path in root.glob(f"work/partition/*.{file_kind}")
         )
         / len(trial.sample.ids),
         item_feature_bytes=_sum_file_bytes(root.glob(ITEM_FEATURES_FILE)) / item_count,
@@ -368,31 +345,19 @@ def gpu_seconds(timings: Timings, users_per_s: float, shape: NightShape) -> floa
     """Return the seconds of embedding plus those of lists at this rate, or of the slowest other stage if longer."""
     table_kinds = {layout.kind for _, layout in shape.layouts.values()}
     entity_count = shape.users + (shape.items if "topk" in table_kinds else 0)
-    slowest_stage_s = max(
-        stage_s for stage, stage_s in timings.seconds_by_stage.items() if stage != "topk"
-    )
+    slowest_stage_s = max(stage_s for stage, stage_s in timings.seconds_by_stage.items() if stage != "topk")
     return timings.embed.wall_s + max(entity_count / users_per_s, slowest_stage_s)
 
 
-def _gpu_rate(
-    config: NightConfig, trial: Trial, shape: NightShape, parameters: PlanParameters
-) -> DeviceRate:
+def _gpu_rate(config: NightConfig, trial: Trial, shape: NightShape, parameters: PlanParameters) -> DeviceRate:
     if parameters.gpu_users_per_s is not None:
-        return DeviceRate(
-            parameters.gpu_users_per_s, f"the stated {parameters.gpu_users_per_s:,.0f} users/s"
-        )
+        return DeviceRate(parameters.gpu_users_per_s, f"the stated {parameters.gpu_users_per_s:,.0f} users/s")
     widths = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
     return trial.measure_device_rate(config.device, shape, max(widths, default=1))
 
 
-def _hit_rates_by_size(
-    shape: NightShape, parameters: PlanParameters, popularity: Popularity
-) -> list[HitRates]:
-    list_layouts = [
-        layout
-        for entity, layout in shape.layouts.values()
-        if entity == "user" and layout.kind == "topk"
-    ]
+def _hit_rates_by_size(shape: NightShape, parameters: PlanParameters, popularity: Popularity) -> list[HitRates]:
+    list_layouts = [layout for entity, layout in shape.layouts.values() if entity == "user" and layout.kind == "topk"]
     layout = (list_layouts or [layout for _, layout in shape.layouts.values()])[0]
     answer_bytes = parameters.answer_bytes
     if answer_bytes is None:
@@ -408,9 +373,7 @@ def _hit_rates_by_size(
     ]  # fmt: skip
 
 
-def find_changed_share(
-    stated_share: float | None, sample: Sample, cutoff_at: datetime | None
-) -> tuple[float, str]:
+def find_changed_share(stated_share: float | None, sample: Sample, cutoff_at: datetime | None) -> tuple[float, str]:
     """Return (share of the users that a night finds changed, its origin in words)."""
     if stated_share is not None:
         return stated_share, f"{stated_share:.1%} of the users changed, as stated"
@@ -434,9 +397,7 @@ def find_active_share(sample: Sample, cutoff_at: datetime | None) -> float | Non
     if not (sample.times > 0).any():
         return None
     data_end_us = int(sample.times.max()) + 1
-    end_us = (
-        data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS_PER_SECOND)
-    )
+    end_us = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS_PER_SECOND)
     active_owners = sample.owner_indices[sample.times >= end_us - _DAY_US]
     return len(np.unique(active_owners)) / len(sample.ids)
 
@@ -450,9 +411,7 @@ def touched_share(item_count: int, changed_share: float, width: int) -> float:
     changed_count, width = changed_share * item_count, min(width, item_count)
     if changed_count + width > item_count:
         return 1.0 if changed_count and width else 0.0
-    log_unchanged_ways = lgamma(item_count - changed_count + 1) - lgamma(
-        item_count - changed_count - width + 1
-    )
+    log_unchanged_ways = lgamma(item_count - changed_count + 1) - lgamma(item_count - changed_count - width + 1)
     return 1 - exp(log_unchanged_ways + lgamma(item_count - width + 1) - lgamma(item_count + 1))
 
 
@@ -483,16 +442,11 @@ def copying_night(
     }
     seconds_by_stage = timings.seconds_by_stage
     user_time_share = sum(
-        remaining_share_by_stage.get(stage, 1.0) * seconds_by_stage[stage]
-        for stage in seconds_by_stage
+        remaining_share_by_stage.get(stage, 1.0) * seconds_by_stage[stage] for stage in seconds_by_stage
     ) / max(sum(seconds_by_stage.values()), 1e-9)
-    item_time_share = min(
-        1.0, changed_item_share + sum(_lost_and_entered_shares(shape, "item", changed_item_share))
-    )
+    item_time_share = min(1.0, changed_item_share + sum(_lost_and_entered_shares(shape, "item", changed_item_share)))
     scoring = timings.prepare.and_(timings.shards).and_(timings.embed.times(changed_item_share))
-    scoring = scoring.and_(timings.users.times(user_time_share)).and_(
-        timings.items.times(item_time_share)
-    )
+    scoring = scoring.and_(timings.users.times(user_time_share)).and_(timings.items.times(item_time_share))
     return CopyingNight(changed_item_share, changed_input_share, lost_share, entered_share, scoring)
 
 
@@ -522,15 +476,11 @@ def items_per_user(sample: Sample) -> NDArray[np.int64]:
 
 def _mean_touched_share(item_count: int, changed_share: float, widths: NDArray[np.int64]) -> float:
     distinct_widths, width_counts = np.unique(widths, return_counts=True)
-    touched_shares = [
-        touched_share(item_count, changed_share, width) for width in distinct_widths.tolist()
-    ]
+    touched_shares = [touched_share(item_count, changed_share, width) for width in distinct_widths.tolist()]
     return float(np.dot(touched_shares, width_counts)) / max(1, len(widths))
 
 
-def _lost_and_entered_shares(
-    shape: NightShape, entity: str, changed_share: float
-) -> tuple[float, float]:
+def _lost_and_entered_shares(shape: NightShape, entity: str, changed_share: float) -> tuple[float, float]:
     """Return (lists that lose an item, other lists that one may enter) as shares of the lists of users, or of items."""
     width = sum(
         layout.width
@@ -555,15 +505,9 @@ def zipf_popularity(user_count: int, exponent: float) -> Popularity:
         np.array(bin_edges[1:], np.float64) + 0.5,
     )
     power = 1 - exponent
-    bin_mass = (
-        np.log(high_edges / low_edges)
-        if power == 0
-        else (high_edges**power - low_edges**power) / power
-    )
+    bin_mass = np.log(high_edges / low_edges) if power == 0 else (high_edges**power - low_edges**power) / power
     key_counts = np.concatenate([np.ones(exact_count), high_edges - low_edges])
-    probability_mass = np.concatenate(
-        [np.arange(1, exact_count + 1, dtype=np.float64) ** -exponent, bin_mass]
-    )
+    probability_mass = np.concatenate([np.arange(1, exact_count + 1, dtype=np.float64) ** -exponent, bin_mass])
     return Popularity(probability_mass / probability_mass.sum() / key_counts, key_counts)
 
 
@@ -583,12 +527,9 @@ def estimate_popularity(request_counts: NDArray[np.int64], user_count: int) -> P
         return Popularity(requests_per_user / request_count, key_counts.astype(np.float64))
     discount = min(seen_once_count / seen_count, 0.9)
     request_shares = (
-        np.concatenate([requests_per_user - discount, [discount * seen_count / unseen_count]])
-        / request_count
+        np.concatenate([requests_per_user - discount, [discount * seen_count / unseen_count]]) / request_count
     )
-    return Popularity(
-        request_shares, np.concatenate([key_counts, [unseen_count]]).astype(np.float64)
-    )
+    return Popularity(request_shares, np.concatenate([key_counts, [unseen_count]]).astype(np.float64))
 
 
 def l1_hit_rates(
@@ -611,9 +552,7 @@ def l1_hit_rates(
     """
     table_entry_bytes = l1_table_bytes()
     record_entry_bytes = record_bytes + ENTRY_OVERHEAD_BYTES + table_entry_bytes
-    answer_entry_bytes = (
-        answer_bytes + READY_OVERHEAD_BYTES + table_entry_bytes if answer_bytes else 0.0
-    )
+    answer_entry_bytes = answer_bytes + READY_OVERHEAD_BYTES + table_entry_bytes if answer_bytes else 0.0
 
     def contents(time: float) -> tuple[float, float]:
         """Return the expected (entries, bytes)."""
@@ -624,8 +563,7 @@ def l1_hit_rates(
             return entries, record_entry_bytes * entries
         # The record is used when it comes and when the answer is made of it; then only the answer is.
         record_entries = float(
-            popularity.key_counts
-            @ ((1 + expected_requests) * absent_probability * (1 - absent_probability))
+            popularity.key_counts @ ((1 + expected_requests) * absent_probability * (1 - absent_probability))
         )
         answer_entries = float(popularity.key_counts @ (1 - absent_probability) ** 2)
         return (
@@ -661,9 +599,7 @@ def _steady_rate(popularity: Popularity, time: float) -> float:
     return float(key_mass @ -np.expm1(-popularity.probabilities * time))
 
 
-def _rate_from_cold(
-    popularity: Popularity, time: float, request_count: float | None
-) -> float | None:
+def _rate_from_cold(popularity: Popularity, time: float, request_count: float | None) -> float | None:
     """Return the mean rate over the first requests: until T the cache fills up, then it is full."""
     if request_count is None or request_count < 1:
         return None
@@ -672,8 +608,7 @@ def _rate_from_cold(
         popularity.key_counts @ -np.expm1(-popularity.probabilities * filling_requests)
     )
     return (
-        filling_hits
-        + (request_count - filling_requests) * _steady_rate(popularity, filling_requests)
+        filling_hits + (request_count - filling_requests) * _steady_rate(popularity, filling_requests)
     ) / request_count
 
 

@@ -115,9 +115,7 @@ def read_parameters(arguments: argparse.Namespace) -> PlanParameters:
         option_value = getattr(arguments, option_name)
         if option_value is not None and not 0 < option_value < math.inf:
             option = f"--{option_name.replace('_', '-')}"
-            raise ConfigError(
-                f"{option} is a number above 0, not {option_value:g}", field=option_name
-            )
+            raise ConfigError(f"{option} is a number above 0, not {option_value:g}", field=option_name)
     if arguments.sample > 1:
         raise ConfigError(f"--sample is a share of 1, not {arguments.sample:g}", field="sample")
     if min(arguments.l1_mb) < 1:
@@ -132,9 +130,7 @@ def read_parameters(arguments: argparse.Namespace) -> PlanParameters:
             option = f"--{option_name.replace('_', '-')}"
             raise ConfigError(f"{option} is a share of 1, not {option_value:g}", field=option_name)
     if arguments.redis_nodes is not None and arguments.redis_gb is None:
-        raise ConfigError(
-            "--redis-nodes goes with --redis-gb, the memory of each", field="redis_nodes"
-        )
+        raise ConfigError("--redis-nodes goes with --redis-gb, the memory of each", field="redis_nodes")
     return PlanParameters(
         arguments.users, arguments.items, arguments.k, arguments.dims, arguments.qps,
         arguments.processes, arguments.sample, arguments.seconds, arguments.data_until,
@@ -159,9 +155,7 @@ def demand_card_options(arguments: argparse.Namespace) -> None:
                 field=option_name,
             )
     if arguments.users is None:
-        raise ConfigError(
-            "--card counts nothing: say with --users how many users get lists", field="users"
-        )
+        raise ConfigError("--card counts nothing: say with --users how many users get lists", field="users")
 
 
 def quick_answer(argv: Sequence[str]) -> str | None:
@@ -189,24 +183,18 @@ def quick_answer(argv: Sequence[str]) -> str | None:
     )
 
 
-def plan_on_card(
-    config: "NightConfig", arguments: argparse.Namespace, _progress: "Progress"
-) -> "CommandOutput":
+def plan_on_card(config: "NightConfig", arguments: argparse.Namespace, _progress: "Progress") -> "CommandOutput":
     """Return the forecast of a night on the named GPU; raise ConfigError for a GPU without rates or a missing size."""
     from precompute.config.console import CommandOutput
 
     demand_card_options(arguments)
     card, plan_parameters = find_card(arguments.card), read_parameters(arguments)
     item_count, dims = _find_card_sizes(config, plan_parameters.items, plan_parameters.dims)
-    forecast = card.forecast_night(
-        plan_parameters.users or 0, item_count, dims, plan_parameters.k or MEASURED_K
-    )
+    forecast = card.forecast_night(plan_parameters.users or 0, item_count, dims, plan_parameters.k or MEASURED_K)
     return CommandOutput(_card_text(forecast, is_json=arguments.json))
 
 
-def _find_card_sizes(
-    config: "NightConfig", item_count: int | None, dims: int | None
-) -> tuple[int, int]:
+def _find_card_sizes(config: "NightConfig", item_count: int | None, dims: int | None) -> tuple[int, int]:
     """Return (items, dimensions) as given, else of the bundle."""
     if item_count is not None and dims is not None:
         return item_count, dims

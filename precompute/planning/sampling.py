@@ -31,9 +31,7 @@ SAMPLE_HASH_SEED = 0x5DEECE66D
 """Independent of every directory seed, so that a shard is no sample."""
 
 SAMPLED_USERS_MIN = 1024
-_INTERACTION_SCHEMA = pa.schema(
-    [("user", pa.string()), ("item", pa.string()), ("time", pa.int64())]
-)
+_INTERACTION_SCHEMA = pa.schema([("user", pa.string()), ("item", pa.string()), ("time", pa.int64())])
 OWNER_COLUMN = "\x1fowner"
 """A column name that no table of features has."""
 
@@ -58,10 +56,7 @@ class Sample:
         folder.mkdir(parents=True, exist_ok=True)
         copy_starts = range(0, user_count, len(self.ids))
         user_ids_of_copies = [self._copy_user_ids(copy) for copy in range(len(copy_starts))]
-        rows_of_copies = [
-            np.flatnonzero(self.owner_indices < user_count - copy_start)
-            for copy_start in copy_starts
-        ]
+        rows_of_copies = [np.flatnonzero(self.owner_indices < user_count - copy_start) for copy_start in copy_starts]
         repeated_user_ids = [
             copy_user_ids[self.owner_indices[copy_rows]].astype(object)
             for copy_user_ids, copy_rows in zip(user_ids_of_copies, rows_of_copies, strict=True)
@@ -84,9 +79,7 @@ class Sample:
                 kept_rows = np.flatnonzero(owners < user_count - copy_start)
                 copied_table = table.take(pa.array(kept_rows)).drop_columns([OWNER_COLUMN])
                 copied_tables.append(
-                    copied_table.append_column(
-                        sources.user_column, pa.array(copy_user_ids[owners[kept_rows]])
-                    )
+                    copied_table.append_column(sources.user_column, pa.array(copy_user_ids[owners[kept_rows]]))
                 )
             pq.write_table(pa.concat_tables(copied_tables), path)
             return str(path)
@@ -100,9 +93,7 @@ class Sample:
     def _copy_user_ids(self, copy_number: int) -> NDArray[Any]:
         if copy_number == 0:
             return np.array(self.ids, object)
-        return np.array(
-            [f"{copy_number}\x1f{user_index}" for user_index in range(len(self.ids))], object
-        )
+        return np.array([f"{copy_number}\x1f{user_index}" for user_index in range(len(self.ids))], object)
 
 
 def draw_sample(
@@ -136,9 +127,7 @@ def draw_sample(
         max(SAMPLED_USERS_MIN, round(user_share * distinct_users.count)),
     )
     hash_max = distinct_users.smallest_hashes[sample_size - 1]
-    interaction_tables = [
-        _INTERACTION_SCHEMA.empty_table()
-    ]  # of a night without interactions there are no others
+    interaction_tables = [_INTERACTION_SCHEMA.empty_table()]  # of a night without interactions there are no others
     for batch in _read_interactions(config, cutoff_at):
         sampled_batch = batch.only(hash_id_rows(batch.users, SAMPLE_HASH_SEED) <= hash_max)
         interaction_tables.append(
@@ -155,9 +144,7 @@ def draw_sample(
         _read_sampled_rows(_read_user_features(config, feature_columns, list_columns), hash_max),
         _read_sampled_rows(_read_user_vectors(config), hash_max),
     ]
-    return _build_sample(
-        distinct_users.count, interactions, pa.concat_tables(interaction_tables), feature_tables
-    )
+    return _build_sample(distinct_users.count, interactions, pa.concat_tables(interaction_tables), feature_tables)
 
 
 def _build_sample(
@@ -167,9 +154,7 @@ def _build_sample(
     coded_user_ids = pc.dictionary_encode(
         pa.concat_arrays([table.column("user").combine_chunks() for table in present_tables])
     )
-    codes = np.split(
-        np.asarray(coded_user_ids.indices, np.int64), np.cumsum([*map(len, present_tables)])[:-1]
-    )
+    codes = np.split(np.asarray(coded_user_ids.indices, np.int64), np.cumsum([*map(len, present_tables)])[:-1])
     owner_code_arrays = iter(codes[1:])
     features, vectors = (
         None if table is None
@@ -192,9 +177,7 @@ def _read_user_features(
 ) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
     if feature_columns:
         path = feature_file(config, "user", feature_columns[0])
-        yield from read_features(
-            path, config.sources.user_column, feature_columns, columns_of_lists=list_columns
-        )
+        yield from read_features(path, config.sources.user_column, feature_columns, columns_of_lists=list_columns)
 
 
 def _read_user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
@@ -204,13 +187,9 @@ def _read_user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, 
         yield from read_features(path, sources.user_column, (sources.vector_column,))
 
 
-def _read_sampled_rows(
-    feature_batches: Iterator[tuple[Ids, Mapping[str, Any]]], hash_max: np.uint64
-) -> Any:
+def _read_sampled_rows(feature_batches: Iterator[tuple[Ids, Mapping[str, Any]]], hash_max: np.uint64) -> Any:
     sampled_tables = []
     for user_ids, value_by_column in feature_batches:
         is_sampled = pa.array(hash_id_rows(user_ids, SAMPLE_HASH_SEED) <= hash_max)
-        sampled_tables.append(
-            pa.table({"user": user_ids.texts(), **value_by_column}).filter(is_sampled)
-        )
+        sampled_tables.append(pa.table({"user": user_ids.texts(), **value_by_column}).filter(is_sampled))
     return pa.concat_tables(sampled_tables) if sampled_tables else None

@@ -84,8 +84,7 @@ class Pages:
         """Return the total cost of the pages, if a page of so many bytes costs `costs[bytes]`."""
         last_cost = cost_by_page_bytes[self.last_page_bytes] if self.last_page_bytes else 0.0
         return self.parts * (
-            self.full_pages * (cost_by_page_bytes[self.full_page_bytes] if self.full_pages else 0.0)
-            + last_cost
+            self.full_pages * (cost_by_page_bytes[self.full_page_bytes] if self.full_pages else 0.0) + last_cost
         )
 
     @property
@@ -136,9 +135,7 @@ class NightShape:
     def pages(self) -> dict[str, Pages]:
         """Pages of each table."""
         return {
-            table_name: Pages.of(
-                self.users if entity == "user" else self.items, self.shards, layout, self.page_bytes
-            )
+            table_name: Pages.of(self.users if entity == "user" else self.items, self.shards, layout, self.page_bytes)
             for table_name, (entity, layout) in self.layouts.items()
         } | {
             table_name: Pages.of(value_count, 1, layout, self.page_bytes)
@@ -171,9 +168,7 @@ class NightShape:
         """FAISS files, one per metric; `auto` beyond the smallest catalogues as if it became an inverted file."""
         extra_bytes = 0
         if self.index == "ivf" or (self.index == "auto" and self.items >= FLAT_ITEMS_MAX):
-            extra_bytes = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * inverted_list_count(
-                self.items
-            )
+            extra_bytes = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * inverted_list_count(self.items)
         elif self.index == "hnsw":
             extra_bytes = self.items * (2 * _GRAPH_LINKS * NUMBER_BYTES + 3 * NUMBER_BYTES)
         return self.metric_count * (self._vector_bytes + extra_bytes)
@@ -208,9 +203,7 @@ class NightShape:
     @property
     def disk_bytes(self) -> int:
         """The generation's folder: also its pages with their checksums, its copy of the bundle, and its work files."""
-        checksum_bytes = CHECKSUM_BYTES * sum(
-            table_pages.count for table_pages in self.pages().values()
-        )
+        checksum_bytes = CHECKSUM_BYTES * sum(table_pages.count for table_pages in self.pages().values())
         artefact_bytes = self.mapped_bytes + self.payload_bytes + checksum_bytes + self.fp32_bytes
         return artefact_bytes + self.work_bytes + REPORTS_BYTES
 
@@ -256,6 +249,4 @@ def _slice_bytes(shape: NightShape) -> int:
     """A slice while it is grouped: its rows, and three copies of its features."""
     interactions_per_shard = -(-shape.interactions // shape.shards)
     feature_bytes = round(shape.users / shape.shards * shape.feature_bytes)
-    return min(interactions_per_shard, SLICE_ROWS_MAX) * GROUPED_ROW_BYTES + 3 * min(
-        feature_bytes, SLICE_BYTES_MAX
-    )
+    return min(interactions_per_shard, SLICE_ROWS_MAX) * GROUPED_ROW_BYTES + 3 * min(feature_bytes, SLICE_BYTES_MAX)

@@ -179,21 +179,15 @@ class Trial:
 
     def time_items(self, item_count: int) -> TimeSpent:
         """Scores so many items into pages."""
-        return measure_time(
-            lambda: score_items(
-                self.build, self.bundle, 0, self.scorers, quiet, items_max=item_count
-            )
-        )[0]
+        return measure_time(lambda: score_items(self.build, self.bundle, 0, self.scorers, quiet, items_max=item_count))[
+            0
+        ]
 
     def time_preparation(self) -> TimeSpent:
         """The items made ready to be compared: once for all shards that one process scores."""
         items = open_items(self.build.root, self.begin_report, dims=self.bundle.dims)
         tables = configured_tables(self.build.config, self.bundle).values()
-        metrics = {
-            metric_of(self.bundle, table)
-            for table in tables
-            if table.kind in ("user_topk", "item_similar")
-        }
+        metrics = {metric_of(self.bundle, table) for table in tables if table.kind in ("user_topk", "item_similar")}
         return measure_time(lambda: [self.scorers.at(0).of(items, metric) for metric in metrics])[0]
 
     def time_opening(self) -> TimeSpent:
@@ -204,18 +198,14 @@ class Trial:
     def time_sealing(self) -> TimeSpent:
         """Time of the load before its first page: the bundle opened, the items' files described."""
         files = (ITEM_IDS_FILE, ITEM_OFFSETS_FILE, MODEL_INDEX_FILE, ITEM_VECTORS_FILE)
-        return self.time_opening().and_(
-            measure_time(lambda: [self.build.describe(file) for file in files])[0]
-        )
+        return self.time_opening().and_(measure_time(lambda: [self.build.describe(file) for file in files])[0])
 
     def encode_sample(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """(vectors of the first chunk of users, of all items)."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION_FOLDER) as scratch:
             chunk = work.add_tower_outputs(next(read_users(work, scratch)))
-        user_vectors = chunk.outputs_by_model["user_tower"][
-            chunk.is_answered_by_model["user_tower"]
-        ]
+        user_vectors = chunk.outputs_by_model["user_tower"][chunk.is_answered_by_model["user_tower"]]
         return user_vectors, np.asarray(work.items.vectors)
 
     def measure_device_rate(self, device_setting: str, shape: NightShape, k: int) -> DeviceRate:
@@ -230,9 +220,7 @@ class Trial:
             )
         if device_names:
             user_vectors, item_vectors = self.encode_sample()
-            rate = rate_from_rehearsal(
-                device_names[0], user_vectors, item_vectors, self.bundle.metric, k
-            )
+            rate = rate_from_rehearsal(device_names[0], user_vectors, item_vectors, self.bundle.metric, k)
         if rate is None:
             return table_rate
         size_factor = shape.items * shape.dims / item_vectors.size
@@ -243,9 +231,7 @@ class Trial:
         """Measure the search time over all items divided by that over a random half of them, for some users."""
         user_vectors, item_vectors = self.encode_sample()
         user_vectors = user_vectors[:SEARCHED_USERS]
-        half_ordinals = np.random.default_rng(0).permutation(len(item_vectors))[
-            : len(item_vectors) // 2
-        ]
+        half_ordinals = np.random.default_rng(0).permutation(len(item_vectors))[: len(item_vectors) // 2]
         search_times_s = []
         for searched_vectors in (item_vectors, item_vectors[np.sort(half_ordinals)]):
             search = partial(
@@ -299,31 +285,21 @@ def time_scoring(
 
     progress("time the scoring", 0, 2)
     score(min(PROBE_COUNT, users_per_shard))  # the first opens what later ones find open
-    user_time = _time_one_shard(score, users_per_shard, seconds, TIMED_USERS_MAX).times(
-        shape.shards
-    )
+    user_time = _time_one_shard(score, users_per_shard, seconds, TIMED_USERS_MAX).times(shape.shards)
     progress("time the scoring", 1, 2)
-    item_time = _time_one_shard(
-        trial.time_items, -(-shape.items // shape.shards), seconds, trial_item_count
-    )
+    item_time = _time_one_shard(trial.time_items, -(-shape.items // shape.shards), seconds, trial_item_count)
     item_time = item_time.times(shape.shards)
     progress("time the scoring", 2, 2)
     scored_count, seconds_by_stage = stage_seconds_by_count[-1]
     seconds_by_stage_of_all = {
-        stage: stage_s / scored_count * source_users
-        for stage, stage_s in seconds_by_stage.items()
-        if stage != "all"
+        stage: stage_s / scored_count * source_users for stage, stage_s in seconds_by_stage.items() if stage != "all"
     }
     note = ""
     size_factor = shape.items * shape.dims / (trial_item_count * trial.bundle.dims)
     if shape.items != trial_item_count or shape.dims != trial.bundle.dims:
         exponent, growth = _growth(trial, shape, trial_item_count)
-        topk_share = seconds_by_stage_of_all["topk"] / max(
-            sum(seconds_by_stage_of_all.values()), 1e-9
-        )
-        longest_time = user_time.times(1 + topk_share * (size_factor - 1)).and_(
-            item_time.times(size_factor)
-        )
+        topk_share = seconds_by_stage_of_all["topk"] / max(sum(seconds_by_stage_of_all.values()), 1e-9)
+        longest_time = user_time.times(1 + topk_share * (size_factor - 1)).and_(item_time.times(size_factor))
         note = _extrapolation_note(shape, trial, trial_item_count, exponent, longest_time)
         user_time = user_time.times(1 + topk_share * (growth - 1))
         item_time = item_time.times(growth)
@@ -405,14 +381,10 @@ def rate_from_rehearsal(
         scorer.top(user_vectors, min(k, len(item_vectors)))
         measured_rates.append(len(user_vectors) / (time.perf_counter() - start_s))
     device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    return DeviceRate(
-        max(measured_rates), f"a rehearsal on {device_name} here, {len(user_vectors):,} users"
-    )
+    return DeviceRate(max(measured_rates), f"a rehearsal on {device_name} here, {len(user_vectors):,} users")
 
 
-def measure_page_costs(
-    client: "redis.Redis", keys: Keyspace, page_sizes: Iterable[int]
-) -> dict[int, int]:
+def measure_page_costs(client: "redis.Redis", keys: Keyspace, page_sizes: Iterable[int]) -> dict[int, int]:
     """Memory that Redis takes for a page of each size: key, entry, value and what its allocator rounds up."""
     memory_by_page_size = {}
     for page_size in sorted(set(page_sizes)):
@@ -431,16 +403,11 @@ def time_load(config: NightConfig, shape: NightShape, client: "redis.Redis") -> 
     As many parts as the night will have, at most LOADED_BYTES_MAX; beyond that on the line through that and a quarter.
     """
     payload_share = min(1.0, LOADED_BYTES_MAX / max(1, shape.payload_bytes))
-    small, large = (
-        _time_load_of(config, shape, run_share, client)
-        for run_share in (payload_share / 4, payload_share)
-    )
+    small, large = (_time_load_of(config, shape, run_share, client) for run_share in (payload_share / 4, payload_share))
     return extrapolate(small, large, shape.payload_bytes)
 
 
-def _time_load_of(
-    config: NightConfig, shape: NightShape, payload_share: float, client: "redis.Redis"
-) -> TimedRun:
+def _time_load_of(config: NightConfig, shape: NightShape, payload_share: float, client: "redis.Redis") -> TimedRun:
     build = Build.of(config, {"generation": REHEARSED_GENERATION})
     manifest = _manifest_of_zeros(config.namespace, shape, payload_share, build.root)
     build.store.write(generation_path(REHEARSED_GENERATION, "manifest.json"), manifest.to_bytes())
@@ -456,9 +423,7 @@ def _time_load_of(
     return TimedRun(total_bytes(manifest), median_spent(run_times))
 
 
-def _manifest_of_zeros(
-    namespace: str, shape: NightShape, payload_share: float, folder: Path
-) -> Manifest:
+def _manifest_of_zeros(namespace: str, shape: NightShape, payload_share: float, folder: Path) -> Manifest:
     """All tables in all their parts, each with this share of its records, in files that take no room."""
     tables = {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -479,9 +444,7 @@ def _manifest_of_zeros(
             )
             for part in range(shape.shards)
         )
-        tables[table_name] = Table(
-            table_name, entity, Producer("none"), layout, page_records, parts, ()
-        )
+        tables[table_name] = Table(table_name, entity, Producer("none"), layout, page_records, parts, ())
     empty_artefact = Artefact("none", 0, "")
     item_files = ItemFiles(empty_artefact, empty_artefact, empty_artefact, empty_artefact, 0, 0)
     return Manifest(
@@ -501,16 +464,12 @@ def _manifest_of_zeros(
     )
 
 
-def measure_time(
-    run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0
-) -> tuple[TimeSpent, Result]:
+def measure_time(run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0) -> tuple[TimeSpent, Result]:
     """Return the time of a run, and its result; `other_cpu_s` is the processor time of a process that works for it."""
     wall_start_s, cpu_start_s = time.perf_counter(), time.process_time() + other_cpu_s()
     result = run()
     ended_at = time.perf_counter()
-    return TimeSpent(
-        ended_at - wall_start_s, time.process_time() + other_cpu_s() - cpu_start_s
-    ), result
+    return TimeSpent(ended_at - wall_start_s, time.process_time() + other_cpu_s() - cpu_start_s), result
 
 
 def median_spent(run_times: Sequence[TimeSpent]) -> TimeSpent:

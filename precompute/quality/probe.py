@@ -32,18 +32,12 @@ class ProbeTaker:
 
     def take(self, users: ShardInput, usable_rows: NDArray[np.int64]) -> bool:
         """Take the rows still needed from the `usable_rows`; return True if more are needed."""
-        taken_rows = usable_rows[~users.has_vector[usable_rows]][
-            : PROBE_USERS_MAX - self._user_count
-        ]
+        taken_rows = usable_rows[~users.has_vector[usable_rows]][: PROBE_USERS_MAX - self._user_count]
         if len(usable_rows) and not len(taken_rows):
-            return (
-                False  # a slice is of users at random: where one has none, there are next to none
-            )
+            return False  # a slice is of users at random: where one has none, there are next to none
         if len(taken_rows):
             self._user_count += len(taken_rows)
-            self._probe_parts.append(
-                probe_part(users.hashes, users.indptr, users.ordinals, users.features, taken_rows)
-            )
+            self._probe_parts.append(probe_part(users.hashes, users.indptr, users.ordinals, users.features, taken_rows))
         return self._user_count < PROBE_USERS_MAX
 
     def finish(self, build: Build) -> SampleFields:

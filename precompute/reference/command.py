@@ -16,9 +16,7 @@ def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         return training_report
     report_lines: list[Any] = [field_table(training_report)]
     if training_report["recall_at_20"] is not None:
-        holdout_selection = (
-            "the latest" if training_report["held_out"] == "latest" else "chosen at random"
-        )
+        holdout_selection = "the latest" if training_report["held_out"] == "latest" else "chosen at random"
         report_lines.append(
             f"{training_report['recall_at_20']:.0%} of the interactions that were held out ({holdout_selection}) stood "
             "among 20 suggestions: "

@@ -54,12 +54,8 @@ def affinity_model(history_rows: NDArray[np.float32], centroids: NDArray[np.floa
 def _export_program(module: nn.Module, axis_count: int) -> bytes:
     """Serialised `torch.export` program of a module, with any number of rows and any length."""
     example_input = torch.zeros((3, 5)[:axis_count], dtype=torch.int32)
-    dynamic_shapes: Sequence[dict[int, object]] = [
-        dict.fromkeys(range(axis_count), torch.export.Dim.DYNAMIC)
-    ]
-    program = torch.export.export(
-        module.eval(), (example_input,), dynamic_shapes=tuple(dynamic_shapes)
-    )
+    dynamic_shapes: Sequence[dict[int, object]] = [dict.fromkeys(range(axis_count), torch.export.Dim.DYNAMIC)]
+    program = torch.export.export(module.eval(), (example_input,), dynamic_shapes=tuple(dynamic_shapes))
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     return buffer.getvalue()

@@ -123,28 +123,20 @@ class UserItemMatrix:
         """Number of columns."""
         return len(self.item_degrees)
 
-    def multiply_by_gram(
-        self, basis: NDArray[np.float32], shape: SpectralShape
-    ) -> NDArray[np.float32]:
+    def multiply_by_gram(self, basis: NDArray[np.float32], shape: SpectralShape) -> NDArray[np.float32]:
         """Return float32 [items, width]: N'N basis of the normalised matrix N, which is never materialised."""
-        item_scales = degree_power(self.item_degrees, -shape.item_exponent).astype(np.float32)[
-            :, None
-        ]
+        item_scales = degree_power(self.item_degrees, -shape.item_exponent).astype(np.float32)[:, None]
         user_weights = degree_power(self.user_degrees, -2 * shape.user_exponent).astype(np.float32)
         scaled_basis = np.ascontiguousarray(basis * item_scales)
         user_count = len(user_weights)
-        part_bounds = np.linspace(0, user_count, min(USER_PART_COUNT, user_count) + 1).astype(
-            np.int64
-        )
+        part_bounds = np.linspace(0, user_count, min(USER_PART_COUNT, user_count) + 1).astype(np.int64)
 
         def product(part_bounds: tuple[int, int]) -> NDArray[np.float32]:
             total = np.zeros_like(scaled_basis)
             for first_user in range(*part_bounds, CHUNK_USERS_MAX):
                 end_user = min(first_user + CHUNK_USERS_MAX, part_bounds[1])
                 chunk_matrix = self.matrix[first_user:end_user]
-                total += chunk_matrix.T @ (
-                    (chunk_matrix @ scaled_basis) * user_weights[first_user:end_user, None]
-                )
+                total += chunk_matrix.T @ ((chunk_matrix @ scaled_basis) * user_weights[first_user:end_user, None])
             return total
 
         total = np.zeros_like(scaled_basis)
@@ -187,19 +179,14 @@ def train_tables(
                 assert isinstance(shape, SpectralShape)  # noqa: S101 - as its training is
                 yield shape, compute_spectral_tables(spectrum, user_item_matrix.item_degrees, shape)
         else:
-            if (
-                start_spectrum is None
-                or start_spectrum.vectors.shape[1] < training_shape_in_use.dims
-            ):
+            if start_spectrum is None or start_spectrum.vectors.shape[1] < training_shape_in_use.dims:
                 start_spectrum = compute_singular_vectors(
                     user_item_matrix,
                     SpectralShape(dims=training_shape_in_use.dims),
                     rng,
                     round_count=SPECTRAL_ROUNDS,
                 )
-            vectors = train_alternating_item_vectors(
-                user_item_matrix, start_spectrum, training_shape_in_use, rng
-            )
+            vectors = train_alternating_item_vectors(user_item_matrix, start_spectrum, training_shape_in_use, rng)
             for shape in training_shapes:
                 assert isinstance(shape, AlternatingShape)  # noqa: S101 - as its training is
                 yield shape, (compute_fold_rows(vectors, user_item_matrix, shape), vectors)
@@ -220,9 +207,7 @@ def compute_singular_vectors(
     basis = orthonormalize(orthonormalize(basis))
     # The last product also says how the subspace turns into singular vectors (Rayleigh and Ritz).
     gram_basis = user_item_matrix.multiply_by_gram(basis, shape)
-    squared_values, rotation = np.linalg.eigh(
-        basis.T.astype(np.float64) @ gram_basis.astype(np.float64)
-    )
+    squared_values, rotation = np.linalg.eigh(basis.T.astype(np.float64) @ gram_basis.astype(np.float64))
     vectors = basis.astype(np.float64) @ rotation[:, ::-1]
     largest_rows = np.abs(vectors).argmax(axis=0)
     signs = np.where(vectors[largest_rows, np.arange(width)] < 0, -1.0, 1.0)
@@ -260,9 +245,7 @@ def compute_spectral_tables(
     )
     squared_values = np.square(singular_values)
     damping = squared_values / np.maximum(squared_values + shape.ridge * squared_values[0], 1e-30)
-    history_rows = (
-        degree_power(item_degrees, -shape.item_exponent)[:, None] * singular_vectors * damping
-    )
+    history_rows = degree_power(item_degrees, -shape.item_exponent)[:, None] * singular_vectors * damping
     item_vectors = degree_power(item_degrees, shape.item_exponent)[:, None] * singular_vectors
     return history_rows.astype(np.float32), item_vectors.astype(np.float32)
 
@@ -301,12 +284,8 @@ def compute_fold_rows(
     """Return the rows whose sum over a history is the user, float32 [items, dims]."""
     mean_user_weight = user_item_matrix.user_degrees.mean() + shape.others * user_item_matrix.items
     system_matrix = shape.others * compute_gram(item_vectors)
-    system_matrix += (
-        shape.ridge * shape.regularization * mean_user_weight * np.eye(len(system_matrix))
-    )
-    scaled_vectors = (
-        degree_power(user_item_matrix.item_degrees, -shape.item_exponent)[:, None] * item_vectors
-    )
+    system_matrix += shape.ridge * shape.regularization * mean_user_weight * np.eye(len(system_matrix))
+    scaled_vectors = degree_power(user_item_matrix.item_degrees, -shape.item_exponent)[:, None] * item_vectors
     return (scaled_vectors @ np.linalg.inv(system_matrix)).astype(np.float32)
 
 
@@ -327,9 +306,7 @@ class _Side:
         regularizations = (shape.regularization * weights).astype(np.float32)
         return cls(histories, row_lengths, regularizations, shape.others)
 
-    def improve_vectors(
-        self, improved_vectors: NDArray[np.float32], other_vectors: NDArray[np.float32]
-    ) -> None:
+    def improve_vectors(self, improved_vectors: NDArray[np.float32], other_vectors: NDArray[np.float32]) -> None:
         """Improve them by steps of conjugate gradients with the other side's vectors; rows without a column stay 0.
 
         Both sides are rotated so that V'V is diagonal, which changes none of their products.
@@ -341,9 +318,7 @@ class _Side:
                     first_row : first_row + STRIP_ROWS
                 ] @ rotation.astype(np.float32)
         diagonal = (self.unobserved_weight * np.maximum(eigenvalues, 0)).astype(np.float32)
-        padded_vectors = np.concatenate(
-            [other_vectors, np.zeros((1, other_vectors.shape[1]), np.float32)]
-        )
+        padded_vectors = np.concatenate([other_vectors, np.zeros((1, other_vectors.shape[1]), np.float32)])
         row_blocks, cores = self._blocks(other_vectors.shape[1]), usable_cores()
 
         def solve(worker_index: int) -> None:
@@ -351,12 +326,8 @@ class _Side:
             workspace = np.empty(max(BLOCK_NUMBERS, int(self.lengths.max()) * dims), np.float32)
             for block_rows in row_blocks[worker_index::cores]:
                 length_max = int(self.lengths[block_rows[-1]])
-                padded_indexes = self.histories.pad_rows(
-                    block_rows, length_max, len(other_vectors), "int64"
-                )
-                clicked_vectors = workspace[: padded_indexes.size * dims].reshape(
-                    *padded_indexes.shape, dims
-                )
+                padded_indexes = self.histories.pad_rows(block_rows, length_max, len(other_vectors), "int64")
+                clicked_vectors = workspace[: padded_indexes.size * dims].reshape(*padded_indexes.shape, dims)
                 np.take(padded_vectors, padded_indexes, axis=0, out=clicked_vectors, mode="clip")
                 improved_vectors[block_rows] = _improve_rows(
                     improved_vectors[block_rows],
@@ -373,15 +344,9 @@ class _Side:
         rows_by_length = rows_by_length[np.searchsorted(self.lengths[rows_by_length], 1) :]
         row_blocks, first_index = [], 0
         while first_index < len(rows_by_length):
-            candidate_rows = rows_by_length[
-                first_index : first_index + max(1, BLOCK_NUMBERS // dims)
-            ]
-            padded_number_counts = (
-                self.lengths[candidate_rows] * np.arange(1, len(candidate_rows) + 1) * dims
-            )
-            block_rows = max(
-                1, int(np.searchsorted(padded_number_counts, BLOCK_NUMBERS, side="right"))
-            )
+            candidate_rows = rows_by_length[first_index : first_index + max(1, BLOCK_NUMBERS // dims)]
+            padded_number_counts = self.lengths[candidate_rows] * np.arange(1, len(candidate_rows) + 1) * dims
+            block_rows = max(1, int(np.searchsorted(padded_number_counts, BLOCK_NUMBERS, side="right")))
             row_blocks.append(candidate_rows[:block_rows])
             first_index += block_rows
         return row_blocks
@@ -396,9 +361,7 @@ def _improve_rows(
 
     def times(search_direction: NDArray[np.float32]) -> NDArray[np.float32]:
         clicked_products = np.einsum("nld,nd->nl", clicked_vectors, search_direction)
-        return np.asarray(
-            np.einsum("nl,nld->nd", clicked_products, clicked_vectors) + diagonal * search_direction
-        )
+        return np.asarray(np.einsum("nl,nld->nd", clicked_products, clicked_vectors) + diagonal * search_direction)
 
     residual = np.einsum("nld->nd", clicked_vectors) - times(solution)
     search_direction = residual / diagonal
@@ -414,15 +377,12 @@ def _improve_rows(
             _row_products(residual, preconditioned_residual),
         )
         search_direction = (
-            preconditioned_residual
-            + squared_residual / np.maximum(previous_squared_residual, TINY) * search_direction
+            preconditioned_residual + squared_residual / np.maximum(previous_squared_residual, TINY) * search_direction
         )
     return solution
 
 
-def _row_products(
-    left_rows: NDArray[np.float32], right_rows: NDArray[np.float32]
-) -> NDArray[np.float32]:
+def _row_products(left_rows: NDArray[np.float32], right_rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the products of the rows, [n, 1]."""
     return np.asarray(np.einsum("nd,nd->n", left_rows, right_rows)[:, None])
 
@@ -432,10 +392,7 @@ def first_shapes(dims: int) -> list[ModelShape]:
     exponents = product(USER_EXPONENTS, ITEM_EXPONENTS)
     return [
         *(SpectralShape(*exponent_pair, dims=dims) for exponent_pair in exponents),
-        *(
-            AlternatingShape(unobserved_weight, dims=dims)
-            for unobserved_weight in UNOBSERVED_WEIGHTS
-        ),
+        *(AlternatingShape(unobserved_weight, dims=dims) for unobserved_weight in UNOBSERVED_WEIGHTS),
     ]
 
 
@@ -451,9 +408,7 @@ def shapes_by_fold(shape: ModelShape) -> list[ModelShape]:
     if isinstance(shape, SpectralShape):
         return [replace(shape, ridge=ridge) for ridge in SPECTRAL_RIDGES]
     folds = product(FOLD_RIDGES, FOLD_EXPONENTS)
-    return [
-        replace(shape, ridge=ridge, item_exponent=item_exponent) for ridge, item_exponent in folds
-    ]
+    return [replace(shape, ridge=ridge, item_exponent=item_exponent) for ridge, item_exponent in folds]
 
 
 def training_shape(shape: ModelShape) -> ModelShape:

@@ -149,9 +149,7 @@ def train_reference(
     if categories is None:
         demand_several_items(user_rows, user_count, item_rows, len(item_ids))
     is_timed = bool((interaction_times != interaction_times[0]).any())
-    data = ReferenceData(
-        user_rows, item_rows, item_ids, categories, interaction_times if is_timed else None
-    )
+    data = ReferenceData(user_rows, item_rows, item_ids, categories, interaction_times if is_timed else None)
     bundle_folder = config.path(config.bundle)
     staging_folder = bundle_folder.with_name(f".{bundle_folder.name}.{secrets.token_hex(4)}.part")
     try:
@@ -195,13 +193,9 @@ def _read_categories(config: NightConfig, item_ids: Any) -> Any:
         item_row_parts.append(vocabulary.find_positions(item_ids_of_batch.texts()))
     row_category_codes, item_rows = category_names.codes(), np.concatenate(item_row_parts)
     category_codes = np.full(len(item_ids), -1, np.int64)
-    matched_indexes = np.flatnonzero(item_rows >= 0)[
-        ::-1
-    ]  # of an item that comes twice, its first row
+    matched_indexes = np.flatnonzero(item_rows >= 0)[::-1]  # of an item that comes twice, its first row
     category_codes[item_rows[matched_indexes]] = row_category_codes[matched_indexes]
-    category_texts = pc.fill_null(
-        category_names.names.take(pa.array(category_codes, mask=category_codes < 0)), ""
-    )
+    category_texts = pc.fill_null(category_names.names.take(pa.array(category_codes, mask=category_codes < 0)), "")
     return pc.if_else(
         pc.equal(category_texts, ""),
         pa.scalar(UNKNOWN_CATEGORY, category_texts.type),
@@ -253,9 +247,7 @@ def train(
     history = InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=item_count)
     sharpened_centroids = centroids * np.float32(AFFINITY_SHARPNESS)
     padded_history_rows = np.concatenate([history_rows, np.zeros((1, dims), np.float32)])
-    program_by_model = (
-        _export_programs(padded_history_rows, item_vectors, sharpened_centroids) if programs else {}
-    )
+    program_by_model = _export_programs(padded_history_rows, item_vectors, sharpened_centroids) if programs else {}
     return write_bundle(
         bundle_folder,
         name=f"reference-{choice.method}",
@@ -374,24 +366,16 @@ class HoldoutCut:
         user_rows, item_rows, interaction_times = sample
         # By user, then as they happened (of a pair that comes twice the latest), or at random.
         if interaction_times is None:
-            user_rows, item_rows = np.divmod(
-                np.unique(user_rows * item_count + item_rows), item_count
-            )
+            user_rows, item_rows = np.divmod(np.unique(user_rows * item_count + item_rows), item_count)
             item_rows = item_rows[np.lexsort((rng.permutation(len(user_rows)), user_rows))]
         else:
             interaction_order = np.lexsort((interaction_times, user_rows))[::-1]
-            user_item_codes = (
-                user_rows[interaction_order] * item_count + item_rows[interaction_order]
-            )
-            interaction_order = interaction_order[
-                np.sort(np.unique(user_item_codes, return_index=True)[1])
-            ][::-1]
+            user_item_codes = user_rows[interaction_order] * item_count + item_rows[interaction_order]
+            interaction_order = interaction_order[np.sort(np.unique(user_item_codes, return_index=True)[1])][::-1]
             user_rows, item_rows = user_rows[interaction_order], item_rows[interaction_order]
         item_counts = np.bincount(user_rows)
         eligible_users = np.flatnonzero(item_counts >= CUT_HISTORY_ITEMS_MIN)
-        cut_users = np.sort(
-            rng.choice(eligible_users, min(CUT_USERS_MAX, len(eligible_users)), replace=False)
-        )
+        cut_users = np.sort(rng.choice(eligible_users, min(CUT_USERS_MAX, len(eligible_users)), replace=False))
         ends = np.cumsum(item_counts)
         is_held_out = np.zeros(len(user_rows), bool)
         for row in cut_users:
@@ -406,9 +390,7 @@ class HoldoutCut:
             _rows_as_histories(held_out_matrix[cut_users]),
         )
 
-    def measure_recalls(
-        self, history_rows_and_vectors: HistoryRowsAndItemVectors
-    ) -> NDArray[np.float64]:
+    def measure_recalls(self, history_rows_and_vectors: HistoryRowsAndItemVectors) -> NDArray[np.float64]:
         """Recall@20 of each user by these tables."""
         ones = np.ones(len(self.input_histories.indices), np.float32)
         histories = sp.csr_matrix(
@@ -456,24 +438,18 @@ def choose_shape(
     for vary_shape in (shapes_by_regularization, shapes_by_fold):
         _try_shapes(
             recalls_by_shape,
-            [
-                variant
-                for shape in _best_of_methods(recalls_by_shape)
-                for variant in vary_shape(shape)
-            ],
+            [variant for shape in _best_of_methods(recalls_by_shape) for variant in vary_shape(shape)],
             cuts,
             rng,
             progress,
         )
     spectral, alternating = _best_of_methods(recalls_by_shape)
-    is_alternating_better = _mean_recall(recalls_by_shape[alternating]) > (
-        1 + ALTERNATING_MARGIN
-    ) * _mean_recall(recalls_by_shape[spectral])
+    is_alternating_better = _mean_recall(recalls_by_shape[alternating]) > (1 + ALTERNATING_MARGIN) * _mean_recall(
+        recalls_by_shape[spectral]
+    )
     winning_training = training_shape(alternating if is_alternating_better else spectral)
     candidate_trainings = [
-        replace(winning_training, dims=dims // divisor)
-        for divisor in DIMS_DIVISORS
-        if dims >= divisor
+        replace(winning_training, dims=dims // divisor) for divisor in DIMS_DIVISORS if dims >= divisor
     ]
     _try_shapes(
         recalls_by_shape,
@@ -483,22 +459,15 @@ def choose_shape(
         progress,
     )
     progress("choose", 1, 1)
-    trials = tuple(
-        ShapeTrial(shape, _mean_recall(cut_recalls))
-        for shape, cut_recalls in recalls_by_shape.items()
-    )
-    candidate_trials = [
-        trial for trial in trials if training_shape(trial.shape) in candidate_trainings
-    ]
+    trials = tuple(ShapeTrial(shape, _mean_recall(cut_recalls)) for shape, cut_recalls in recalls_by_shape.items())
+    candidate_trials = [trial for trial in trials if training_shape(trial.shape) in candidate_trainings]
     recall_min = (1 - FEWER_DIMS_LOSS_MAX) * max(trial.recall for trial in candidate_trials)
     best_trial = min(
         (trial for trial in candidate_trials if trial.recall >= recall_min),
         key=lambda trial: (trial.shape.dims, -trial.recall),
     )
     user_count = len(cuts[0].cut_users)
-    return ShapeChoice(
-        best_trial.shape, trials, user_count, len(cuts), len(sample[0]), times is not None
-    )
+    return ShapeChoice(best_trial.shape, trials, user_count, len(cuts), len(sample[0]), times is not None)
 
 
 def _try_shapes(
@@ -528,11 +497,7 @@ def _best_of_methods(recalls_by_shape: RecallsByShape) -> list[ModelShape]:
     """The first of each method, spectral before alternating."""
     return [
         _best_shape(
-            {
-                shape: cut_recalls
-                for shape, cut_recalls in recalls_by_shape.items()
-                if isinstance(shape, shape_class)
-            }
+            {shape: cut_recalls for shape, cut_recalls in recalls_by_shape.items() if isinstance(shape, shape_class)}
         )
         for shape_class in (SpectralShape, AlternatingShape)
     ]
@@ -543,18 +508,12 @@ def _best_shape(recalls_by_shape: Mapping[ModelShape, Sequence[NDArray[np.float6
 
     That is STANDARD_ERRORS of the differences user by user.
     """
-    user_recalls_by_shape = {
-        shape: np.concatenate(cut_recalls) for shape, cut_recalls in recalls_by_shape.items()
-    }
-    best_shape = max(
-        user_recalls_by_shape, key=lambda shape: float(user_recalls_by_shape[shape].mean())
-    )
+    user_recalls_by_shape = {shape: np.concatenate(cut_recalls) for shape, cut_recalls in recalls_by_shape.items()}
+    best_shape = max(user_recalls_by_shape, key=lambda shape: float(user_recalls_by_shape[shape].mean()))
     tied_shapes = []
     for shape, user_recalls in user_recalls_by_shape.items():
         recall_shortfalls = user_recalls_by_shape[best_shape] - user_recalls
-        if recall_shortfalls.mean() <= STANDARD_ERRORS_MAX * recall_shortfalls.std() / np.sqrt(
-            len(recall_shortfalls)
-        ):
+        if recall_shortfalls.mean() <= STANDARD_ERRORS_MAX * recall_shortfalls.std() / np.sqrt(len(recall_shortfalls)):
             tied_shapes.append(shape)
     return min(
         tied_shapes,
@@ -573,9 +532,7 @@ def sample_interactions(
         return user_rows, item_rows, times
     interaction_counts = np.bincount(user_rows)
     shuffled_users = rng.permutation(len(interaction_counts))
-    sampled_users = shuffled_users[
-        np.cumsum(interaction_counts[shuffled_users]) <= SAMPLE_INTERACTIONS_MAX
-    ]
+    sampled_users = shuffled_users[np.cumsum(interaction_counts[shuffled_users]) <= SAMPLE_INTERACTIONS_MAX]
     new_number_by_user = np.full(len(interaction_counts), -1, np.int64)
     new_number_by_user[sampled_users] = np.arange(len(sampled_users))
     user_numbers = new_number_by_user[user_rows]
@@ -608,21 +565,16 @@ def compute_affinities(
         )
         group_by_item = name_indexes[np.asarray(coded_categories.indices)]
         zero_centroids = np.zeros((len(category_names), vectors.shape[1]), np.float32)
-        return _compute_centroids(
-            directions, group_by_item, len(category_names), zero_centroids
-        ), tuple(str(name) for name in category_names)
+        return _compute_centroids(directions, group_by_item, len(category_names), zero_centroids), tuple(
+            str(name) for name in category_names
+        )
     cluster_count = min(AFFINITY_CLUSTERS, len(vectors))
     group_by_item = cluster_spherically(directions, cluster_count, rng)
     used_clusters = np.unique(group_by_item)
     items_by_degree = np.lexsort((np.arange(len(degrees)), -degrees))
-    labels = [
-        str(item_ids[items_by_degree[group_by_item[items_by_degree] == cluster][0]])
-        for cluster in used_clusters
-    ]
+    labels = [str(item_ids[items_by_degree[group_by_item[items_by_degree] == cluster][0]]) for cluster in used_clusters]
     zero_centroids = np.zeros((cluster_count, vectors.shape[1]), np.float32)
-    return _compute_centroids(directions, group_by_item, cluster_count, zero_centroids)[
-        used_clusters
-    ], tuple(labels)
+    return _compute_centroids(directions, group_by_item, cluster_count, zero_centroids)[used_clusters], tuple(labels)
 
 
 def cluster_spherically(
@@ -653,6 +605,4 @@ def _compute_centroids(
         (group_count, vector_count),
     )
     has_members = np.bincount(groups, minlength=group_count) > 0
-    return np.where(
-        has_members[:, None], unit_rows(membership_matrix @ directions), default_centroids
-    )
+    return np.where(has_members[:, None], unit_rows(membership_matrix @ directions), default_centroids)

@@ -50,9 +50,7 @@ def publish(
 
     `verified`: see `prepare_publish`.
     """
-    result = prepare_publish(
-        releases, generation, attempt=attempt, verified=verified, governor=governor
-    )
+    result = prepare_publish(releases, generation, attempt=attempt, verified=verified, governor=governor)
     if result is not None:
         return result
     view = releases.view()
@@ -74,9 +72,7 @@ def prepare_publish(
     With verify's report (`verified`), raises Conflict if another generation is live than it was compared with.
     """
     view = releases.view()
-    if (
-        earlier_pointer := pointer_of_attempt(view.history, "publish", attempt, generation)
-    ) is not None:
+    if (earlier_pointer := pointer_of_attempt(view.history, "publish", attempt, generation)) is not None:
         return MoveResult(earlier_pointer, has_moved=False)
     if (live := _demand_publish(releases, generation, view, verified)) is not None:
         return MoveResult(live, has_moved=False)
@@ -129,9 +125,7 @@ def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) 
     return _move_live(releases, "roll_back", target, view, attempt=attempt, reason=reason)
 
 
-def repair_live(
-    releases: Releases, generation: str, *, governor: Governor | None = None
-) -> list[str]:
+def repair_live(releases: Releases, generation: str, *, governor: Governor | None = None) -> list[str]:
     """Read the pages of the live generation back and repair damaged ones; return their keys.
 
     Does nothing for a generation that is not live by now.
@@ -181,9 +175,7 @@ def _move_live(
     except Conflict as error:
         if error.details.get("state") == GenerationState.RETIRED:
             # Pages loaded for this move while a retirement removed them: nobody else would remove them.
-            unlink_pages(
-                releases.control.client, releases.control.keyspace, manifest, governor=governor
-            )
+            unlink_pages(releases.control.client, releases.control.keyspace, manifest, governor=governor)
         raise
 
 
@@ -231,9 +223,7 @@ def start_canary(
     return _commit(releases, new_pointer, view, {}, "canary", is_live_move=False)
 
 
-def _demand_canary(
-    releases: Releases, generation: str, view: ReleaseView, verified: VerifyReport | None
-) -> Pointer:
+def _demand_canary(releases: Releases, generation: str, view: ReleaseView, verified: VerifyReport | None) -> Pointer:
     view.demand_agreement()
     running_canary = view.ledger.canary
     if running_canary is not None and running_canary.generation != generation:
@@ -251,9 +241,7 @@ def _demand_canary(
     return view.pointer
 
 
-def end_canary(
-    releases: Releases, attempt: str, reason: str = "", abandon: bool = False
-) -> MoveResult:
+def end_canary(releases: Releases, attempt: str, reason: str = "", abandon: bool = False) -> MoveResult:
     """Let the live generation answer every request again; an abandoned canary needs another verification."""
     view = releases.view()
     running_canary = view.ledger.canary
@@ -261,9 +249,7 @@ def end_canary(
         return MoveResult(_followed_pointer(view), has_moved=False)
     if running_canary is None:
         raise Conflict("no generation is being tried out")
-    return _end_canary(
-        releases, running_canary, view, attempt=attempt, reason=reason, abandon=abandon
-    )
+    return _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, abandon=abandon)
 
 
 def _end_canary(
@@ -286,9 +272,7 @@ def _end_canary(
         abandoned=abandon,
         expected=view.epoch,
     )
-    rows = (
-        {generation: RegistryRow(GenerationState.ABANDONED, release.at, reason)} if abandon else {}
-    )
+    rows = {generation: RegistryRow(GenerationState.ABANDONED, release.at, reason)} if abandon else {}
     new_pointer = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
     return _commit(releases, new_pointer, view, rows, "end_canary", is_live_move=False)
 
@@ -300,9 +284,7 @@ def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) ->
         running_canary = view.ledger.canary
         try:
             if running_canary is not None and running_canary.generation == generation:
-                _end_canary(
-                    releases, running_canary, view, attempt=attempt, reason=reason, abandon=True
-                )
+                _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, abandon=True)
             return releases.record_refusal(generation, reason=reason, attempt=attempt)
         except Conflict:
             canary = releases.view().ledger.canary
@@ -311,17 +293,13 @@ def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) ->
     raise Conflict(f"{generation} was tried out again each time it was to be refused; try again")
 
 
-def _demand_gates(
-    releases: Releases, generation: str, live: str | None, verified: VerifyReport | None
-) -> None:
+def _demand_gates(releases: Releases, generation: str, live: str | None, verified: VerifyReport | None) -> None:
     """Raise Conflict unless all gates passed, and, with verify's report, against the current live generation."""
     with conflict_if_files_missing(generation):
         gates = read_manifest(releases.store, generation).gates
     failed_rules = [str(gate["rule"]) for gate in gates if not gate["passed"]]
     if failed_rules or not gates:
-        failure_text = (
-            f"failed {', '.join(failed_rules)}" if failed_rules else "ran through no gate"
-        )
+        failure_text = f"failed {', '.join(failed_rules)}" if failed_rules else "ran through no gate"
         raise Conflict(
             f"{generation} {failure_text}: run `verify {generation}` first",
             generation=generation,
@@ -389,9 +367,7 @@ def _commit(
     return MoveResult(moved_pointer, has_moved=True)
 
 
-def _demand_unmoved(
-    releases: Releases, new_pointer: Pointer, view: ReleaseView, action: Action
-) -> None:
+def _demand_unmoved(releases: Releases, new_pointer: Pointer, view: ReleaseView, action: Action) -> None:
     """Raise Conflict if another move came since: a Redis that lost its newest rows would not notice."""
     history = releases.history()
     ledger = fold_releases(history)
@@ -408,9 +384,7 @@ def _demand_unmoved(
         raise Conflict(f"{new_pointer.previous} was retired meanwhile; try again")
     if action != "end_canary":
         demanded_generation = (
-            new_pointer.canary.generation
-            if new_pointer.canary is not None
-            else new_pointer.generation
+            new_pointer.canary.generation if new_pointer.canary is not None else new_pointer.generation
         )
         demand_allowed(
             action,
@@ -466,9 +440,7 @@ def pointer_of_attempt(
     if attempt_release is None:
         return None
     later_releases = [
-        release
-        for release in history
-        if release.epoch > attempt_release.epoch and _is_done_or_verification(release)
+        release for release in history if release.epoch > attempt_release.epoch and _is_done_or_verification(release)
     ]
     if (undoing_release := _undoing_release(attempt_release, history, later_releases)) is None:
         return Pointer(
@@ -516,9 +488,7 @@ def _undoing_release(
                 for release in later_releases
                 if release.action in MOVE_ACTIONS and release.generation == former_live_id
             )
-            return next(moves_back, None) or _withdrawing_roll_back(
-                attempt_release, history, later_releases
-            )
+            return next(moves_back, None) or _withdrawing_roll_back(attempt_release, history, later_releases)
         case "canary":
             canary_ends = (
                 release
@@ -551,9 +521,7 @@ def _withdrawing_roll_back(
 
     def state_until(epoch: int) -> GenerationState | None:
         settling_releases = [
-            release
-            for release in history
-            if release.epoch <= epoch and not _is_retirement_of(release, attempt_release)
+            release for release in history if release.epoch <= epoch and not _is_retirement_of(release, attempt_release)
         ]
         return fold_releases(settling_releases).state(attempt_release.generation)
 

@@ -67,9 +67,7 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
                 # Right beside the flip: going slower is better than being felt.
                 open_governor(config.governor, releases.control, awake=False) as governor,
             ):
-                report["mended"] = moves.repair_live(
-                    releases, pointer.generation, governor=governor
-                )
+                report["mended"] = moves.repair_live(releases, pointer.generation, governor=governor)
         except (LarderError, OSError) as error:
             report["unmended"] = str(error)
             report["next"] = (
@@ -81,12 +79,8 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
 
 def _describe_ended_overrides(history: Sequence[Release], epoch: int) -> list[str]:
     """Describe overrides that the move of this epoch ended: what let a generation pass does not let it pass again."""
-    overrides_before = fold_releases(
-        [release for release in history if release.epoch < epoch]
-    ).overrides_by_generation
-    overrides_after = fold_releases(
-        [release for release in history if release.epoch <= epoch]
-    ).overrides_by_generation
+    overrides_before = fold_releases([release for release in history if release.epoch < epoch]).overrides_by_generation
+    overrides_after = fold_releases([release for release in history if release.epoch <= epoch]).overrides_by_generation
     return [
         f"the override of {', '.join(sorted(rules))} for {generation} has ended with this roll back: to publish "
         f"{generation} again, override it again, then verify"
@@ -95,15 +89,11 @@ def _describe_ended_overrides(history: Sequence[Release], epoch: int) -> list[st
     ]
 
 
-def _describe_left_bundle(
-    config: NightConfig, history: Sequence[Release], pointer: Pointer
-) -> list[str]:
+def _describe_left_bundle(config: NightConfig, history: Sequence[Release], pointer: Pointer) -> list[str]:
     """Say that the next night uses the model that was left, if it does; empty where this cannot be told."""
     from precompute.bundles.bundle_store import chosen_bundle_digest  # pyarrow waits for the move
 
-    left_id = fold_releases(
-        [release for release in history if release.epoch < pointer.epoch]
-    ).live_generation
+    left_id = fold_releases([release for release in history if release.epoch < pointer.epoch]).live_generation
     store, live_id = config.store(), pointer.generation
     try:
         left_manifest, live_manifest = (
@@ -118,9 +108,7 @@ def _describe_left_bundle(
     except (LarderError, OSError):  # readers have moved: a remark must not undo the report
         return []
     bundle_path = generation_path(live_id, "bundle")
-    remedy = (
-        f"copy {store.url}/{bundle_path} to this host and run `larder hand-over` with that folder"
-    )
+    remedy = f"copy {store.url}/{bundle_path} to this host and run `larder hand-over` with that folder"
     if store.folder is not None:
         remedy = f"run `larder hand-over {store.folder / bundle_path}`"
     remark = (
@@ -136,13 +124,9 @@ def describe_rolled_back_model(releases: Releases, bundle_digest: str) -> list[s
     history = releases.history()
     ledger = fold_releases(history)
     rolled_back_ids = [
-        generation
-        for generation, state in ledger.state_by_generation.items()
-        if state is GenerationState.ROLLED_BACK
+        generation for generation, state in ledger.state_by_generation.items() if state is GenerationState.ROLLED_BACK
     ]
-    for generation in sorted(
-        rolled_back_ids, key=lambda rolled: -ledger.left_epoch_by_generation.get(rolled, 0)
-    ):
+    for generation in sorted(rolled_back_ids, key=lambda rolled: -ledger.left_epoch_by_generation.get(rolled, 0)):
         try:
             bundle_digests = {
                 read_manifest(releases.store, compared_id).bundle_digest
@@ -155,16 +139,12 @@ def describe_rolled_back_model(releases: Releases, bundle_digest: str) -> list[s
             continue
         if len(bundle_digests) > 1:
             left_epoch = ledger.left_epoch_by_generation.get(generation)
-            reason = next(
-                (release.reason for release in history if release.epoch == left_epoch), ""
-            )
+            reason = next((release.reason for release in history if release.epoch == left_epoch), "")
             return [f"uses the model of {generation}, which was rolled back: {reason}"]
     return []
 
 
-def restore(
-    config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet
-) -> dict[str, Any]:
+def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> dict[str, Any]:
     """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
     started_s, restored_bytes = time.perf_counter(), 0
 
@@ -226,15 +206,11 @@ def restore_redis(
         doubtful_roll_back = _roll_back_in_doubt(view)
         target_ledger = ledger
         if doubtful_roll_back is not None:
-            ledger_if_done = fold_releases(
-                [*view.history, replace(doubtful_roll_back, is_done=True)]
-            )
+            ledger_if_done = fold_releases([*view.history, replace(doubtful_roll_back, is_done=True)])
             target_ledger = without_retired(ledger_if_done, view.rows)
         restorable_ids = _restorable_generations(releases, view, target_ledger)
         # Rows first: no page may belong to a generation that the registry does not know.
-        if not control.write_rows(
-            _registry_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch
-        ):
+        if not control.write_rows(_registry_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
             continue
         # An older snapshot brings pages back. What is only marked as retired may still have readers.
         for generation_id, state in fold_releases(view.history).state_by_generation.items():
@@ -264,39 +240,23 @@ def restore_redis(
             ledger.state_by_generation,
         ):
             continue
-        if (
-            view.pointer is not None
-            and view.epoch == ledger.live_epoch
-            and not _intents_in_doubt(view)
-        ):
+        if view.pointer is not None and view.epoch == ledger.live_epoch and not _intents_in_doubt(view):
             return view.pointer, restorable_ids, loaded_bytes
-        moved_pointer = _move_pointer(
-            releases, view, restorable_ids, doubtful_roll_back, attempt=attempt
-        )
+        moved_pointer = _move_pointer(releases, view, restorable_ids, doubtful_roll_back, attempt=attempt)
         if moved_pointer is not None:
             return moved_pointer, restorable_ids, loaded_bytes
-    raise Conflict(
-        f"releases were made {LOOK_TRIES} times while Redis was being restored; look at `status`"
-    )
+    raise Conflict(f"releases were made {LOOK_TRIES} times while Redis was being restored; look at `status`")
 
 
-def describe_forgotten_facts(
-    releases: Releases, prior_view: ReleaseView, pointer: Pointer
-) -> list[str]:
+def describe_forgotten_facts(releases: Releases, prior_view: ReleaseView, pointer: Pointer) -> list[str]:
     """Describe facts that were lost with the registry and are in no release record, with the remedy.
 
     `prior_view`: the view before the restore, `pointer`: the one that the restore wrote.
     """
     remarks = []
     canary = prior_view.ledger.canary
-    if (
-        canary is not None
-        and pointer.canary is None
-        and pointer.epoch > prior_view.ledger.live_epoch
-    ):
-        remarks.append(
-            f"the canary of {canary.generation} has ended: verify {canary.generation}, then start it again"
-        )
+    if canary is not None and pointer.canary is None and pointer.epoch > prior_view.ledger.live_epoch:
+        remarks.append(f"the canary of {canary.generation} has ended: verify {canary.generation}, then start it again")
     for generation, row in sorted(releases.control.rows().items()):
         if generation in prior_view.rows or row.state is not GenerationState.BEGUN:
             continue
@@ -330,9 +290,7 @@ def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
     return None
 
 
-def _registry_rows(
-    releases: Releases, view: ReleaseView, overlay_ttl_s: float
-) -> dict[str, RegistryRow]:
+def _registry_rows(releases: Releases, view: ReleaseView, overlay_ttl_s: float) -> dict[str, RegistryRow]:
     """Return the registry rows that releases prove, and one for every unfinished night with files: it may still load.
 
     A row with a later state than they prove is kept: its refusal may be about to be recorded.
@@ -354,32 +312,22 @@ def _registry_rows(
         for generation_id in stored_ids - set(view.rows)
     }
     return rows | {
-        generation_id: RegistryRow(
-            state, ledger.superseded_at.get(generation_id, restored_at), "restored"
-        )
+        generation_id: RegistryRow(state, ledger.superseded_at.get(generation_id, restored_at), "restored")
         for generation_id, state in ledger.state_by_generation.items()
         if (
-            generation_id not in view.rows
-            and not (state is GenerationState.RETIRED and generation_id in forgotten_ids)
+            generation_id not in view.rows and not (state is GenerationState.RETIRED and generation_id in forgotten_ids)
         )
-        or (
-            generation_id in view.rows
-            and view.rows[generation_id].state is not view.state(generation_id)
-        )
+        or (generation_id in view.rows and view.rows[generation_id].state is not view.state(generation_id))
     }
 
 
-def _restorable_generations(
-    releases: Releases, view: ReleaseView, target_ledger: Ledger
-) -> list[str]:
+def _restorable_generations(releases: Releases, view: ReleaseView, target_ledger: Ledger) -> list[str]:
     """Return the live generation, then the previous one if its files match the release."""
     live_id, previous_id = str(target_ledger.live_generation), target_ledger.previous
     try:
         releases.check_manifest(live_id, view.history)
     except UnknownGeneration as error:
-        raise Conflict(
-            f"the files of {live_id} are gone from {releases.store.url}: run a night"
-        ) from error
+        raise Conflict(f"the files of {live_id} are gone from {releases.store.url}: run a night") from error
     if previous_id is None:
         return [live_id]
     try:
@@ -444,9 +392,7 @@ return redis.call('DEL', KEYS[1])
 """
 
 
-def adopt(
-    config: NightConfig, *, reason: str, attempt: str, progress: Progress = quiet
-) -> dict[str, Any]:
+def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress = quiet) -> dict[str, Any]:
     """Remove a stray pointer and restore the live generation of the store; nothing, if nothing was ever published.
 
     The reason is recorded, under an epoch above the stray one, so that readers who saw that follow the next pointer.
@@ -457,13 +403,9 @@ def adopt(
         keys, client = releases.control.keyspace, releases.control.client
         raw_pointer: Any = client.get(keys.live)
         if raw_pointer is None:
-            raise Conflict(
-                f"{keys.live} holds no pointer, so there is nothing to adopt: run `larder restore`"
-            )
+            raise Conflict(f"{keys.live} holds no pointer, so there is nothing to adopt: run `larder restore`")
         stray_pointer = _pointer_if_readable(raw_pointer)
-        ledger = (
-            releases.ledger() if stray_pointer is not None else fold_releases(releases.history())
-        )
+        ledger = releases.ledger() if stray_pointer is not None else fold_releases(releases.history())
         if stray_pointer is not None and stray_pointer.epoch <= ledger.live_epoch:
             raise Conflict(
                 f"the releases in {releases.store.url} explain the pointer in {keys.live}: run "
@@ -473,21 +415,15 @@ def adopt(
             releases.check_manifest(ledger.live_generation, releases.history())
         if stray_pointer is not None:
             recorded_generation = (
-                stray_pointer.generation
-                if GENERATION_PATTERN.fullmatch(stray_pointer.generation)
-                else "unknown"
+                stray_pointer.generation if GENERATION_PATTERN.fullmatch(stray_pointer.generation) else "unknown"
             )
             # An intent that is never completed: it changes nothing but the epoch, and keeps the reason.
             releases.record(
                 "restore", recorded_generation, attempt=attempt, reason=f"adopted: {reason}",
                 expected=stray_pointer.epoch,
             )  # fmt: skip
-        if not checked_reply(
-            "EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE
-        ):
-            raise Conflict(
-                f"the pointer in {keys.live} moved while it was looked at; look at `status`"
-            )
+        if not checked_reply("EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE):
+            raise Conflict(f"the pointer in {keys.live} moved while it was looked at; look at `status`")
         log.warning("removed from %s, since %s: %.200r", keys.live, reason, raw_pointer)
         _abandon_unproven(releases, ledger, reason)
     removed_text = raw_pointer.decode(errors="replace")[:200]
@@ -509,8 +445,7 @@ def _abandon_unproven(releases: Releases, ledger: Ledger, reason: str) -> None:
     rows = {
         generation: RegistryRow(GenerationState.ABANDONED, abandoned_at, f"adopted: {reason}")
         for generation, row in releases.control.rows().items()
-        if ledger.state(generation) is None
-        and row.state not in (*UNFINISHED_STATES, GenerationState.RETIRED)
+        if ledger.state(generation) is None and row.state not in (*UNFINISHED_STATES, GenerationState.RETIRED)
     }
     if rows:
         releases.control.write_rows(rows, expected_epoch=0)

@@ -80,9 +80,7 @@ class ReleaseView:
         if self.pointer is None and self.ledger.live_generation is not None:
             raise Conflict("Redis has lost its pointer: run `larder restore` first")
         if self.epoch < self.ledger.live_epoch:
-            raise Conflict(
-                "Redis holds an older pointer than the releases: run `larder restore` first"
-            )
+            raise Conflict("Redis holds an older pointer than the releases: run `larder restore` first")
         if self.epoch > self.ledger.live_epoch:
             raise Conflict(unexplained_pointer_message(self.epoch))
 
@@ -93,9 +91,7 @@ class Releases:
     Its clock is Redis' own unless another is given: publishers and sweepers run on hosts whose clocks may differ.
     """
 
-    def __init__(
-        self, store: ArtefactStore, control: Control, clock: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, store: ArtefactStore, control: Control, clock: Callable[[], float] | None = None) -> None:
         self.store = store
         self.control = control
         self.clock = clock or control.time
@@ -111,11 +107,7 @@ class Releases:
         No pointer is replaced before its own intent is completed (`demand_agreement`), so none is ever forgotten.
         """
         releases = self.history()
-        open_intents = [
-            release
-            for release in releases
-            if not release.is_done and release.action in POINTER_ACTIONS
-        ]
+        open_intents = [release for release in releases if not release.is_done and release.action in POINTER_ACTIONS]
         pointer = self.control.read_pointer() if open_intents else None
         if pointer is None:
             return releases
@@ -136,16 +128,12 @@ class Releases:
             pointer = self.control.read_pointer()
             history, rows = self.settle(), self.control.rows()
             if self.control.read_pointer() == pointer:
-                return ReleaseView(
-                    pointer, rows, history, without_retired(fold_releases(history), rows)
-                )
+                return ReleaseView(pointer, rows, history, without_retired(fold_releases(history), rows))
         raise Conflict("the pointer moved each time it was looked at; try again")
 
     def state(self, generation: str, ledger: Ledger | None = None) -> GenerationState | None:
         """State of a generation: proven by releases, else as the registry says."""
-        return generation_state(
-            generation, ledger or self.ledger(), self.control.rows().get(generation)
-        )
+        return generation_state(generation, ledger or self.ledger(), self.control.rows().get(generation))
 
     def demand_agreement(self) -> None:
         """Raise Conflict, naming both places and the remedy, unless Redis' pointer is the one that the store proves."""
@@ -155,10 +143,7 @@ class Releases:
         except Conflict as error:
             remedy = ""
             if view.epoch > view.ledger.live_epoch:
-                remedy = (
-                    ". If it is, and what it says is right, run "
-                    '`larder restore --adopt --reason "..."`'
-                )
+                remedy = '. If it is, and what it says is right, run `larder restore --adopt --reason "..."`'
             raise Conflict(
                 f"{error.message} (key {self.control.keyspace.live}, artefact store {self.store.url}){remedy}",
                 **error.details,
@@ -210,9 +195,7 @@ class Releases:
         for _ in range(EPOCH_TRIES):
             newest_release = next(reversed(self.history()), None)
             newest_epoch, newest_number = (
-                (newest_release.epoch, newest_release.stored_number)
-                if newest_release is not None
-                else (0, 0)
+                (newest_release.epoch, newest_release.stored_number) if newest_release is not None else (0, 0)
             )
             recorded_at = self.clock()
             release = Release(
@@ -234,9 +217,7 @@ class Releases:
             )
             if self.store.write_once(intent_path(release.number), release.to_bytes()):
                 return release
-        raise Conflict(
-            f"{EPOCH_TRIES} other releases were being written at the same time; try again"
-        )
+        raise Conflict(f"{EPOCH_TRIES} other releases were being written at the same time; try again")
 
     def complete(self, epoch: int) -> None:
         """Write down that the pointer moved by the intent of this epoch."""
@@ -244,9 +225,7 @@ class Releases:
             if release.epoch == epoch:
                 self.store.write_once(done_path(release.stored_number), b"")
 
-    def note(
-        self, generation: str, state: Literal[GenerationState.BEGUN, GenerationState.LOADED]
-    ) -> None:
+    def note(self, generation: str, state: Literal[GenerationState.BEGUN, GenerationState.LOADED]) -> None:
         """Record a step of the night in the registry; raise Conflict if the generation was retired meanwhile.
 
         A later or judged state stays unchanged.
@@ -256,12 +235,8 @@ class Releases:
             view = self.view()
             current_state = view.state(generation)
             if current_state is GenerationState.RETIRED:
-                raise Conflict(
-                    f"{generation} was retired while it was being made", generation=generation
-                )
-            rows = {
-                generation: RegistryRow(state_after_step.get(current_state, state), self.clock())
-            }
+                raise Conflict(f"{generation} was retired while it was being made", generation=generation)
+            rows = {generation: RegistryRow(state_after_step.get(current_state, state), self.clock())}
             if current_state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
                 return
             if self.control.write_rows(rows, expected_epoch=view.epoch, unless_named_as="live"):
@@ -269,9 +244,7 @@ class Releases:
                 if row is not None and row.state is GenerationState.RETIRED:
                     continue
                 return
-        raise Conflict(
-            f"the pointer moved {NOTE_TRIES} times while {generation} was being noted; try again"
-        )
+        raise Conflict(f"the pointer moved {NOTE_TRIES} times while {generation} was being noted; try again")
 
     def override(self, generation: str, *, rule: str, reason: str, attempt: str) -> None:
         """Write down why a gate's failure is to be let pass by the generation's next verification.
@@ -302,9 +275,7 @@ class Releases:
     def pin(self, generation: str, *, reason: str, expires_at: float | None, attempt: str) -> None:
         """Keep a generation from being retired."""
         if self.store.read(generation_path(generation, "manifest.json")) is None:
-            raise UnknownGeneration(
-                f"generation {generation} is not in {self.store.url}", generation=generation
-            )
+            raise UnknownGeneration(f"generation {generation} is not in {self.store.url}", generation=generation)
         earlier_pins = self.ledger().pin_expiry_by_generation
         self.record("pin", generation, attempt=attempt, reason=reason, expires_at=expires_at)
         # A retirement marks first and looks for pins after; here it is the other way round, so one sees the other.
@@ -388,9 +359,9 @@ def ledger_and_rows_after_move(
 
 def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
     """A retirement marks its row before it is written down; from then on nothing may land on it."""
-    retired_ids = {
-        generation_id for generation_id, row in rows.items() if row.state is GenerationState.RETIRED
-    } - {ledger.live_generation}
+    retired_ids = {generation_id for generation_id, row in rows.items() if row.state is GenerationState.RETIRED} - {
+        ledger.live_generation
+    }
     states = {
         generation_id: GenerationState.RETIRED if generation_id in retired_ids else state
         for generation_id, state in ledger.state_by_generation.items()
@@ -398,29 +369,19 @@ def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
     return replace(ledger, state_by_generation=states)
 
 
-def generation_state(
-    generation: str, ledger: Ledger, row: RegistryRow | None
-) -> GenerationState | None:
+def generation_state(generation: str, ledger: Ledger, row: RegistryRow | None) -> GenerationState | None:
     """State of a generation: what releases prove, else what its registry row says, None when neither knows it."""
     proven_state = ledger.state(generation)
-    if (
-        row is not None
-        and row.state is GenerationState.RETIRED
-        and proven_state is not GenerationState.LIVE
-    ):
+    if row is not None and row.state is GenerationState.RETIRED and proven_state is not GenerationState.LIVE:
         return GenerationState.RETIRED
     # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
     if row is None or proven_state in _PROVEN_STATES:
         return proven_state
-    return (
-        row.state if proven_state is None or row.state in _STATES_AHEAD_OF_RECORDS else proven_state
-    )
+    return row.state if proven_state is None or row.state in _STATES_AHEAD_OF_RECORDS else proven_state
 
 
 def demand_reason(action: str, reason: str | None) -> str:
     """The reason without space around it; raises ConfigError for one that says nothing."""
     if not (reason or "").strip():
-        raise ConfigError(
-            f"{action} demands a reason (--reason): it is kept in the record", field="reason"
-        )
+        raise ConfigError(f"{action} demands a reason (--reason): it is kept in the record", field="reason")
     return str(reason).strip()

@@ -44,9 +44,7 @@ def run_ids(client: "redis.Redis") -> RunIds:
         info: Any = primary_client.info("server")
         run_id_by_node[primary_name] = str(info.get("run_id", ""))
         for replica_address, replica in _replica_info_by_address(primary_client).items():
-            run_id_by_node[replica_address] = _fetch_run_id(
-                primary_client, str(replica["ip"]), int(replica["port"])
-            )
+            run_id_by_node[replica_address] = _fetch_run_id(primary_client, str(replica["ip"]), int(replica["port"]))
     return run_id_by_node
 
 
@@ -70,9 +68,7 @@ def confirm_pages(
     current_run_ids = run_ids(control.client)
     verified_run_ids = {} if verified is None else verified.get("run_ids") or {}
     changed_nodes = [
-        node_name
-        for node_name, run_id in current_run_ids.items()
-        if verified_run_ids.get(node_name) != run_id
+        node_name for node_name, run_id in current_run_ids.items() if verified_run_ids.get(node_name) != run_id
     ]
     if changed_nodes:
         reload(control, releases.store, generation, governor=governor)
@@ -88,16 +84,10 @@ def confirm_pages(
 
 
 def _primary_run_ids(run_id_by_node: RunIds) -> RunIds:
-    return {
-        node_name: run_id
-        for node_name, run_id in run_id_by_node.items()
-        if node_name.startswith("primary")
-    }
+    return {node_name: run_id for node_name, run_id in run_id_by_node.items() if node_name.startswith("primary")}
 
 
-def wait_for_replicas(
-    client: "redis.Redis", *, timeout_s: float, timer: Callable[[], float] = time.monotonic
-) -> int:
+def wait_for_replicas(client: "redis.Redis", *, timeout_s: float, timer: Callable[[], float] = time.monotonic) -> int:
     """Return once every replica has all that was written; how many there are. Raises Conflict after `timeout_s`."""
     deadline, caught_up_count = timer() + timeout_s, 0
     while True:
@@ -122,11 +112,7 @@ def wait_for_replicas(
         elif left_s > 0:
             time.sleep(min(0.05, left_s))
         if left_s <= 0:
-            reason = (
-                f"{', '.join(late_replicas)} not online"
-                if late_replicas
-                else "the others lag or do not answer"
-            )
+            reason = f"{', '.join(late_replicas)} not online" if late_replicas else "the others lag or do not answer"
             raise Conflict(
                 (
                     f"{caught_up_count} of {len(replica_info_by_address)} Redis replicas have every page after "

@@ -74,9 +74,7 @@ def sweep(
             progress("retire", generation_index + 1, len(sweepable_generations))
     return SweepResult(
         tuple(
-            retired_generation
-            for retired_generation in sweepable_generations
-            if retired_generation not in spared_ids
+            retired_generation for retired_generation in sweepable_generations if retired_generation not in spared_ids
         ),
         tuple(spared_ids),
         removed_key_count,
@@ -100,14 +98,8 @@ def sweepable(
     view, checked_at = releases.view(), releases.clock()
     ledger = view.ledger
     states, left_epoch_by_id = ledger.state_by_generation, ledger.left_epoch_by_generation
-    superseded_ids = [
-        generation_id
-        for generation_id, state in states.items()
-        if state is GenerationState.SUPERSEDED
-    ]
-    superseded_ids.sort(
-        key=lambda generation_id: left_epoch_by_id.get(generation_id, 0), reverse=True
-    )
+    superseded_ids = [generation_id for generation_id, state in states.items() if state is GenerationState.SUPERSEDED]
+    superseded_ids.sort(key=lambda generation_id: left_epoch_by_id.get(generation_id, 0), reverse=True)
     protected_ids = {
         ledger.live_generation,
         ledger.previous,
@@ -126,9 +118,7 @@ def sweepable(
     }
     # A row without files is all that is left of a night that broke at once; a retired one waits for its overlays.
     registered_ids = {
-        generation_id
-        for generation_id, row in view.rows.items()
-        if row.state is not GenerationState.RETIRED
+        generation_id for generation_id, row in view.rows.items() if row.state is not GenerationState.RETIRED
     }
     sweepable_ids = []
     for generation in sorted(stored_ids | registered_ids):
@@ -185,10 +175,7 @@ def _is_abandoned(
     row, live = view.rows.get(generation), view.ledger.live_generation
     if view.state(generation) not in (None, *UNFINISHED_STATES):
         return False
-    if (
-        generation_being_made is not None
-        and generation[:CUT_CHARS] < generation_being_made[:CUT_CHARS]
-    ):
+    if generation_being_made is not None and generation[:CUT_CHARS] < generation_being_made[:CUT_CHARS]:
         return True  # newer data replaces it: nights come one at a time
     if live is None or generation[:CUT_CHARS] >= live[:CUT_CHARS]:
         return False  # it can still be published
@@ -226,14 +213,10 @@ def retire(
     )  # fmt: skip
     manifest = _manifest_if_stored(releases, generation)
     if manifest is None:
-        removed_key_count = unlink_recorded(
-            releases, generation, releases.history(), governor=governor
-        )
+        removed_key_count = unlink_recorded(releases, generation, releases.history(), governor=governor)
     else:
         control = releases.control
-        removed_key_count = unlink_pages(
-            control.client, control.keyspace, manifest, governor=governor
-        )
+        removed_key_count = unlink_pages(control.client, control.keyspace, manifest, governor=governor)
     releases.store.delete(generation_path(generation))
     return removed_key_count
 
@@ -282,9 +265,7 @@ def note_loaded(releases: Releases, generation: str, *, governor: Governor | Non
         raise
 
 
-def unlink_if_retired(
-    releases: Releases, generation: str, *, governor: Governor | None = None
-) -> None:
+def unlink_if_retired(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
     """Remove pages that came into Redis while their generation was being retired, or after."""
     view = releases.view()
     if view.state(generation) is GenerationState.RETIRED:
@@ -300,19 +281,13 @@ def has_pages_again(releases: Releases, generation: str, history: Sequence[Relea
         if page_count
         for page in (0, page_count - 1)
     ]
-    return bool(client.exists(keys.loaded(generation))) or any(
-        client.strlen(page_key) for page_key in end_page_keys
-    )
+    return bool(client.exists(keys.loaded(generation))) or any(client.strlen(page_key) for page_key in end_page_keys)
 
 
 def _recorded_page_counts(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
     """Return the number of pages of each table that the retirement of a generation recorded."""
     return next(
-        (
-            release.pages
-            for release in history
-            if release.generation == generation and release.pages
-        ),
+        (release.pages for release in history if release.generation == generation and release.pages),
         {},
     )
 
@@ -338,17 +313,13 @@ def _mark_retired(
         view.demand_agreement()
         former_row = view.rows.get(generation)
         state = view.state(generation)
-        is_abandoned = _is_abandoned(
-            releases, view, generation, abandon_after_s, generation_being_made
-        )
+        is_abandoned = _is_abandoned(releases, view, generation, abandon_after_s, generation_being_made)
         if not is_abandoned:
             demand_allowed("retire", generation, state)
         recorded_state = fold_releases(view.history).state(generation)
         if recorded_state is not GenerationState.RETIRED:
             _demand_unneeded(releases, generation, view.ledger)
-            if (
-                _seconds_since_left(releases, generation, view) < grace_s
-            ):  # live again since `sweepable` looked
+            if _seconds_since_left(releases, generation, view) < grace_s:  # live again since `sweepable` looked
                 raise Conflict(
                     f"cannot retire {generation}: readers may have left it less than {grace_s:g} s ago",
                     generation=generation,
@@ -373,9 +344,7 @@ def _mark_retired(
         demand_allowed("abandon", generation, state)
         releases.record("abandon", generation, attempt=attempt, reason="never published")
     manifest = _manifest_if_stored(releases, generation)
-    page_count_by_table = (
-        {table.name: table.pages for table in manifest.stored_tables.values()} if manifest else None
-    )
+    page_count_by_table = {table.name: table.pages for table in manifest.stored_tables.values()} if manifest else None
     releases.record("retire", generation, attempt=attempt, pages=page_count_by_table)
 
 
@@ -420,10 +389,7 @@ def drop_old_rows(
     )
     dropped_count = 0
     for generation in expired_ids:
-        if (
-            recorded_ledger.state(generation) is not GenerationState.RETIRED
-            and generation in stored_ids
-        ):
+        if recorded_ledger.state(generation) is not GenerationState.RETIRED and generation in stored_ids:
             continue  # marked by a sweep that died: what it left must be found, and only its row names it
         # A Redis restored from an older snapshot may have pages again that were removed long ago.
         unlink_recorded(releases, generation, history, governor=governor)

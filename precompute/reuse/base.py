@@ -80,9 +80,7 @@ class BaseGeneration:
 
         A `begin` that ends late may have chosen another base since: numbers of items would mean others.
         """
-        return (
-            bool(embed_report["changes"]) and embed_report.get("base") == self.manifest.generation
-        )
+        return bool(embed_report["changes"]) and embed_report.get("base") == self.manifest.generation
 
     @classmethod
     def open(cls, config: NightConfig, begin_report: BeginReport) -> Self | None:
@@ -142,9 +140,7 @@ class BaseGeneration:
                 path=report_name,
             ) from error
 
-    def read_allowed_by_table(
-        self, allowed_items: AllowedItemsFunction
-    ) -> Mapping[str, NDArray[np.bool_]]:
+    def read_allowed_by_table(self, allowed_items: AllowedItemsFunction) -> Mapping[str, NDArray[np.bool_]]:
         """Return masks of the items that its lists drew from; raise CorruptArtefact for a damaged attribute."""
         for attribute in self.manifest.items.attributes.values():
             for artefact in attribute.parts().values():
@@ -170,9 +166,7 @@ def choose_base(
         return None, REUSE_OFF_REASON
     config_digest, fallback_base, has_verified = settings_digest(config), None, False
     ledger, row_by_generation = releases.ledger(), releases.control.rows()
-    stored_ids = sorted(
-        filter(GENERATION_PATTERN.fullmatch, releases.store.names("generations")), reverse=True
-    )
+    stored_ids = sorted(filter(GENERATION_PATTERN.fullmatch, releases.store.names("generations")), reverse=True)
     for generation in stored_ids:
         row = row_by_generation.get(generation)
         state = ledger.state(generation) or (row and row.state)
@@ -182,9 +176,7 @@ def choose_base(
         generation_parts = _read_generation(config, generation)
         if generation_parts is None or generation_parts[1].get("settings") != config_digest:
             continue
-        base = BaseGeneration(
-            *generation_parts, has_lists=generation_parts[1]["bundle_digest"] == bundle.digest
-        )
+        base = BaseGeneration(*generation_parts, has_lists=generation_parts[1]["bundle_digest"] == bundle.digest)
         if base.has_lists:
             return base, ""
         fallback_base = fallback_base or base
@@ -193,9 +185,7 @@ def choose_base(
     return None, OTHER_SETTINGS_REASON if has_verified else NO_VERIFIED_BASE_REASON
 
 
-def _read_generation(
-    config: NightConfig, generation: str
-) -> tuple[Build, BeginReport, Manifest] | None:
+def _read_generation(config: NightConfig, generation: str) -> tuple[Build, BeginReport, Manifest] | None:
     """A generation's build, report and manifest; None where one of them is gone, damaged or of another Larder."""
     build = Build(config, config.store(), generation)
     try:
@@ -225,9 +215,7 @@ class BaseShard:
     published: PublishedInputs | None = None
 
     @classmethod
-    def open(
-        cls, base: BaseGeneration, shard: int, tables: Mapping[str, Table], computed_by: str
-    ) -> Self:
+    def open(cls, base: BaseGeneration, shard: int, tables: Mapping[str, Table], computed_by: str) -> Self:
         """Open the base's shard and verify every file."""
         report_name = shard_report_name(shard)
         report = base.report(report_name)
@@ -244,15 +232,10 @@ class BaseShard:
             published_files = [Artefact(**file_entry) for file_entry in users_report["seen"]]
             seen_part = SeenPart.of(published_files) if published_files else None
         except (KeyError, TypeError) as error:
-            raise CorruptArtefact(
-                f"work/{report_name}.json of {base.generation}", path=report_name
-            ) from error
+            raise CorruptArtefact(f"work/{report_name}.json of {base.generation}", path=report_name) from error
         digest_pairs = map_file(base.fetch(digests_artefact), "<u8").view(HASH_AND_DIGEST)
         directory_hashes = map_file(base.fetch(directory_artefact), "<u8")
-        records_by_table = {
-            table_name: read_table_records(base, shard, table)
-            for table_name, table in tables.items()
-        }
+        records_by_table = {table_name: read_table_records(base, shard, table) for table_name, table in tables.items()}
         published = None if seen_part is None else _open_published_inputs(base, seen_part)
         nearest_positions = np.minimum(
             directory_hashes.searchsorted(digest_pairs["hash"]), max(0, len(directory_hashes) - 1)
@@ -276,9 +259,7 @@ class BaseShard:
     def slice_between(self, hashes: range) -> slice:
         """Users whose hashes are in a range."""
         user_hashes = self.pairs["hash"]
-        return slice(
-            _first_position(user_hashes, hashes.start), _first_position(user_hashes, hashes.stop)
-        )
+        return slice(_first_position(user_hashes, hashes.start), _first_position(user_hashes, hashes.stop))
 
     def find(self, hashes: Digests) -> NDArray[np.int64]:
         """int64 [n]: which of the users has each hash, -1 for none."""
@@ -307,15 +288,11 @@ def _open_published_inputs(base: BaseGeneration, part: SeenPart) -> PublishedInp
 
     def rows(ends_artefact: Artefact, values_artefact: Artefact, dtype: str) -> Histories:
         row_ends = map_file(base.fetch(ends_artefact), "<u8").astype(np.int64)
-        return Histories(
-            np.concatenate([[0], row_ends]), map_file(base.fetch(values_artefact), dtype)
-        )
+        return Histories(np.concatenate([[0], row_ends]), map_file(base.fetch(values_artefact), dtype))
 
     return PublishedInputs(
         rows(part.ends, part.items, "<u4"),
         None if part.times is None else rows(part.ends, part.times, "<i8"),
-        None
-        if part.features is None or part.feature_ends is None
-        else rows(part.feature_ends, part.features, "u1"),
+        None if part.features is None or part.feature_ends is None else rows(part.feature_ends, part.features, "u1"),
         None if part.brought is None else map_file(base.fetch(part.brought), "u1").view(np.bool_),
     )

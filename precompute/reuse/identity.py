@@ -36,10 +36,7 @@ ITEM_SAMPLE_SIZE: Final = 256
 def identity(candidate: Candidate) -> Measurement:
     """A random sample of the copied records has the bytes that computing them in full gives."""
     build = candidate.build
-    if (
-        build is None
-        or (build.need_report(BEGIN_REPORT).get("base") or NO_BASE_ENTRY)["generation"] is None
-    ):
+    if build is None or (build.need_report(BEGIN_REPORT).get("base") or NO_BASE_ENTRY)["generation"] is None:
         return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
@@ -48,9 +45,7 @@ def identity(candidate: Candidate) -> Measurement:
     wrong_count, compared_count, note, skipped_shards = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU that is not here, gives a model's outputs other last bits.
-        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(
-            scorers.at(shard).device
-        ):
+        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(scorers.at(shard).device):
             skipped_shards.append(shard)
             continue
         user_work = ShardWork.of(build, bundle, shard, scorers)
@@ -66,43 +61,29 @@ def identity(candidate: Candidate) -> Measurement:
                 note = f"the record of {entity_name} in {table} is not what computing it gives"
     summary = f"{compared_count:,} records computed again"
     if skipped_shards:
-        summary += (
-            f"; not those of shards {skipped_shards}, which other instructions or devices computed"
-        )
+        summary += f"; not those of shards {skipped_shards}, which other instructions or devices computed"
     return Measurement(not wrong_count, wrong_count, 0, note or summary)
 
 
-def _seeded_rng(
-    candidate: Candidate, shard: int, population_size: int, sample_size: int
-) -> np.random.Generator:
-    seed = crc32(
-        f"{candidate.manifest.generation} {shard} {population_size} {sample_size}".encode()
-    )
+def _seeded_rng(candidate: Candidate, shard: int, population_size: int, sample_size: int) -> np.random.Generator:
+    seed = crc32(f"{candidate.manifest.generation} {shard} {population_size} {sample_size}".encode())
     return np.random.default_rng(seed)
 
 
-def _compare_users(
-    candidate: Candidate, work: ShardWork, sample_size: int
-) -> Iterator[tuple[str, str, bool]]:
+def _compare_users(candidate: Candidate, work: ShardWork, sample_size: int) -> Iterator[tuple[str, str, bool]]:
     """(table, user, whether the bytes are the same) for some whose records were copied, or some of them."""
     build: Build = work.build
     if build.need_report(shard_report_name(work.number))["users"]["reasons"] is None:
         return
-    copied_rows = np.flatnonzero(
-        map_file(build.fetch(reasons_path(work.number)), "u1") != INPUTS_REASON
-    )
+    copied_rows = np.flatnonzero(map_file(build.fetch(reasons_path(work.number)), "u1") != INPUTS_REASON)
     rng = _seeded_rng(candidate, work.number, len(copied_rows), sample_size)
-    copied_rows = np.sort(
-        rng.choice(copied_rows, min(sample_size, len(copied_rows)), replace=False)
-    )
+    copied_rows = np.sort(rng.choice(copied_rows, min(sample_size, len(copied_rows)), replace=False))
     directory = candidate.evidence.directories["user"]
     first_position = sum(map(len, directory.hash_parts[: work.number]))
     hashes = np.asarray(directory.hash_parts[work.number])[copied_rows]
     with scratch_folder(build.root / PARTITION_FOLDER) as scratch:
         recomputed_records_by_user_hash = recompute_users(work, hashes, scratch)
-    is_alike_by_model = build.need_report(EMBED_ITEMS_REPORT)[
-        "regrouped"
-    ]  # outputs of other models are not copied
+    is_alike_by_model = build.need_report(EMBED_ITEMS_REPORT)["regrouped"]  # outputs of other models are not copied
     for table_name, table in work.tables.items():
         if not is_alike_by_model.get(str(table.value) if table.kind == "value" else "user_tower"):
             continue
@@ -130,9 +111,7 @@ def _compare_items(
     for table_name, table in work.tables.items():
         if table.kind == "value" and not is_alike_by_model.get(str(table.value)):
             continue
-        stored_records = candidate.evidence.records_of(
-            candidate.manifest.stored_tables[table_name], ordinals
-        )
+        stored_records = candidate.evidence.records_of(candidate.manifest.stored_tables[table_name], ordinals)
         recomputed_records = work.records(table_name, ordinals)
         for ordinal, recomputed_record, stored_record in zip(
             ordinals.tolist(), recomputed_records, stored_records, strict=True

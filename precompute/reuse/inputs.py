@@ -86,9 +86,7 @@ def earlier_partition(base: BaseGeneration, night_input: NightInput) -> EarlierP
     ):
         raise CannotCopy(FILES_REASON)
     has_table = bool(config.sources.user_features or config.sources.user_vectors)
-    if user_table_checksums(config, base_inputs) != user_table_checksums(
-        config, night_input.pinned
-    ) or (
+    if user_table_checksums(config, base_inputs) != user_table_checksums(config, night_input.pinned) or (
         has_table and not base.has_lists  # another bundle wants other columns of it, or none
     ):
         raise CannotCopy(TABLES_REASON)
@@ -106,9 +104,7 @@ def _split_checksums(
     config: NightConfig, inputs: Sequence[InputEntry], event_count: int
 ) -> tuple[list[str], list[str]]:
     """Checksums of the team's own interactions among the inputs, and of the files of events behind them."""
-    checksums = [
-        input_entry["sha256"] for input_entry in inputs[: interaction_file_count(config, inputs)]
-    ]
+    checksums = [input_entry["sha256"] for input_entry in inputs[: interaction_file_count(config, inputs)]]
     own_count = len(checksums) - event_count
     return checksums[:own_count], checksums[own_count:]
 
@@ -124,15 +120,9 @@ def _reuse_partition(
     is_new = invert_ordinals(new_ordinals, items.count) < 0
     if is_new.any() and np.isin(_item_hashes(items, is_new), unknown_hashes).any():
         raise CannotCopy(BACK_REASON)
-    if (
-        event_count
-        and (new_ordinals < 0).any()
-        and _named_by_events(base, config.shards, new_ordinals < 0)
-    ):
+    if event_count and (new_ordinals < 0).any() and _named_by_events(base, config.shards, new_ordinals < 0):
         raise CannotCopy(NAMED_ITEM_GONE_REASON)
-    is_same_order = len(new_ordinals) == items.count and bool(
-        (new_ordinals == np.arange(len(new_ordinals))).all()
-    )
+    is_same_order = len(new_ordinals) == items.count and bool((new_ordinals == np.arange(len(new_ordinals))).all())
     user_sources = (INTERACTIONS_SOURCE, USER_FEATURES_SOURCE, USER_VECTORS_SOURCE)
     return EarlierPartition(
         folder=base.build.root / PARTITION_FOLDER,
@@ -150,8 +140,7 @@ def _reuse_partition(
         unusable={
             source_name: source_report
             for source_name, source_report in begin_report["unusable"].items()
-            if source_name == EVENT_INTERACTIONS_SOURCE
-            or source_name.partition(".")[0] in user_sources
+            if source_name == EVENT_INTERACTIONS_SOURCE or source_name.partition(".")[0] in user_sources
         },
     )
 
@@ -161,9 +150,7 @@ def _named_by_events(base: BaseGeneration, shard_count: int, item_mask: NDArray[
     for shard in range(shard_count):
         (path,) = shard_paths(base.build.root / PARTITION_FOLDER, shard, ("rows",))
         for batch in read_batches(path, column_indexes=(1, 3)):
-            ordinals = np.asarray(batch.column("ordinal"))[
-                np.asarray(batch.column(POSITION_COLUMN)) > 0
-            ]
+            ordinals = np.asarray(batch.column("ordinal"))[np.asarray(batch.column(POSITION_COLUMN)) > 0]
             if item_mask[ordinals[ordinals >= 0]].any():
                 return True
     return False

@@ -50,9 +50,7 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
     records_by_table: dict[str, NDArray[Any]] = {}
     base_positions_by_table: dict[str, NDArray[np.int64]] = {}
     allowed_by_table = scope.allowed_items(build)
-    base_allowed_by_table = (
-        base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
-    )
+    base_allowed_by_table = base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
     for table_name, table in tables.items():
         base_table = base.manifest.stored_tables.get(table_name)
         if base_table is None or base_table.layout != scope.layouts[table_name]:
@@ -68,9 +66,7 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
         records_by_table[table_name] = read_table_records(base, shard, base_table)
         copy_positions = np.where(may_copy, base_positions, -1)
         has_record = copy_positions >= 0
-        has_record[has_record] = (
-            records_by_table[table_name]["flags"][copy_positions[has_record]] != ABSENT_FLAGS
-        )
+        has_record[has_record] = records_by_table[table_name]["flags"][copy_positions[has_record]] != ABSENT_FLAGS
         copy_positions[~has_record] = -1
         if table.kind == "item_similar":
             rule = ListRule.of(

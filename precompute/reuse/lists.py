@@ -28,9 +28,7 @@ _SAFE_LENGTHS: Final = (1e-15, 1e18)
 """Lengths of vectors between which no square, and no sum of products in any order, under- or overflows in float32."""
 
 
-def find_lists_with_lost_items(
-    records: NDArray[Any], is_lost: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
+def find_lists_with_lost_items(records: NDArray[Any], is_lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return a mask [n] of the lists with an item of `is_lost` [items + 1], whose last entry is for free slots."""
     has_lost_item = np.zeros(len(records), np.bool_)
     if not is_lost.any():
@@ -77,14 +75,10 @@ def could_enter(
             entering_vectors[first_item : first_item + _ITEMS_AT_ONCE],
             entering_ordinals[first_item : first_item + _ITEMS_AT_ONCE],
         )
-        item_lengths = np.sqrt(
-            np.einsum("nd,nd->n", chunk_vectors, chunk_vectors, dtype=np.float64)
-        )
+        item_lengths = np.sqrt(np.einsum("nd,nd->n", chunk_vectors, chunk_vectors, dtype=np.float64))
         scores = (user_vectors @ chunk_vectors.T).astype(np.float64)
         length_products = user_lengths[:, None] * item_lengths
-        margins = (
-            (_SUM_COUNT_BY_METRIC[metric] * dims + _OTHER_ROUNDINGS) * _ROUNDING * length_products
-        )
+        margins = (_SUM_COUNT_BY_METRIC[metric] * dims + _OTHER_ROUNDINGS) * _ROUNDING * length_products
         if metric == "cosine":
             scores, margins = (
                 np.divide(
@@ -95,24 +89,16 @@ def could_enter(
                 )
                 for score_matrix in (scores, margins)
             )
-        is_bounded = _are_safe_lengths(user_lengths)[:, None] & _are_safe_lengths(item_lengths) | (
-            length_products == 0
-        )
-        user_rows, item_columns = np.nonzero(
-            ~(is_bounded & (scores + margins < score_floors[:, None]))
-        )
+        is_bounded = _are_safe_lengths(user_lengths)[:, None] & _are_safe_lengths(item_lengths) | (length_products == 0)
+        user_rows, item_columns = np.nonzero(~(is_bounded & (scores + margins < score_floors[:, None])))
         if len(user_rows):
             candidate_pairs = user_rows * np.int64(1 << 32) + chunk_ordinals[item_columns]
             is_in_chunk = np.isin(exclusions.indices, chunk_ordinals)
-            excluded_pairs = (
-                excluded_rows[is_in_chunk] * np.int64(1 << 32) + exclusions.indices[is_in_chunk]
-            )
+            excluded_pairs = excluded_rows[is_in_chunk] * np.int64(1 << 32) + exclusions.indices[is_in_chunk]
             can_enter[user_rows[~np.isin(candidate_pairs, excluded_pairs)]] = True
     return can_enter
 
 
 def _are_safe_lengths(vector_lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
-    is_in_range: NDArray[np.bool_] = (vector_lengths > _SAFE_LENGTHS[0]) & (
-        vector_lengths < _SAFE_LENGTHS[1]
-    )
+    is_in_range: NDArray[np.bool_] = (vector_lengths > _SAFE_LENGTHS[0]) & (vector_lengths < _SAFE_LENGTHS[1])
     return is_in_range

@@ -38,9 +38,7 @@ class PriorIndex:
     reason: str = ""
 
     @classmethod
-    def choose(
-        cls, releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
-    ) -> Self:
+    def choose(cls, releases: Releases, config: NightConfig, bundle: Bundle, *, making: str) -> Self:
         """Choose the base of a build that begins."""
         return cls(*choose_base(releases, config, bundle, making=making))
 
@@ -75,13 +73,9 @@ class PriorIndex:
         """Return (the base's partition, ""), or (None, the reason to read all source files)."""
         return self._read_base(lambda base: earlier_partition(base, night_input))
 
-    def item_vectors(
-        self, bundle: Bundle, items: ItemTable, root: Path, device: str | None
-    ) -> CopiedVectors | None:
+    def item_vectors(self, bundle: Bundle, items: ItemTable, root: Path, device: str | None) -> CopiedVectors | None:
         """Return vectors of items with the same input, by the digests below `root`."""
-        return self._read_base(lambda base: open_copied_vectors(base, bundle, items, root, device))[
-            0
-        ]
+        return self._read_base(lambda base: open_copied_vectors(base, bundle, items, root, device))[0]
 
     def reproducible_models(
         self, build: Build, bundle: Bundle, items: ItemTable, device: str | None

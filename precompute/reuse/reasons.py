@@ -18,9 +18,7 @@ def users_in_words(count_by_reason: Mapping[str, int]) -> str:
     copied_count = count_by_reason.get("copied", 0)
     computed_count = sum(count_by_reason.values()) - copied_count
     reason_text = ", ".join(
-        f"{count_by_reason[reason]:,} {text}"
-        for reason, text in _TEXT_BY_REASON.items()
-        if count_by_reason.get(reason)
+        f"{count_by_reason[reason]:,} {text}" for reason, text in _TEXT_BY_REASON.items() if count_by_reason.get(reason)
     )
     summary = f"{copied_count:,} copied, {computed_count:,} computed"
     return f"{summary} ({reason_text})" if reason_text else summary
@@ -31,11 +29,7 @@ def base_in_words(base_entry: BaseEntry) -> str:
     base, reason = base_entry["generation"], base_entry["why"]
     if base is None:
         return f"no copies: {reason}" if reason else "no copies"
-    summary = (
-        f"no lists copied, items and values from {base}: {reason}"
-        if reason
-        else f"copies from {base}"
-    )
+    summary = f"no lists copied, items and values from {base}: {reason}" if reason else f"copies from {base}"
     if base_entry["read_because"]:
         summary += f"; all files read: {base_entry['read_because']}"
     return summary

@@ -55,9 +55,7 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
         if len(group_rows):
             group_outputs.append(run(select_input_rows(inputs, group_rows)))
         first_row += group_size
-    regrouped_outputs = np.concatenate(
-        [np.empty((0, *batch_outputs.shape[1:]), np.float32), *group_outputs]
-    )
+    regrouped_outputs = np.concatenate([np.empty((0, *batch_outputs.shape[1:]), np.float32), *group_outputs])
     return regrouped_outputs.tobytes() == batch_outputs[shuffled_rows].tobytes()
 
 
@@ -79,24 +77,15 @@ def find_regrouped_alike(
             continue
         if model.entity == "item":
             features = open_item_features(build, model.spec, items.count)
-            usable_rows = np.flatnonzero(
-                features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1]
-            )
+            usable_rows = np.flatnonzero(features.of(np.arange(min(REGROUPED_ROWS, items.count)))[1])
             inputs, _ = item_inputs(model.spec, items, features, usable_rows)
         else:
-            usable_rows, histories, columns = select_usable_inputs(
-                items, sample_users, {model.name: model.spec}
-            )
+            usable_rows, histories, columns = select_usable_inputs(items, sample_users, {model.name: model.spec})
             user_features = {
-                input_name: input_values[usable_rows]
-                for input_name, input_values in columns[model.name].items()
+                input_name: input_values[usable_rows] for input_name, input_values in columns[model.name].items()
             }
-            inputs = bind_inputs(
-                model.spec, histories=histories.select_rows(usable_rows), features=user_features
-            )
-        alike_by_model[model.name] = bool(len(usable_rows)) and is_regrouped_alike(
-            tower.run, inputs
-        )
+            inputs = bind_inputs(model.spec, histories=histories.select_rows(usable_rows), features=user_features)
+        alike_by_model[model.name] = bool(len(usable_rows)) and is_regrouped_alike(tower.run, inputs)
     return alike_by_model
 
 
@@ -110,9 +99,7 @@ def _read_sample_users(build: Build) -> ShardInput:
             for batch in read_batches(path, column_indexes=[0, 1]):
                 hash_arrays.append(np.asarray(batch.column(HASH_COLUMN))[:REGROUPED_ROWS])
                 break
-        sample_folder = write_selected_users(
-            folder, shard, np.unique(np.concatenate(hash_arrays)), scratch
-        )
+        sample_folder = write_selected_users(folder, shard, np.unique(np.concatenate(hash_arrays)), scratch)
         return read_shard(
             sample_folder,
             shard,

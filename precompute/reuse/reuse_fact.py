@@ -33,9 +33,7 @@ def build_reuse_fact(build: Build, reports: Sequence[ShardReport]) -> dict[str, 
     base_fact = _read_base_fact(build, base["generation"])
     count_by_reason = users_by_reason(reports)
     computed_count = sum(count_by_reason.values()) - count_by_reason["copied"]
-    busy_s = sum(
-        report["users"]["seconds"][stage] for report in reports for stage in ("tower", "topk")
-    )
+    busy_s = sum(report["users"]["seconds"][stage] for report in reports for stage in ("tower", "topk"))
     user_s = busy_s / max(1, computed_count)
     if computed_count < MEASURED_USERS and base_fact.get("user_s"):
         user_s = base_fact["user_s"]
@@ -53,9 +51,7 @@ def users_by_reason(reports: Iterable[ShardReport]) -> dict[str, int]:
     """Users by reason of all shards; all of one where nothing could be copied are `computed`."""
     count_by_reason = dict.fromkeys((*REASON_NAMES, "computed"), 0)
     for users_report in (report["users"] for report in reports):
-        for reason, user_count in (
-            users_report.get("reasons") or {"computed": users_report["scored"]}
-        ).items():
+        for reason, user_count in (users_report.get("reasons") or {"computed": users_report["scored"]}).items():
             count_by_reason[reason] += user_count
     return count_by_reason
 

@@ -100,22 +100,14 @@ class ShardReuse:
         publishes_features = build.config.events.enabled and bool(tower.spec.features)
         if publishes_features and not base.has_model(tower):
             raise CannotCopy("the features that it published are of another user tower")
-        list_tables = {
-            table_name: table for table_name, table in tables.items() if table.kind == "user_topk"
-        }
-        changes = (
-            ItemChanges.open(build)
-            if base.has_changes(build.need_report(EMBED_ITEMS_REPORT))
-            else None
-        )
+        list_tables = {table_name: table for table_name, table in tables.items() if table.kind == "user_topk"}
+        changes = ItemChanges.open(build) if base.has_changes(build.need_report(EMBED_ITEMS_REPORT)) else None
         if base_shard.published is not None or list_tables.keys() & base_table_by_name.keys():
             base.demand_changes(build.need_report(EMBED_ITEMS_REPORT))
         has_broken_list, list_rules = ~base_shard.has_all_tables, dict[str, ListRule]()
         if changes is not None and list_tables.keys() <= base_table_by_name.keys():
             allowed_by_table = scope.allowed_items(build)
-            base_allowed_by_table = (
-                base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
-            )
+            base_allowed_by_table = base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
             for table_name, table in list_tables.items():
                 list_rules[table_name] = ListRule.of(
                     scope.layouts[table_name],
@@ -129,20 +121,13 @@ class ShardReuse:
                 )
         entering_limit = ENTERING_SHARE_MAX * scope.items.count
         has_many_entering = (
-            max((len(rule.entering_ordinals) for rule in list_rules.values()), default=0)
-            > entering_limit
+            max((len(rule.entering_ordinals) for rule in list_rules.values()), default=0) > entering_limit
         )
-        if (
-            list_rules.keys() != list_tables.keys()
-            or base_table_by_name.keys() != tables.keys()
-            or has_many_entering
-        ):
+        if list_rules.keys() != list_tables.keys() or base_table_by_name.keys() != tables.keys() or has_many_entering:
             has_broken_list[:] = True
         hashes = np.ascontiguousarray(base_shard.pairs["hash"][base_shard.base_positions >= 0])
         touched = (
-            None
-            if _has_entering_items(list_rules)
-            else _find_touched_hashes(build, shard, hashes[has_broken_list])
+            None if _has_entering_items(list_rules) else _find_touched_hashes(build, shard, hashes[has_broken_list])
         )
         if touched is not None and 2 * len(touched) > len(base_shard.pairs):
             touched = None  # to pick most of the users out takes longer than to look at all
@@ -180,14 +165,10 @@ class ShardReuse:
         )
         user_rows = self.base_shard.find(entities.hashes)
         is_equal = user_rows >= 0
-        is_equal[is_equal] = (
-            self.base_shard.pairs["digest"][user_rows[is_equal]] == digests[is_equal]
-        )
+        is_equal[is_equal] = self.base_shard.pairs["digest"][user_rows[is_equal]] == digests[is_equal]
         matched_positions = np.full(len(user_rows), -1)
         matched_positions[is_equal] = self.base_shard.base_positions[user_rows[is_equal]]
-        had_no_record = (
-            is_equal & (matched_positions < 0) & self.is_same_bundle
-        )  # and so has none now
+        had_no_record = is_equal & (matched_positions < 0) & self.is_same_bundle  # and so has none now
         could_stay = matched_positions >= 0
         could_stay[could_stay] = ~self.has_broken_list[matched_positions[could_stay]]
         matched_positions[matched_positions >= 0] = np.where(
@@ -228,17 +209,11 @@ class ShardReuse:
             find_score_floors(rule.layout, self.base_shard.tables[table_name][base_positions]), exclusions, rule.metric,
         )  # fmt: skip
 
-    def records(
-        self, table_name: str, base_positions: NDArray[np.int64], cut_s: int
-    ) -> NDArray[Any]:
+    def records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
         """Return the base's records for this night: with its cut `cut_s` (Unix seconds) and its ordinals."""
         copied_records: NDArray[Any] = self.base_shard.tables[table_name][base_positions]
         copied_records["scored_at"] = cut_s  # a copy: an index of numbers makes one
-        if (
-            table_name in self.list_rules
-            and self.changes is not None
-            and self.changes.has_moved_items
-        ):
+        if table_name in self.list_rules and self.changes is not None and self.changes.has_moved_items:
             renumber_items(copied_records, self.changes.new_ordinals)
         return copied_records
 
@@ -271,9 +246,7 @@ def _find_fitting_tables(
     for table_name, table in tables.items():
         model = str(table.value) if table.kind == "value" else bundle.user_tower.name
         is_list = table.kind == "user_topk"
-        if is_fitting_by_model[model] and (
-            not is_list or (base.has_lists and base.has_changes(embed_report))
-        ):
+        if is_fitting_by_model[model] and (not is_list or (base.has_lists and base.has_changes(embed_report))):
             fitting_tables.append(table_name)
     return fitting_tables
 

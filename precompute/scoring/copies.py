@@ -94,11 +94,7 @@ class CopyDecisions:
 
     def inputs_of(self, entities: ShardInput) -> ShardInput:
         """Return the inputs of the users that are checked."""
-        return (
-            entities
-            if len(self.checked_rows) == len(entities.ids)
-            else entities.select_rows(self.checked_rows)
-        )
+        return entities if len(self.checked_rows) == len(entities.ids) else entities.select_rows(self.checked_rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,9 +120,7 @@ class CopiedUsers:
         hash_order = np.argsort(all_hashes, kind="stable")
         sorted_rows = np.empty(len(hash_order), np.int64)
         sorted_rows[hash_order] = np.arange(len(hash_order))
-        base_positions = np.concatenate([np.full(len(own_rows), -1), decisions.copied_positions])[
-            hash_order
-        ]
+        base_positions = np.concatenate([np.full(len(own_rows), -1), decisions.copied_positions])[hash_order]
         return cls(
             all_hashes[hash_order],
             base_positions,
@@ -160,11 +154,7 @@ class CopiedUsers:
     def reason_numbers(self) -> NDArray[np.uint8]:
         """Return the reasons [m] by number."""
         reason_numbers = np.full(len(self.hashes), COPIED_REASON, np.uint8)
-        entered = (
-            self.has_entering_item
-            if len(self.has_entering_item)
-            else np.zeros(len(self.rows), np.bool_)
-        )
+        entered = self.has_entering_item if len(self.has_entering_item) else np.zeros(len(self.rows), np.bool_)
         reason_numbers[self.rows] = np.where(
             self.unchanged_positions < 0,
             INPUTS_REASON,
@@ -188,26 +178,20 @@ class CopiedUsers:
         return PublishedInputs(
             self.merge_histories(own.seen_items, copied.seen_items),
             None if own.times is None else self.merge_histories(own.times, copied.times),
-            None
-            if own.feature_json is None
-            else self.merge_histories(own.feature_json, copied.feature_json),
+            None if own.feature_json is None else self.merge_histories(own.feature_json, copied.feature_json),
             has_own_vector,
         )
 
-    def merge_histories(
-        self, own_histories: Histories, copied_histories: Histories | None
-    ) -> Histories:
+    def merge_histories(self, own_histories: Histories, copied_histories: Histories | None) -> Histories:
         """Merge histories of the chunk's own and of the copied users."""
         assert copied_histories is not None  # noqa: S101 - the base has the same settings
-        merged_indptr = np.concatenate(
-            [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
-        )
+        merged_indptr = np.concatenate([own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]])
         history_order = np.empty(len(self.hashes), np.int64)
         history_order[self.rows] = np.arange(len(self.rows))
         history_order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
-        return Histories(
-            merged_indptr, np.concatenate([own_histories.indices, copied_histories.indices])
-        ).select_rows(history_order)
+        return Histories(merged_indptr, np.concatenate([own_histories.indices, copied_histories.indices])).select_rows(
+            history_order
+        )
 
 
 def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
@@ -257,9 +241,7 @@ class UserCopies(Protocol):
         """Return a mask of the lists at `base_positions` that a new or changed item may enter."""
         ...
 
-    def records(
-        self, table_name: str, base_positions: NDArray[np.int64], cut_s: int
-    ) -> NDArray[Any]:
+    def records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
         """Return the records with this night's cut `cut_s` (Unix seconds) and item ordinals."""
         ...
 
@@ -271,9 +253,7 @@ class UserCopies(Protocol):
 def renumber_items(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
     """Replace the item ordinals of lists by `new_ordinals` int64 [base items]; none of the items was removed."""
     new_ordinal_by_base_ordinal = np.append(new_ordinals, -1).astype(np.uint32)  # -1 is NO_ITEM
-    records["items"] = new_ordinal_by_base_ordinal[
-        np.minimum(records["items"], np.uint32(len(new_ordinals)))
-    ]
+    records["items"] = new_ordinal_by_base_ordinal[np.minimum(records["items"], np.uint32(len(new_ordinals)))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,9 +268,7 @@ class ItemCopies:
     base_positions_by_table: Mapping[str, NDArray[np.int64]]
     new_ordinals: NDArray[np.int64] | None
 
-    def select_records(
-        self, table_name: str, base_positions: NDArray[np.int64], cut_s: int
-    ) -> NDArray[Any]:
+    def select_records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
         """Some records of a table as this night has them, with its cut `cut_s` (Unix seconds)."""
         records: NDArray[Any] = self.base_records_by_table[table_name][base_positions]
         records["scored_at"] = cut_s
@@ -329,9 +307,7 @@ class Prior(Protocol):
         """Return (its partition, ""), or (None, the reason to read all source files)."""
         ...
 
-    def item_vectors(
-        self, bundle: Bundle, items: ItemTable, root: Path, device: str | None
-    ) -> CopiedVectors | None:
+    def item_vectors(self, bundle: Bundle, items: ItemTable, root: Path, device: str | None) -> CopiedVectors | None:
         """Return vectors of items with the same input, by the digests below `root`."""
         ...
 

@@ -23,9 +23,7 @@ Favourites = tuple[Sequence[str], list[float]]
 """Ids of items, best first, and their scores."""
 
 
-def write_defaults(
-    build: Build, bundle: Bundle, find_table_favourites: Callable[[TableConfig], Favourites]
-) -> None:
+def write_defaults(build: Build, bundle: Bundle, find_table_favourites: Callable[[TableConfig], Favourites]) -> None:
     """Write the default list of each table of lists; the caller publishes the file."""
     defaults = {}
     for table_name, table in configured_tables(build.config, bundle).items():
@@ -35,16 +33,12 @@ def write_defaults(
     write_atomically(build.path(DEFAULTS_FILE), orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS))
 
 
-def find_favourites(
-    items: ItemTable, user_vectors: NDArray[np.float32], metric: Metric, k: int
-) -> Favourites:
+def find_favourites(items: ItemTable, user_vectors: NDArray[np.float32], metric: Metric, k: int) -> Favourites:
     """Return the k items with the highest mean score over users, float32 [n, dims], and the score; ties by ordinal.
 
     A mean of products with an item is the product with the mean.
     """
-    mean_vector = (unit_rows(user_vectors) if metric == "cosine" else user_vectors).mean(
-        axis=0, dtype=np.float64
-    )
+    mean_vector = (unit_rows(user_vectors) if metric == "cosine" else user_vectors).mean(axis=0, dtype=np.float64)
     item_vectors = np.asarray(items.vectors)
     if metric == "cosine":
         item_vectors = unit_rows(item_vectors)
@@ -55,19 +49,13 @@ def find_favourites(
 
 def compute_popularity_scores(popularity: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the share of each item in all interactions, float32 [items], which is its score in the defaults."""
-    item_shares: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(
-        np.float32
-    )
+    item_shares: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(np.float32)
     return item_shares
 
 
-def compute_mean_scores(
-    items: ItemTable, user_vectors: NDArray[np.float32], metric: Metric
-) -> NDArray[np.float32]:
+def compute_mean_scores(items: ItemTable, user_vectors: NDArray[np.float32], metric: Metric) -> NDArray[np.float32]:
     """Return the mean score of each item over these users, float32 [items], for `find_favourites`."""
-    mean_vector = (unit_rows(user_vectors) if metric == "cosine" else user_vectors).mean(
-        axis=0, dtype=np.float64
-    )
+    mean_vector = (unit_rows(user_vectors) if metric == "cosine" else user_vectors).mean(axis=0, dtype=np.float64)
     item_vectors = np.asarray(items.vectors)
     if metric == "cosine":
         item_vectors = unit_rows(item_vectors)

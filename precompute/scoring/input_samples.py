@@ -87,15 +87,12 @@ def sample_inputs(
         usable_rows = select_usable_inputs(items, entities, {model.name: model.spec})[0]
         if len(usable_rows):
             sample = sample or entities
-        unfinished_takers = [
-            taker for taker in unfinished_takers if taker.take(entities, usable_rows)
-        ]
+        unfinished_takers = [taker for taker in unfinished_takers if taker.take(entities, usable_rows)]
         if sample is not None and not unfinished_takers:
             break
     if sample is None:
         raise SourceError(
-            f"no entity of the sources has the inputs that {model.name} wants"
-            + _id_examples_in_words(build, model)
+            f"no entity of the sources has the inputs that {model.name} wants" + _id_examples_in_words(build, model)
         )
     return sample
 
@@ -137,9 +134,7 @@ def read_given_vectors(build: Build) -> NDArray[np.float32]:
     vectors_of_slices, vector_count = [], 0
     for entities in _read_slices(build):
         if entities.vectors is not None:
-            vectors_of_slices.append(
-                entities.vectors[entities.has_vector][: GIVEN_VECTORS_MAX - vector_count]
-            )
+            vectors_of_slices.append(entities.vectors[entities.has_vector][: GIVEN_VECTORS_MAX - vector_count])
             vector_count += len(vectors_of_slices[-1])
         if vector_count >= GIVEN_VECTORS_MAX:
             break
@@ -152,9 +147,7 @@ def lacks_histories(build: Build, model: BundleModel) -> bool:
     Users of the feature table alone are sampled unchanged: their history is empty.
     """
     sources = build.config.sources
-    return (
-        not sources.interactions and bool(sources.user_vectors) and model.spec.history is not None
-    )
+    return not sources.interactions and bool(sources.user_vectors) and model.spec.history is not None
 
 
 def read_users_with_vectors(build: Build) -> ShardInput:
@@ -170,9 +163,7 @@ def _read_slices(build: Build) -> Iterator[ShardInput]:
         yielded_count = 0
         for slice_limit in (FIRST_SLICE_COUNT, None):
             with scratch_folder(folder) as scratch:
-                slices = slice_shard(
-                    folder, shard, config.shards, scratch, first_slices_max=slice_limit
-                )
+                slices = slice_shard(folder, shard, config.shards, scratch, first_slices_max=slice_limit)
                 for slice_number in slices.numbers[yielded_count:]:
                     yield read_shard(
                         slices.folder,
@@ -185,27 +176,21 @@ def _read_slices(build: Build) -> Iterator[ShardInput]:
                 break
 
 
-def draw_histories(
-    entities: ShardInput, items: ItemTable, metric: Metric, *, seed: int
-) -> ShardInput:
+def draw_histories(entities: ShardInput, items: ItemTable, metric: Metric, *, seed: int) -> ShardInput:
     """Draw histories for at most 512 users with a vector, evenly spread: 1 to 50 of each one's 100 best items.
 
     Not any items: those of one history are alike, and a model calibrated on means of unlike ones would meet larger
     numbers than it was made for.
     """
     rows_with_vector = np.flatnonzero(entities.has_vector)
-    sample_points = np.linspace(
-        0, len(rows_with_vector) - 1, min(DRAWN_USERS_MAX, len(rows_with_vector))
-    )
+    sample_points = np.linspace(0, len(rows_with_vector) - 1, min(DRAWN_USERS_MAX, len(rows_with_vector)))
     sampled_rows = rows_with_vector[np.unique(sample_points.astype(np.int64))]
     user_vectors = entities.vectors
     assert user_vectors is not None  # noqa: S101 - else none had one
     rng = np.random.default_rng(seed)
     histories = [
         rng.permutation(best_ordinals)[: rng.integers(1, DRAWN_ITEMS_MAX, endpoint=True)]
-        for best_ordinals in exact_neighbours(
-            np.asarray(items.vectors), user_vectors[sampled_rows], metric
-        )
+        for best_ordinals in exact_neighbours(np.asarray(items.vectors), user_vectors[sampled_rows], metric)
     ]
     return ShardInput(
         ids=entities.ids.take(pa.array(sampled_rows)),
@@ -213,8 +198,7 @@ def draw_histories(
         indptr=np.cumsum([0, *map(len, histories)]),
         ordinals=np.concatenate(histories),
         features={
-            feature_name: column.take(pa.array(sampled_rows))
-            for feature_name, column in entities.features.items()
+            feature_name: column.take(pa.array(sampled_rows)) for feature_name, column in entities.features.items()
         },
         history_limit=entities.history_limit,
         vectors=user_vectors[sampled_rows],
@@ -255,9 +239,7 @@ def quantize_models(
         try:
             quantize_tower(fp32_path, model.spec, inputs, int8_path)
         except BundleError as error:
-            live_model_by_name[model.name] = LiveModel(
-                False, {"precision": "fp32", "why": error.message}
-            )
+            live_model_by_name[model.name] = LiveModel(False, {"precision": "fp32", "why": error.message})
             continue
         ranks_items = model.name == bundle.user_tower.name
         agreement_facts = measure_agreement(
@@ -280,22 +262,15 @@ def quantize_models(
     return live_model_by_name
 
 
-def _user_inputs(
-    model: BundleModel, items: ItemTable, sample: ShardInput
-) -> tuple[Inputs, Histories]:
+def _user_inputs(model: BundleModel, items: ItemTable, sample: ShardInput) -> tuple[Inputs, Histories]:
     usable_rows, histories, features = select_usable_inputs(items, sample, {model.name: model.spec})
     if not len(usable_rows):
-        raise BundleError(
-            f"no entity of the sample has the inputs that {model.name} wants", model=model.name
-        )
+        raise BundleError(f"no entity of the sample has the inputs that {model.name} wants", model=model.name)
     sampled_rows = _spread_rows(usable_rows)
     inputs = bind_inputs(
         model.spec,
         histories=histories.select_rows(sampled_rows),
-        features={
-            input_name: input_values[sampled_rows]
-            for input_name, input_values in features[model.name].items()
-        },
+        features={input_name: input_values[sampled_rows] for input_name, input_values in features[model.name].items()},
     )
     return inputs, Histories(sample.indptr, sample.ordinals).select_rows(sampled_rows)
 
@@ -318,9 +293,7 @@ def _spread_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return rows[np.unique(sample_points.astype(np.int64))]
 
 
-def _select_finite(
-    tower: Tower, inputs: Inputs, exclusions: Histories | None
-) -> tuple[Inputs, Histories | None]:
+def _select_finite(tower: Tower, inputs: Inputs, exclusions: Histories | None) -> tuple[Inputs, Histories | None]:
     """Return the inputs without rows whose output is not finite: they have no record, and calibrate nothing."""
     finite_rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
     if not len(finite_rows):
@@ -331,6 +304,4 @@ def _select_finite(
         )
     if len(finite_rows) == row_count_of(inputs):
         return inputs, exclusions
-    return select_input_rows(
-        inputs, finite_rows
-    ), None if exclusions is None else exclusions.select_rows(finite_rows)
+    return select_input_rows(inputs, finite_rows), None if exclusions is None else exclusions.select_rows(finite_rows)

@@ -125,10 +125,7 @@ def _find_nonfinite(
     kept_vectors = prior.item_vectors(bundle, items, root, device_for_shard(config.device, 0))
     tower = Tower.open(model.path, model.spec, threads=threads)
     features = ItemFeatures.open(root / catalogue.ITEM_FEATURES_FILE, model.spec, items.count)
-    nonfinite_masks = [
-        ~find_finite_rows(vectors)
-        for vectors in embed_catalogue(tower, items, features, kept_vectors)
-    ]
+    nonfinite_masks = [~find_finite_rows(vectors) for vectors in embed_catalogue(tower, items, features, kept_vectors)]
     return np.concatenate(nonfinite_masks)
 
 
@@ -146,9 +143,7 @@ def embed_catalogue(
         base_ordinals = kept_vectors.base_ordinals[ordinals]
         vectors = np.asarray(kept_vectors.vectors[base_ordinals])
         if len(uncopied_rows := np.flatnonzero(base_ordinals < 0)):
-            vectors[uncopied_rows] = item_outputs(tower, items, features, ordinals[uncopied_rows])[
-                0
-            ]
+            vectors[uncopied_rows] = item_outputs(tower, items, features, ordinals[uncopied_rows])[0]
         yield vectors
 
 
@@ -172,9 +167,7 @@ def item_inputs(
 
 def open_item_features(build: Build, spec: TowerSpec, item_count: int) -> ItemFeatures:
     """Feature inputs of all items as `begin` pinned them."""
-    features_path = (
-        build.fetch(ITEM_FEATURES_FILE) if spec.features else build.root / ITEM_FEATURES_FILE
-    )
+    features_path = build.fetch(ITEM_FEATURES_FILE) if spec.features else build.root / ITEM_FEATURES_FILE
     return ItemFeatures.open(features_path, spec, item_count)
 
 
@@ -205,9 +198,7 @@ class ItemWork:
         items = open_items(build.root, build.need_report(BEGIN_REPORT), dims=bundle.dims)
         tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.at(shard)
         models = {
-            table_name: bundle.values[str(table.value)]
-            for table_name, table in tables.items()
-            if table.kind == "value"
+            table_name: bundle.values[str(table.value)] for table_name, table in tables.items() if table.kind == "value"
         }
         return cls(
             build, bundle, scoring_device, items, tables, scorers.allowed_items(build), models,
@@ -235,9 +226,7 @@ class ItemWork:
                 )  # fmt: skip
         elif table.kind == "value":
             model = self.models[table_name]
-            answers, is_usable = item_outputs(
-                self.towers[table_name], items, self.features[table_name], ordinals
-            )
+            answers, is_usable = item_outputs(self.towers[table_name], items, self.features[table_name], ordinals)
             is_finite = find_finite_rows(answers)
             has_answer = is_usable & is_finite
             self._note(
@@ -249,9 +238,7 @@ class ItemWork:
             )
         cut_s = data_until_of(self.build.generation)
         records, is_unfit = encode_records(layout, item_fingerprints, answers, has_answer, cut_s)
-        self._note(
-            f"records of {table_name}", PRECISION_REASON, raw_ids, item_fingerprints, is_unfit
-        )
+        self._note(f"records of {table_name}", PRECISION_REASON, raw_ids, item_fingerprints, is_unfit)
         return records
 
     def records_with_copies(
@@ -262,9 +249,7 @@ class ItemWork:
         first_ordinal: int,
     ) -> tuple[NDArray[Any], int]:
         """(records of these items, how many were copied); `first_ordinal` is the first item of the shard."""
-        base_positions = (
-            None if base_records is None else base_records.base_positions_by_table.get(table_name)
-        )
+        base_positions = None if base_records is None else base_records.base_positions_by_table.get(table_name)
         if base_records is None or base_positions is None:
             return self.records(table_name, ordinals), 0
         base_positions = base_positions[ordinals - first_ordinal]
@@ -292,9 +277,7 @@ class ItemWork:
         if is_unusable.any():
             is_set_by_events = None
             if self.build.config.events.enabled:
-                is_set_by_events = marked_mask(
-                    self.build.fetch(marks_file_path("item")), item_fingerprints
-                )
+                is_set_by_events = marked_mask(self.build.fetch(marks_file_path("item")), item_fingerprints)
             self.unusable.note_rows(
                 source_name,
                 {reason: is_unusable},
@@ -330,13 +313,9 @@ def score_items(
     entry_by_table, total_copied_count = {}, 0
     for table_name in work.tables:
         pages_file = f"tables/{table_name}/{shard:04d}.pages"
-        with PageFile(
-            build.path(pages_file), layouts[table_name], build.config.page_bytes
-        ) as pages:
+        with PageFile(build.path(pages_file), layouts[table_name], build.config.page_bytes) as pages:
             for ordinals in split_rows(np.arange(first_ordinal, end_ordinal)):
-                records, copied_count = work.records_with_copies(
-                    table_name, ordinals, base_records, first_ordinal
-                )
+                records, copied_count = work.records_with_copies(table_name, ordinals, base_records, first_ordinal)
                 total_copied_count += copied_count
                 pages.append(records)
                 progress(

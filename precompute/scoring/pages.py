@@ -45,24 +45,18 @@ def encode_records(
     """
     if has_answer.all():
         try:
-            return _encode(layout, fingerprints, answers, cut_s, flags), np.zeros(
-                len(fingerprints), np.bool_
-            )
+            return _encode(layout, fingerprints, answers, cut_s, flags), np.zeros(len(fingerprints), np.bool_)
         except UnfitValue:
             pass
     numbers = answers[1] if isinstance(answers, tuple) else answers
     is_unfit = unfit_rows(layout, numbers) & has_answer
     answered_rows = np.flatnonzero(has_answer & ~is_unfit)
     row_answers = (
-        (answers[0][answered_rows], numbers[answered_rows])
-        if isinstance(answers, tuple)
-        else numbers[answered_rows]
+        (answers[0][answered_rows], numbers[answered_rows]) if isinstance(answers, tuple) else numbers[answered_rows]
     )
     records = absent_records(layout, fingerprints, cut_s)
     some_flags = flags if isinstance(flags, int) else flags[answered_rows]
-    records[answered_rows] = _encode(
-        layout, fingerprints[answered_rows], row_answers, cut_s, some_flags
-    )
+    records[answered_rows] = _encode(layout, fingerprints[answered_rows], row_answers, cut_s, some_flags)
     return records, is_unfit
 
 
@@ -75,9 +69,7 @@ def _encode(
     records = np.empty(len(fingerprints), layout.dtype)
     for first_row in range(0, len(fingerprints), RECORDS_AT_ONCE):
         rows = slice(first_row, first_row + RECORDS_AT_ONCE)
-        row_answers = (
-            (answers[0][rows], answers[1][rows]) if isinstance(answers, tuple) else answers[rows]
-        )
+        row_answers = (answers[0][rows], answers[1][rows]) if isinstance(answers, tuple) else answers[rows]
         some_flags = flags if isinstance(flags, int) else flags[rows]
         row_records = _encode_some(layout, fingerprints[rows], row_answers, cut_s, some_flags)
         # As bytes: numpy copies records field by field.
@@ -194,17 +186,13 @@ class PageFile(GrowingFile):
 
     def _add_to_checksums(self, data: memoryview) -> None:
         self._sha256.update(data)
-        offset = min(
-            -len(self._partial_page) % self._page_bytes, len(data)
-        )  # where the page under way ends
+        offset = min(-len(self._partial_page) % self._page_bytes, len(data))  # where the page under way ends
         self._partial_page += data[:offset]
         if len(self._partial_page) == self._page_bytes:
             self._page_checksums.append(xxhash.xxh3_64_intdigest(self._partial_page))
             self._partial_page.clear()
         while offset + self._page_bytes <= len(data):
-            self._page_checksums.append(
-                xxhash.xxh3_64_intdigest(data[offset : offset + self._page_bytes])
-            )
+            self._page_checksums.append(xxhash.xxh3_64_intdigest(data[offset : offset + self._page_bytes]))
             offset += self._page_bytes
         self._partial_page += data[offset:]
 
@@ -236,8 +224,7 @@ def checksums_path(pages_path: Path) -> Path:
 def describe_pages(build: Build, page_file: PageFile) -> PagesEntry:
     """Return the manifest entries of a finished page file of the build and its checksums."""
     pages_name, checksums_name = (
-        str(path.relative_to(build.root))
-        for path in (page_file.path, checksums_path(page_file.path))
+        str(path.relative_to(build.root)) for path in (page_file.path, checksums_path(page_file.path))
     )
     return {
         "count": page_file.count,

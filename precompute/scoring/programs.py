@@ -31,9 +31,7 @@ def computed_by(device: str | None = None) -> str:
     engine = find_kernel()
     kernel_text = "faiss" if engine is None else f"kernel {engine.level}"
     processor_text = f"processor {instructions_digest()}"
-    return ", ".join(
-        [kernel_text, processor_text, *_device_names(device), f"larder {THIS_RELEASE}", *versions]
-    )
+    return ", ".join([kernel_text, processor_text, *_device_names(device), f"larder {THIS_RELEASE}", *versions])
 
 
 @functools.cache

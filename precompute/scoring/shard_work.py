@@ -122,12 +122,10 @@ class Chunk:
             for model, columns in self.features.items()
         }
         self.outputs_by_model = {
-            model_name: outputs[remaining_rows]
-            for model_name, outputs in self.outputs_by_model.items()
+            model_name: outputs[remaining_rows] for model_name, outputs in self.outputs_by_model.items()
         }
         self.is_answered_by_model = {
-            model_name: mask[remaining_rows]
-            for model_name, mask in self.is_answered_by_model.items()
+            model_name: mask[remaining_rows] for model_name, mask in self.is_answered_by_model.items()
         }
         if self.vectors is not None:
             self.vectors = self.vectors[remaining_rows]
@@ -138,9 +136,7 @@ class Chunk:
             return
         has_vector = ~np.isnan(self.vectors[:, 0])
         tower_outputs = self.outputs_by_model["user_tower"]
-        self.outputs_by_model["user_tower"] = np.where(
-            has_vector[:, None], self.vectors, tower_outputs
-        )
+        self.outputs_by_model["user_tower"] = np.where(has_vector[:, None], self.vectors, tower_outputs)
         self.is_answered_by_model["user_tower"] |= has_vector
         self.vectors = None
 
@@ -194,9 +190,7 @@ class ShardWork:
             bundle=bundle,
             scoring_device=scoring_device,
             seconds=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
-            counts=dict.fromkeys(
-                ("entities", "scored", "short", "seen", "given", *REASON_NAMES), 0
-            ),
+            counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASON_NAMES), 0),
             unusable=UnusableRows(),
             allowed_masks=scorers.allowed_items(build),
             copies=scorers.user_copies(scope),
@@ -220,9 +214,7 @@ class ShardWork:
         """Add up the time of a stage, of several threads their mean: its time without the others."""
         start_s = time.perf_counter()
         yield
-        seconds = (time.perf_counter() - start_s) / (
-            self.worker_count if stage in PARALLEL_STAGES else 1
-        )
+        seconds = (time.perf_counter() - start_s) / (self.worker_count if stage in PARALLEL_STAGES else 1)
         with self.seconds_lock:
             self.seconds[stage] += seconds
 
@@ -248,18 +240,14 @@ class ShardWork:
         with self.add_stage_time("tower"):
             towers = self._towers()
             all_users_mask = np.ones(len(chunk.ids), np.bool_)
-            chunk.outputs_by_model["user_tower"] = self._outputs(
-                chunk, "user_tower", all_users_mask
-            )
+            chunk.outputs_by_model["user_tower"] = self._outputs(chunk, "user_tower", all_users_mask)
             chunk.replace_given_vectors()
             if self.copies is not None and chunk.copied.could_stay.any():
                 self._drop_copied_users(chunk, self.copies)
             for model_name in towers:
                 if model_name != "user_tower":
                     is_wanted = (
-                        chunk.copied.unchanged_positions < 0
-                        if self._copies_all_tables(model_name)
-                        else all_users_mask
+                        chunk.copied.unchanged_positions < 0 if self._copies_all_tables(model_name) else all_users_mask
                     )
                     chunk.outputs_by_model[model_name] = self._outputs(chunk, model_name, is_wanted)
         chunk.features = {}
@@ -292,9 +280,7 @@ class ShardWork:
                 chunk.unusable.count_checked(f"outputs of {model_name}", int(is_copied.sum()))
         chunk.stay(is_copied)
 
-    def _outputs(
-        self, chunk: Chunk, model_name: str, is_wanted: NDArray[np.bool_]
-    ) -> NDArray[np.float32]:
+    def _outputs(self, chunk: Chunk, model_name: str, is_wanted: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return float32 [users, dims], NaN for users without an input or not wanted; note other non-finite rows."""
         tower = self._towers()[model_name]
         is_usable, features = (
@@ -310,18 +296,13 @@ class ShardWork:
             inputs = bind_inputs(tower.spec, histories=chunk.histories, features=features)
             outputs = run_named(tower, inputs, named)
         else:
-            row_features = {
-                input_name: input_values[usable_rows]
-                for input_name, input_values in features.items()
-            }
+            row_features = {input_name: input_values[usable_rows] for input_name, input_values in features.items()}
             outputs = np.full((len(is_usable), tower.spec.output_dims), np.nan, np.float32)
             if len(usable_rows):
                 row_histories = chunk.histories.select_rows(usable_rows)
                 inputs = bind_inputs(tower.spec, histories=row_histories, features=row_features)
                 outputs[usable_rows] = run_named(tower, inputs, named)
-        chunk.unusable.count_checked(
-            f"outputs of {model_name}", int((chunk.is_usable_by_model[model_name]).sum())
-        )
+        chunk.unusable.count_checked(f"outputs of {model_name}", int((chunk.is_usable_by_model[model_name]).sum()))
         chunk.is_answered_by_model[model_name] = find_finite_rows(outputs)
         if (is_nonfinite := ~chunk.is_answered_by_model[model_name] & is_usable).any():
             is_set_by_events = self.are_set_by_events(chunk)
@@ -340,10 +321,7 @@ class ShardWork:
         return marked_mask(self.build.fetch(marks_file_path("user")), chunk.fingerprints)
 
     def _towers(self) -> dict[str, AnyTower]:
-        return {
-            model_name: self.scoring_device.tower(self.build, model)
-            for model_name, model in self.models.items()
-        }
+        return {model_name: self.scoring_device.tower(self.build, model) for model_name, model in self.models.items()}
 
     def score_chunks(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """Chunks with the lists of each table of lists; the items are made ready while the first chunk is read."""
@@ -366,12 +344,8 @@ class ShardWork:
                 )
             for table_name, scorer in self._scorers().items():
                 k, allowed_mask = self.tables[table_name].k, self.allowed_masks.get(table_name)
-                lists = scorer.top(
-                    user_vectors, k, exclusions, allowed=allowed_mask, threads=threads
-                )
-                chunk.lists_by_table[table_name] = spread_lists(
-                    len(chunk.ids), answered_rows, lists
-                )
+                lists = scorer.top(user_vectors, k, exclusions, allowed=allowed_mask, threads=threads)
+                chunk.lists_by_table[table_name] = spread_lists(len(chunk.ids), answered_rows, lists)
         return chunk
 
     def _scorers(self) -> dict[str, AnyScorer]:

@@ -67,15 +67,11 @@ def bind_inputs(
     for input_spec in spec.inputs:
         if input_spec.bind == "history":
             if histories is None:
-                raise ConfigError(
-                    f"input {input_spec.name!r} wants a history, which this entity does not have"
-                )
+                raise ConfigError(f"input {input_spec.name!r} wants a history, which this entity does not have")
             inputs_by_name[input_spec.name] = histories
         elif input_spec.bind == "item_index":
             if item_indices is None:
-                raise ConfigError(
-                    f"input {input_spec.name!r} wants an item index, which this entity does not have"
-                )
+                raise ConfigError(f"input {input_spec.name!r} wants an item index, which this entity does not have")
             inputs_by_name[input_spec.name] = item_indices
         else:
             inputs_by_name[input_spec.name] = (features or {})[input_spec.name]
@@ -111,18 +107,14 @@ def select_usable_inputs(
 ) -> tuple[NDArray[np.int64], Histories, FeaturesByModel]:
     """(rows with every input of all these models, the rest as `prepare_inputs`)."""
     is_usable_by_model, histories, features = prepare_inputs(items, entities, specs)
-    is_usable = np.logical_and.reduce(
-        [np.ones(len(entities.ids), np.bool_), *is_usable_by_model.values()]
-    )
+    is_usable = np.logical_and.reduce([np.ones(len(entities.ids), np.bool_), *is_usable_by_model.values()])
     return np.flatnonzero(is_usable), histories, features
 
 
 def _is_recent(entities: ShardInput) -> NDArray[np.bool_]:
     """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
     history_lengths = np.diff(entities.indptr)
-    places_from_end = repeat_values(entities.indptr[1:], history_lengths) - np.arange(
-        len(entities.ordinals)
-    )
+    places_from_end = repeat_values(entities.indptr[1:], history_lengths) - np.arange(len(entities.ordinals))
     return np.asarray(places_from_end <= entities.history_limit, np.bool_)
 
 
@@ -137,9 +129,7 @@ def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
         for feature in model.spec.features:
             path = feature_file(config, model.entity, str(feature.column))
             column = str(feature.column)
-            column_type = (
-                feature_schema(path, (column,), bundle.columns_of_lists).field(column).type
-            )
+            column_type = feature_schema(path, (column,), bundle.columns_of_lists).field(column).type
             demand_column_type(column_type, feature, f"{path}, for {model.name}")
 
 
@@ -160,9 +150,7 @@ def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower
     return DeviceTower(model.name, tower, device_model, may_fall_back=may_fall_back)
 
 
-def run_named(
-    tower: AnyTower, inputs: Inputs, row_in_words: Callable[[int], str]
-) -> NDArray[np.float32]:
+def run_named(tower: AnyTower, inputs: Inputs, row_in_words: Callable[[int], str]) -> NDArray[np.float32]:
     """Outputs float32 [n, output_dims]; raises SourceError naming the first row on which the model cannot be run.
 
     `row_in_words` is of a row, such as "user 'ann'".
@@ -180,17 +168,12 @@ def run_named(
             raise  # it was not of a row: no memory, say
         row = int(rows[0])
         value_by_column = {
-            str(feature.column): np.asarray(inputs[feature.name])[row]
-            for feature in tower.spec.features
+            str(feature.column): np.asarray(inputs[feature.name])[row] for feature in tower.spec.features
         }
-        inputs_text = ", ".join(
-            f"{column} {format_case_value(value)}" for column, value in value_by_column.items()
-        )
+        inputs_text = ", ".join(f"{column} {format_case_value(value)}" for column, value in value_by_column.items())
         cause = error.__cause__ or error
         error_lines = str(cause).strip().splitlines()[-1:] or [type(cause).__name__]
-        model = (
-            f"the model {error.details['model']}" if isinstance(error, ModelFailed) else "the model"
-        )
+        model = f"the model {error.details['model']}" if isinstance(error, ModelFailed) else "the model"
         raise SourceError(
             f"{row_in_words(row)}: {model} cannot be run on {inputs_text or 'its input'} "
             f"({format_case_value(error_lines[0])}); correct the table, or leave the value out of it",
@@ -286,9 +269,7 @@ class DeviceTower:
                 yield [feed[name] for name in self._input_names]
 
         for batch_index, batch_outputs in enumerate(self._device_model.outputs(feeds())):
-            outputs[rows_of_batches[batch_index]] = batch_outputs[
-                : len(rows_of_batches[batch_index])
-            ]
+            outputs[rows_of_batches[batch_index]] = batch_outputs[: len(rows_of_batches[batch_index])]
 
     def _compare_with_processor(self, inputs: Inputs) -> None:
         """Compares a few rows, but for those that are finite on neither: they get no answer."""
@@ -306,9 +287,7 @@ class DeviceTower:
             expected_outputs[is_finite],
             device_outputs[is_finite] - expected_outputs[is_finite],
         )
-        largest_deviation = _worst_deviation(
-            np.abs(deviations).max(axis=1), np.abs(expected_outputs).max(axis=1)
-        )
+        largest_deviation = _worst_deviation(np.abs(deviations).max(axis=1), np.abs(expected_outputs).max(axis=1))
         self._demand_agreement(
             largest_deviation if has_same_finite_rows else float("nan"),
             DEVICE_AGREEMENT,
@@ -352,9 +331,7 @@ def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceMode
         demand_sha256(model.program, model.program_sha256)
         from precompute.device.program import Program
 
-        return Program.open(
-            model.program, [input_spec.name for input_spec in model.spec.inputs], device
-        )
+        return Program.open(model.program, [input_spec.name for input_spec in model.spec.inputs], device)
     device_kind, _, device_ordinal = device.partition(":")
     if device_kind != "cuda":
         return f"its bundle has no program, and {device} is no GPU"
@@ -362,16 +339,12 @@ def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceMode
     if (reason := accelerator.missing_reason()) is not None:
         return f"its bundle has no program, and {reason}"
     # Each such model has an arena of its own, and torch is one more.
-    arena_count = 1 + sum(
-        bundle_model.program is None for bundle_model in open_bundle(build).models
-    )
+    arena_count = 1 + sum(bundle_model.program is None for bundle_model in open_bundle(build).models)
     limit_bytes = limit_gpu_memory(device, build.config.device_tasks * arena_count)
     accelerator = replace(accelerator, memory_max_bytes=limit_bytes)
     gpu_tower = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)
     if gpu_tower.provider != accelerator.provider:
-        return (
-            f"its bundle has no program, and ONNX Runtime could not load its provider for {device}"
-        )
+        return f"its bundle has no program, and ONNX Runtime could not load its provider for {device}"
     return OnnxOnGpu(gpu_tower)
 
 

@@ -43,9 +43,7 @@ PIECES_PER_READER = 3
 """Pieces of a shard under way, or waiting, for each reader; of slices, which are larger, there is one."""
 
 
-def read_users(
-    work: ShardWork, scratch: Path, digests_file: GrowingFile | None = None
-) -> Iterator[Chunk]:
+def read_users(work: ShardWork, scratch: Path, digests_file: GrowingFile | None = None) -> Iterator[Chunk]:
     """Yield the shard's users for whom a model has its input; raise Refused if the disk has no room for them.
 
     A user without the history that a model needs is left out, unless the night computes featured users and a model
@@ -53,9 +51,7 @@ def read_users(
     in, a user with any history is included, even without an answer. Digests of the inputs go into `digests_file`.
     """
     earlier_user_count = 0
-    for slice_number, (entities, digests, hashes, remaining_slices) in enumerate(
-        read_slices(work, scratch), 1
-    ):
+    for slice_number, (entities, digests, hashes, remaining_slices) in enumerate(read_slices(work, scratch), 1):
         decisions = CopyDecisions.without_copies(entities, digests)
         if work.copies is not None:
             decisions = work.copies.decide(entities, digests, hashes)
@@ -68,11 +64,7 @@ def read_users(
         demand_disk_room(work.build.root, user_count * work.record_bytes * (remaining_slices + 1))
         for chunk, reached_share in chunks:
             chunk.entities = earlier_user_count + int(reached_share * slice_user_count)
-            chunk.total = (
-                (earlier_user_count + slice_user_count)
-                * (slice_number + remaining_slices)
-                // slice_number
-            )
+            chunk.total = (earlier_user_count + slice_user_count) * (slice_number + remaining_slices) // slice_number
             yield chunk
         earlier_user_count += slice_user_count
 
@@ -96,9 +88,7 @@ def split_into_chunks(
     is_usable_by_model, histories, features = prepare_inputs(work.items, entities, specs)
     # Whoever brings a vector along needs no tower for it.
     is_usable_by_model["user_tower"] &= ~entities.has_vector
-    is_answerable = (
-        _is_answerable_by_any(is_usable_by_model, histories, specs) | entities.has_vector
-    )
+    is_answerable = _is_answerable_by_any(is_usable_by_model, histories, specs) | entities.has_vector
     if work.build.config.events.enabled:  # events are added to what such a user had, too
         is_answerable |= np.diff(entities.indptr) > 0
     answerable_rows = np.flatnonzero(is_answerable)
@@ -120,8 +110,7 @@ def split_into_chunks(
             if work.publishes_features:
                 tower = work.models["user_tower"].spec
                 columns_by_name = {
-                    model_name: column.take(arrow_rows)
-                    for model_name, column in entities.features.items()
+                    model_name: column.take(arrow_rows) for model_name, column in entities.features.items()
                 }
                 feature_json = feature_json_rows(tower, columns_by_name, ~entities.has_vector[rows])
             yield (
@@ -130,9 +119,7 @@ def split_into_chunks(
                     hashes=entities.hashes[rows],
                     histories=histories.select_rows(rows),
                     features=own_features,
-                    is_usable_by_model={
-                        model: mask[rows] for model, mask in is_usable_by_model.items()
-                    },
+                    is_usable_by_model={model: mask[rows] for model, mask in is_usable_by_model.items()},
                     inputs=PublishedInputs(
                         seen_items.select_rows(rows),
                         None if times is None else times.select_rows(rows),
@@ -156,9 +143,7 @@ def _is_answerable_by_any(
     """bool [users]: a model can answer for the user; where one wants a history, the user has it or it does without."""
     is_answerable: NDArray[np.bool_] = np.logical_or.reduce(list(is_usable_by_model.values()))
     usable_with_history = [
-        is_usable_by_model[model_name]
-        for model_name, spec in specs.items()
-        if spec.history is not None
+        is_usable_by_model[model_name] for model_name, spec in specs.items() if spec.history is not None
     ]
     if usable_with_history:
         is_answerable &= np.logical_or.reduce([np.diff(histories.indptr) > 0, *usable_with_history])
@@ -198,9 +183,7 @@ def read_slices(work: ShardWork, scratch: Path) -> Iterator[Slice]:
 
     def read(number: int) -> tuple[ShardInput, Digests]:
         tables = read_tables_by_kind(folder, number) if pieces is None else pieces.tables(number)
-        entities = group_rows_by_entity(
-            tables, history_limit=history_limit, answers_without_history=computes_alone
-        )
+        entities = group_rows_by_entity(tables, history_limit=history_limit, answers_without_history=computes_alone)
         return entities, digest_users(entities, item_hashes)
 
     part_count = config.shards * len(numbers)
@@ -237,24 +220,19 @@ def _read_in_order(
     with ThreadPoolExecutor(reader_count, "read") as pool:
         unread_numbers = iter(part_numbers)
         futures = deque(
-            pool.submit(read, part_number)
-            for part_number in islice(unread_numbers, reader_count * parts_per_reader)
+            pool.submit(read, part_number) for part_number in islice(unread_numbers, reader_count * parts_per_reader)
         )
         try:
             while futures:
                 read_part = futures.popleft().result()
-                futures.extend(
-                    pool.submit(read, part_number) for part_number in islice(unread_numbers, 1)
-                )
+                futures.extend(pool.submit(read, part_number) for part_number in islice(unread_numbers, 1))
                 yield read_part
                 del read_part  # kept by nobody here, however long it is used
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def feature_json_rows(
-    spec: TowerSpec, features: Mapping[str, Any], is_published: NDArray[np.bool_]
-) -> Histories:
+def feature_json_rows(spec: TowerSpec, features: Mapping[str, Any], is_published: NDArray[np.bool_]) -> Histories:
     """Convert columns of features to rows of JSON by column, as callers send them; omit unusable values.
 
     The row is empty for a user who is not `is_published`, or has no such value.

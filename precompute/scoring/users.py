@@ -59,17 +59,13 @@ def score_users(
         reasons = None
         if work.copies is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_path(shard))))
-        stages = stack.enter_context(
-            StreamStages()
-        )  # last, so stopped before anything they use is gone
+        stages = stack.enter_context(StreamStages())  # last, so stopped before anything they use is gone
         read_chunks = stages.run_ahead(time_reads(work, read_users(work, scratch, digests_file)))
         encoded_chunks = stages.map_values(
             work.add_tower_outputs, work.open_towers_first(read_chunks), workers=work.worker_count
         )
         scored_chunks = stages.run_ahead(work.score_chunks(encoded_chunks))
-        for chunk in stages.map_values(
-            partial(add_records, work), scored_chunks, workers=work.worker_count
-        ):
+        for chunk in stages.map_values(partial(add_records, work), scored_chunks, workers=work.worker_count):
             with work.add_stage_time("write"):
                 write_records(work, chunk, page_files, directory_writer, reasons)
                 if seen_file_by_part:
@@ -89,9 +85,7 @@ def score_users(
         "directory": file_entry(build.describe(directory_path)),
         "inputs": file_entry(build.describe(inputs_file_path)),
         "seen": [file_entry(build.describe(path)) for path in work.seen_files.values()],
-        "tables": {
-            table_name: describe_pages(build, file) for table_name, file in page_files.items()
-        },
+        "tables": {table_name: describe_pages(build, file) for table_name, file in page_files.items()},
     }
 
 
@@ -100,16 +94,12 @@ def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
     with work.add_stage_time("records"):
         for table_name, table in work.tables.items():
             chunk_records = compute_own_records(work, table_name, table, chunk)
-            chunk.records_by_table[table_name] = _with_copies(
-                work, table_name, chunk, chunk_records
-            )
+            chunk.records_by_table[table_name] = _with_copies(work, table_name, chunk, chunk_records)
     chunk.outputs_by_model, chunk.lists_by_table = {}, {}
     return chunk
 
 
-def compute_own_records(
-    work: ShardWork, table_name: str, table: TableConfig, chunk: Chunk
-) -> NDArray[Any]:
+def compute_own_records(work: ShardWork, table_name: str, table: TableConfig, chunk: Chunk) -> NDArray[Any]:
     """Records of the chunk's own users."""
     model = str(table.value) if table.kind == "value" else "user_tower"
     answers: Answers = chunk.outputs_by_model[model]
@@ -118,18 +108,12 @@ def compute_own_records(
         if not len(chunk.ids):
             return np.empty(0, work.layouts[table_name].dtype)
         answers = chunk.lists_by_table.pop(table_name)
-        if (
-            table_name not in work.allowed_masks
-        ):  # under a filter lists are short, and a gate knows how short
-            possible_counts = np.minimum(
-                table.k, work.items.count - np.diff(chunk.seen_items.indptr)
-            )
+        if table_name not in work.allowed_masks:  # under a filter lists are short, and a gate knows how short
+            possible_counts = np.minimum(table.k, work.items.count - np.diff(chunk.seen_items.indptr))
             is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible_counts
             chunk.short_list_count += int((is_short & has_answer).sum())
     cut_s = data_until_of(work.build.generation)
-    records, is_unfit = encode_records(
-        work.layouts[table_name], chunk.fingerprints, answers, has_answer, cut_s
-    )
+    records, is_unfit = encode_records(work.layouts[table_name], chunk.fingerprints, answers, has_answer, cut_s)
     if is_unfit.any():
         is_set_by_events = work.are_set_by_events(chunk)
         chunk.unusable.note_rows(
@@ -148,9 +132,7 @@ def compute_own_records(
     return records
 
 
-def _with_copies(
-    work: ShardWork, table_name: str, chunk: Chunk, chunk_records: NDArray[Any]
-) -> NDArray[Any]:
+def _with_copies(work: ShardWork, table_name: str, chunk: Chunk, chunk_records: NDArray[Any]) -> NDArray[Any]:
     """Records of all users of a chunk's range."""
     copied_users = chunk.copied
     copied_rows = copied_users.copied_rows
@@ -162,9 +144,7 @@ def _with_copies(
         return work.copies.records(table_name, copied_users.copied_positions, cut_s)
     records = np.empty(len(copied_users.hashes), chunk_records.dtype)
     records[copied_users.rows] = chunk_records
-    records[copied_rows] = work.copies.records(
-        table_name, copied_users.copied_positions[copied_rows], cut_s
-    )
+    records[copied_rows] = work.copies.records(table_name, copied_users.copied_positions[copied_rows], cut_s)
     return records
 
 
@@ -190,16 +170,12 @@ def write_records(
         reasons_writer.write_array(reason_numbers)
 
 
-def write_inputs(
-    work: ShardWork, chunk: Chunk, seen_file_by_part: Mapping[str, GrowingFile]
-) -> None:
+def write_inputs(work: ShardWork, chunk: Chunk, seen_file_by_part: Mapping[str, GrowingFile]) -> None:
     """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
     copied_users, inputs = chunk.copied, chunk.inputs
     copied_rows = copied_users.copied_rows
     if work.copies is not None and len(copied_rows):
-        inputs = copied_users.merge_inputs(
-            inputs, work.copies.read_inputs(copied_users.copied_positions[copied_rows])
-        )
+        inputs = copied_users.merge_inputs(inputs, work.copies.read_inputs(copied_users.copied_positions[copied_rows]))
     _write_ends(work, "seen", inputs.seen_items, seen_file_by_part["ends"])
     seen_file_by_part["items"].write_array(inputs.seen_items.indices.astype("<u4"))
     if inputs.times is not None:
@@ -217,9 +193,7 @@ def _write_ends(work: ShardWork, count_name: str, rows: Histories, ends_file: Gr
     work.counts[count_name] += int(rows.indptr[-1])
 
 
-def recompute_users(
-    work: ShardWork, hashes: NDArray[np.uint64], scratch: Path
-) -> dict[int, dict[str, bytes]]:
+def recompute_users(work: ShardWork, hashes: NDArray[np.uint64], scratch: Path) -> dict[int, dict[str, bytes]]:
     """Return the records of the users with these sorted hashes by hash and table, computed without copies."""
     folder = write_selected_users(work.build.root / PARTITION_FOLDER, work.number, hashes, scratch)
     history_limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
@@ -230,17 +204,13 @@ def recompute_users(
         answers_without_history=computes_feature_only_users(work.build),
     )
     digests = digest_users(entities, work.items.directory.hashes())
-    for chunk, _ in split_into_chunks(
-        work, CopyDecisions.without_copies(entities, digests), entities
-    )[0]:
+    for chunk, _ in split_into_chunks(work, CopyDecisions.without_copies(entities, digests), entities)[0]:
         chunk = work.add_lists(work.add_tower_outputs(chunk))
         records_by_table = {
-            table_name: compute_own_records(work, table_name, table, chunk)
-            for table_name, table in work.tables.items()
+            table_name: compute_own_records(work, table_name, table, chunk) for table_name, table in work.tables.items()
         }
         for row, user_hash in enumerate(chunk.hashes.tolist()):
             records_by_hash[user_hash] = {
-                table_name: records[row].tobytes()
-                for table_name, records in records_by_table.items()
+                table_name: records[row].tobytes() for table_name, records in records_by_table.items()
             }
     return records_by_hash

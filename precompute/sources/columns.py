@@ -58,15 +58,10 @@ class Ids:
 
         Raises pa.ArrowInvalid for text that is not UTF-8.
         """
-        if (
-            pa.types.is_string(column.type)
-            and (names_and_codes := _encode_by_sorting(column)) is not None
-        ):
+        if pa.types.is_string(column.type) and (names_and_codes := _encode_by_sorting(column)) is not None:
             names_and_codes[0].validate(full=True)
             return cls(*names_and_codes)
-        encoded_column = (
-            column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
-        )
+        encoded_column = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
         encoded_column.validate(full=True)
         names, codes = _drop_unused_names(
             encoded_column.dictionary, np.asarray(encoded_column.indices.cast(pa.int32()))
@@ -122,9 +117,7 @@ def native_text_hashes(texts: Any, seed: int) -> NDArray[np.uint64] | None:
     _, offsets_buffer, text_buffer = texts.buffers()
     if offsets_buffer is None or text_buffer is None:
         return None
-    text_offsets = np.frombuffer(offsets_buffer, np.int32)[
-        texts.offset : texts.offset + len(texts) + 1
-    ]
+    text_offsets = np.frombuffer(offsets_buffer, np.int32)[texts.offset : texts.offset + len(texts) + 1]
     raw_hashes = loader.kernels.text_hashes(text_buffer, text_offsets, seed)
     return None if raw_hashes is None else np.frombuffer(raw_hashes, np.uint64)
 
@@ -162,9 +155,7 @@ def _drop_unused_names(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArr
     return names.filter(pa.array(used_name_mask)), new_codes[codes]
 
 
-def demand_columns(
-    column_names: Sequence[str], required_names: Sequence[str], path: SourceFile
-) -> None:
+def demand_columns(column_names: Sequence[str], required_names: Sequence[str], path: SourceFile) -> None:
     """Raise SourceError naming the first missing column."""
     for required_name in required_names:
         if required_name not in column_names:
@@ -174,9 +165,7 @@ def demand_columns(
             )
 
 
-def demand_unrepeated_column(
-    column_names: Sequence[str], column_name: str, path: SourceFile
-) -> None:
+def demand_unrepeated_column(column_names: Sequence[str], column_name: str, path: SourceFile) -> None:
     """Raise SourceError for a name that more than one column has."""
     if (count := list(column_names).count(column_name)) > 1:
         raise SourceError(
@@ -204,9 +193,7 @@ def normalise_column(column: Any) -> Any:
 
 def normalise_batch(batch: Any) -> Any:
     """Return a record batch with normalised columns: not all other types can be filtered."""
-    return pa.RecordBatch.from_arrays(
-        [normalise_column(column) for column in batch.columns], batch.schema.names
-    )
+    return pa.RecordBatch.from_arrays([normalise_column(column) for column in batch.columns], batch.schema.names)
 
 
 def normalised_type(arrow_type: Any) -> Any:
@@ -259,9 +246,7 @@ def read_ids(column: Any, path: SourceFile, column_name: str) -> tuple[Ids, Unus
             False,
         )
         arrow_type = column.type
-    if not (
-        pa.types.is_null(arrow_type) or pa.types.is_integer(arrow_type) or is_text_type(arrow_type)
-    ):
+    if not (pa.types.is_null(arrow_type) or pa.types.is_integer(arrow_type) or is_text_type(arrow_type)):
         raise SourceError(
             f"{path}: column {column_name!r} is {arrow_type}; ids are strings or integers{_id_type_remedy(arrow_type)}",
             column=column_name,
@@ -308,9 +293,7 @@ def _demand_no_floats(id_texts: Any, arrow_type: Any, path: SourceFile, column_n
         )
 
 
-def _read_ids_by_row(
-    column: Any, path: SourceFile, column_name: str
-) -> tuple[Ids, UnusableMaskByReason]:
+def _read_ids_by_row(column: Any, path: SourceFile, column_name: str) -> tuple[Ids, UnusableMaskByReason]:
     if pa.types.is_dictionary(column.type):
         code_bounds = pc.min_max(column.indices).as_py()
         if len(column) and not 0 <= (code_bounds["min"] or 0) <= (code_bounds["max"] or 0) < max(
@@ -322,9 +305,7 @@ def _read_ids_by_row(
         column = column.dictionary_decode()
     if not is_text_type(column.type):
         column = column.cast(pa.string())
-    raw_ids = column.cast(
-        pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
-    )
+    raw_ids = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
     id_lengths = pc.fill_null(pc.binary_length(raw_ids), 1)
     bad_mask_by_reason = {
         f"{column_name}: {unusable.NO_ID_REASON}": as_numpy_mask(
@@ -342,12 +323,8 @@ def _read_ids_by_row(
         path,
         column_name,
     )
-    id_texts = pc.if_else(pa.array(is_usable), raw_ids, pa.scalar(b"-", raw_ids.type)).cast(
-        pa.string()
-    )
-    return Ids.of(id_texts), {
-        reason: bad_mask for reason, bad_mask in bad_mask_by_reason.items() if bad_mask.any()
-    }
+    id_texts = pc.if_else(pa.array(is_usable), raw_ids, pa.scalar(b"-", raw_ids.type)).cast(pa.string())
+    return Ids.of(id_texts), {reason: bad_mask for reason, bad_mask in bad_mask_by_reason.items() if bad_mask.any()}
 
 
 def _missing_word_mask(texts: Any) -> Any:
@@ -357,9 +334,7 @@ def _missing_word_mask(texts: Any) -> Any:
 
 def utf_8_mask(binary_column: Any) -> NDArray[np.bool_]:
     """Return a mask of the rows of an Arrow binary array that are UTF-8 or missing."""
-    return as_numpy_mask(
-        pc.fill_null(pc.match_substring_regex(binary_column, _UTF_8_PATTERN), True)
-    )
+    return as_numpy_mask(pc.fill_null(pc.match_substring_regex(binary_column, _UTF_8_PATTERN), True))
 
 
 def is_text_type(arrow_type: Any) -> bool:

@@ -28,9 +28,7 @@ SUSPECT_LINE_COUNT: Final = 4
 BLANK_CHARACTERS: Final = " \t\r\n\v\f"
 """Characters to strip from an id or a column's name."""
 
-NO_COLUMN_NAMES_REASON: Final = (
-    "has no line of column names: put one above, e.g. user,item,timestamp"
-)
+NO_COLUMN_NAMES_REASON: Final = "has no line of column names: put one above, e.g. user,item,timestamp"
 ROW_IN_QUOTES_REMEDY: Final = (
     "each row stands between quotes as a whole: put them around single values, or leave them out"
 )
@@ -58,9 +56,7 @@ class Dialect:
     def with_bare_quotes(self, csv_text: bytes) -> bytes:
         """Return rows without characters before an opening quote: blanks, and byte order marks of joined files."""
         if UTF_8_BYTE_ORDER_MARK in csv_text:
-            csv_text = csv_text.removeprefix(UTF_8_BYTE_ORDER_MARK).replace(
-                b"\n" + UTF_8_BYTE_ORDER_MARK, b"\n"
-            )
+            csv_text = csv_text.removeprefix(UTF_8_BYTE_ORDER_MARK).replace(b"\n" + UTF_8_BYTE_ORDER_MARK, b"\n")
         if not self.quote or self.separator + b" " + self.quote not in csv_text:
             return csv_text
         blanks_pattern = rb"(?<=%s) +(?=%s)" % (re.escape(self.separator), re.escape(self.quote))
@@ -72,8 +68,7 @@ class Dialect:
             return csv_text
         boundary_characters = re.escape(self.separator) + rb"\r\n"
         return re.sub(
-            rb"(?<![^%s])%s(?![^%s])"
-            % (boundary_characters, re.escape(null_text), boundary_characters),
+            rb"(?<![^%s])%s(?![^%s])" % (boundary_characters, re.escape(null_text), boundary_characters),
             b"",
             csv_text,
         )
@@ -88,18 +83,14 @@ class QuotePositions:
     """Mask: the text after the quote is within a value."""
 
     @classmethod
-    def of(
-        cls, text_bytes: NDArray[np.uint8], dialect: Dialect, escaped_offsets: NDArray[np.int64]
-    ) -> Self:
+    def of(cls, text_bytes: NDArray[np.uint8], dialect: Dialect, escaped_offsets: NDArray[np.int64]) -> Self:
         """Find quotes by RFC 4180: one opens a value only at a field's start, two within a value are one."""
         if not dialect.quote:
             return cls(np.empty(0, np.int64), np.empty(0, np.bool_))
         quote_offsets = np.flatnonzero(text_bytes == dialect.quote[0])
         if len(escaped_offsets):
             quote_offsets = quote_offsets[~np.isin(quote_offsets, escaped_offsets)]
-        can_open = _mask_of_characters(
-            dialect.separator + b"\r\n", text_bytes[np.maximum(quote_offsets - 1, 0)]
-        )
+        can_open = _mask_of_characters(dialect.separator + b"\r\n", text_bytes[np.maximum(quote_offsets - 1, 0)])
         can_open |= quote_offsets == 0
         is_second = np.zeros(len(quote_offsets), np.bool_)
         is_second[1:] = quote_offsets[1:] - quote_offsets[:-1] == 1
@@ -141,9 +132,7 @@ _COMPOSED_STEP_CODES = (_NEXT_STATE_BY_STEP[:, _NEXT_STATE_BY_STEP] @ _STATE_DIG
 _STEPS_SCANNED_AT_ONCE = 64
 
 
-def _states_after_quotes(
-    can_open: NDArray[np.bool_], is_second: NDArray[np.bool_]
-) -> NDArray[np.uint8]:
+def _states_after_quotes(can_open: NDArray[np.bool_], is_second: NDArray[np.bool_]) -> NDArray[np.uint8]:
     """Return the state after each quote of a text that begins outside of values."""
     is_first_of_two = np.append(is_second[1:], False)
     step_codes = _STATE_DIGIT_FACTORS[_OUTSIDE_VALUE] * np.where(
@@ -163,13 +152,9 @@ def _compose_step_prefixes(step_codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     matrix_row_count = -(-len(step_codes) // _STEPS_SCANNED_AT_ONCE)
     padded_codes = np.zeros(matrix_row_count * _STEPS_SCANNED_AT_ONCE, np.uint8)
     padded_codes[: len(step_codes)] = step_codes
-    code_columns = np.ascontiguousarray(
-        padded_codes.reshape(matrix_row_count, _STEPS_SCANNED_AT_ONCE).T
-    )
+    code_columns = np.ascontiguousarray(padded_codes.reshape(matrix_row_count, _STEPS_SCANNED_AT_ONCE).T)
     for column_index in range(1, _STEPS_SCANNED_AT_ONCE):
-        code_columns[column_index] = _COMPOSED_STEP_CODES[
-            code_columns[column_index - 1], code_columns[column_index]
-        ]
+        code_columns[column_index] = _COMPOSED_STEP_CODES[code_columns[column_index - 1], code_columns[column_index]]
     if matrix_row_count > 1:
         prefix_codes = _compose_step_prefixes(code_columns[-1, :-1])
         code_columns[:, 1:] = _COMPOSED_STEP_CODES[prefix_codes, code_columns[:, 1:]]
@@ -198,9 +183,7 @@ class CsvPiece:
         row_ends = line_ends if self.row_ends is None else self.row_ends
         row_starts = np.concatenate([np.zeros(1, np.int64), row_ends])
         row_starts = row_starts[row_starts < len(self.text)]
-        row_starts = row_starts[
-            ~_mask_of_characters(b"\r\n", np.frombuffer(self.text, np.uint8)[row_starts])
-        ]
+        row_starts = row_starts[~_mask_of_characters(b"\r\n", np.frombuffer(self.text, np.uint8)[row_starts])]
         return np.asarray(self.line + np.searchsorted(line_ends, row_starts, "right"))
 
     def split_first_row(self) -> tuple[bytes, Self]:
@@ -217,9 +200,7 @@ class CsvPiece:
             self.text[first_row_end:], next_line_number, self.line_break, row_ends
         )
 
-    def suspect_values(
-        self, separator: bytes, field_count: int
-    ) -> tuple[int, list[tuple[int, int]]]:
+    def suspect_values(self, separator: bytes, field_count: int) -> tuple[int, list[tuple[int, int]]]:
         """Return (number of multi-line values, (first line, number of lines) of those that look like swallowed rows).
 
         Each line of these has as many fields as a row, read without quotes: an unclosed quote runs on to the next one.
@@ -232,17 +213,11 @@ class CsvPiece:
         last_lines = np.searchsorted(line_ends, self.row_ends)
         first_lines = np.concatenate([np.zeros(1, np.int64), last_lines[:-1] + 1])
         line_counts = last_lines - first_lines + 1
-        alike_line_counts = np.concatenate(
-            [np.zeros(1, np.int64), np.cumsum(separator_counts == field_count - 1)]
-        )
-        is_like_rows = (
-            alike_line_counts[last_lines + 1] - alike_line_counts[first_lines] == line_counts
-        )
+        alike_line_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(separator_counts == field_count - 1)])
+        is_like_rows = alike_line_counts[last_lines + 1] - alike_line_counts[first_lines] == line_counts
         is_multi_line = line_counts > 1
         suspect_rows = np.flatnonzero(is_multi_line & is_like_rows)
-        suspect_spans = [
-            (self.line + int(first_lines[row]), int(line_counts[row])) for row in suspect_rows
-        ]
+        suspect_spans = [(self.line + int(first_lines[row]), int(line_counts[row])) for row in suspect_rows]
         return int(is_multi_line.sum()), suspect_spans
 
 
@@ -272,9 +247,7 @@ class CsvFile:
             with pa.input_stream(str(path_or_stream), compression=compression) as raw:
                 yield cls(raw, path, dialect)
 
-    def batches(
-        self, column_names: Sequence[str], skip_line: Callable[[int], None]
-    ) -> Iterator[Any]:
+    def batches(self, column_names: Sequence[str], skip_line: Callable[[int], None]) -> Iterator[Any]:
         """Yield record batches of the given columns, as stripped strings that may not be UTF-8.
 
         `skip_line` is called with the line of each row of more or fewer fields than the header. Raises SourceError
@@ -284,9 +257,7 @@ class CsvFile:
         multi_line_count, suspect_count, first_suspect_line = 0, 0, 0
         for piece in self._iterate_pieces():
             self.has_long_values |= piece.row_ends is not None
-            piece_multi_line_count, suspect_spans = piece.suspect_values(
-                self._dialect.separator, len(self.names)
-            )
+            piece_multi_line_count, suspect_spans = piece.suspect_values(self._dialect.separator, len(self.names))
             multi_line_count, suspect_count = (
                 multi_line_count + piece_multi_line_count,
                 suspect_count + len(suspect_spans),
@@ -375,9 +346,7 @@ class CsvFile:
         if b"\n" not in first_block and b"\r" in first_block:
             self._line_break = b"\r"
         self._unparsed_bytes = first_block.lstrip(b"\r\n")
-        self._next_line_number += first_block.count(
-            self._line_break, 0, len(first_block) - len(self._unparsed_bytes)
-        )
+        self._next_line_number += first_block.count(self._line_break, 0, len(first_block) - len(self._unparsed_bytes))
         first_piece = next(self._read_pieces(), None)
         if first_piece is None:
             raise SourceError(
@@ -404,17 +373,13 @@ class CsvFile:
             if rows_end:
                 first_line_number = self._next_line_number
                 self._next_line_number += unparsed_text.count(self._line_break, 0, rows_end)
-                yield CsvPiece(
-                    unparsed_text[:rows_end], first_line_number, self._line_break, row_ends
-                )
+                yield CsvPiece(unparsed_text[:rows_end], first_line_number, self._line_break, row_ends)
 
     def _read_block(self, size_bytes: int) -> bytes:
         block: bytes = self._byte_stream.read(size_bytes)
         return block
 
-    def _find_row_ends(
-        self, text: bytes, is_file_read: bool
-    ) -> tuple[int, NDArray[np.int64] | None]:
+    def _find_row_ends(self, text: bytes, is_file_read: bool) -> tuple[int, NDArray[np.int64] | None]:
         """Return (offset after the last complete row, offsets after each row if a value holds a line break).
 
         Raises SourceError for a quote that is not closed, or is escaped by a character that the settings do not name.
@@ -422,9 +387,7 @@ class CsvFile:
         dialect = self._dialect
         present_signs = [sign for sign in (dialect.quote, dialect.escape) if sign and sign in text]
         if not present_signs:
-            return self._demand_row_end(
-                len(text) if is_file_read else text.rfind(self._line_break) + 1, text
-            ), None
+            return self._demand_row_end(len(text) if is_file_read else text.rfind(self._line_break) + 1, text), None
         text_bytes = np.frombuffer(text, np.uint8)
         escaped_offsets = _escaped_offsets(text_bytes, dialect.escape)
         quote_positions = QuotePositions.of(text_bytes, dialect, escaped_offsets)
@@ -436,9 +399,7 @@ class CsvFile:
             is_within_value |= np.isin(line_ends - 1, escaped_offsets)
         row_ends = line_ends[~is_within_value]
         unclosed_offset = quote_positions.unclosed_quote_offset
-        if unclosed_offset is not None and (
-            is_file_read or len(text) - unclosed_offset > ROW_BYTES_MAX
-        ):
+        if unclosed_offset is not None and (is_file_read or len(text) - unclosed_offset > ROW_BYTES_MAX):
             line_number = self._next_line_number + text.count(self._line_break, 0, unclosed_offset)
             raise SourceError(
                 f"{self._source_file}, line {line_number}: a quote is not closed; {_UNCLOSED_QUOTE_REMEDY}",
@@ -458,25 +419,17 @@ class CsvFile:
             )
         return last_row_end
 
-    def _demand_plain_quotes(
-        self, text_bytes: NDArray[np.uint8], quote_positions: QuotePositions
-    ) -> None:
+    def _demand_plain_quotes(self, text_bytes: NDArray[np.uint8], quote_positions: QuotePositions) -> None:
         """Raise SourceError for a backslash before a quote that does not end its field."""
         closing_offsets = quote_positions.closing
-        closing_offsets = closing_offsets[
-            (closing_offsets > 0) & (closing_offsets + 1 < len(text_bytes))
-        ]
+        closing_offsets = closing_offsets[(closing_offsets > 0) & (closing_offsets + 1 < len(text_bytes))]
         closing_offsets = closing_offsets[text_bytes[closing_offsets - 1] == ord("\\")]
         dialect = self._dialect
         backslashed_offsets = closing_offsets[
-            ~_mask_of_characters(
-                dialect.separator + dialect.quote + b"\r\n", text_bytes[closing_offsets + 1]
-            )
+            ~_mask_of_characters(dialect.separator + dialect.quote + b"\r\n", text_bytes[closing_offsets + 1])
         ]
         if len(backslashed_offsets):
-            line_number = self._next_line_number + bytes(
-                text_bytes[: backslashed_offsets[0]]
-            ).count(self._line_break)
+            line_number = self._next_line_number + bytes(text_bytes[: backslashed_offsets[0]]).count(self._line_break)
             raise SourceError(
                 f"{self._source_file}, line {line_number}: a backslash stands before a quote: set [sources] escape = "
                 '"\\\\"',
@@ -494,9 +447,7 @@ def _column_names_in(header_row: bytes, dialect: Dialect, path: SourceFile) -> l
     try:
         return _split_row(header_row.decode("utf-8"), dialect)
     except csv.Error as error:
-        raise SourceError(
-            f"{path}: its first line, of column names, cannot be read: {error}"
-        ) from None
+        raise SourceError(f"{path}: its first line, of column names, cannot be read: {error}") from None
 
 
 def _split_row(row: str, dialect: Dialect) -> list[str]:

@@ -72,8 +72,7 @@ class ErasedEntities:
 
     def __post_init__(self) -> None:
         id_texts = (
-            pa.array(sorted(raw_id.decode() for raw_id in raw_ids), pa.string())
-            for raw_ids in (self.users, self.items)
+            pa.array(sorted(raw_id.decode() for raw_id in raw_ids), pa.string()) for raw_ids in (self.users, self.items)
         )
         object.__setattr__(self, "_erased_texts_by_side", tuple(id_texts))
 
@@ -128,23 +127,13 @@ def all_erasures(store: ArtefactStore) -> list[Erasure]:
     )
     erasures = []
     for number in sorted(
-        int(request_match[1])
-        for name in file_names
-        if (request_match := _REQUEST_NAME_PATTERN.fullmatch(name))
+        int(request_match[1]) for name in file_names if (request_match := _REQUEST_NAME_PATTERN.fullmatch(name))
     ):
         erasure = _parse_erasure(content_by_name, number)
-        if (
-            closing_record := _parse_closing_record(content_by_name, number, "done", file_names)
-        ) is not None:
+        if (closing_record := _parse_closing_record(content_by_name, number, "done", file_names)) is not None:
             erasure = replace(erasure, done_at=closing_record["at"])
-        if (
-            closing_record := _parse_closing_record(
-                content_by_name, number, "forgotten", file_names
-            )
-        ) is not None:
-            erasure = replace(
-                erasure, forgotten_at=closing_record["at"], reason=closing_record["reason"]
-            )
+        if (closing_record := _parse_closing_record(content_by_name, number, "forgotten", file_names)) is not None:
+            erasure = replace(erasure, forgotten_at=closing_record["at"], reason=closing_record["reason"])
         erasures.append(erasure)
     pack_files(store, ERASURES_FOLDER, {name: content_by_name[name] for name in unpacked_names})
     return erasures
@@ -152,9 +141,7 @@ def all_erasures(store: ArtefactStore) -> list[Erasure]:
 
 def find_erasure(erasures: Iterable[Erasure], raw_id: bytes, kind: EntityKind) -> Erasure | None:
     """Return the erasure in force for an entity, None if there is none."""
-    entity_erasures = (
-        erasure for erasure in erasures if erasure.raw == raw_id and erasure.kind == kind
-    )
+    entity_erasures = (erasure for erasure in erasures if erasure.raw == raw_id and erasure.kind == kind)
     return next((erasure for erasure in entity_erasures if erasure.is_in_force), None)
 
 
@@ -175,15 +162,11 @@ def request_erasure(
         number = max((erasure.number for erasure in erasures), default=0) + 1
         new_erasure = Erasure(number, raw_id.decode(), kind, requested_at, was_blocked)
         field_names = ("number", "entity", "kind", "at", "was_blocked")
-        body = _to_json_bytes(
-            {name: getattr(new_erasure, name) for name in field_names} | version_stamp(ERASURE)
-        )
+        body = _to_json_bytes({name: getattr(new_erasure, name) for name in field_names} | version_stamp(ERASURE))
         if store.write_once(_erasure_path(number, "json"), body):
             return new_erasure
         existing_erasures = None
-    raise Conflict(
-        f"{WRITE_TRIES_MAX} other erasures were being written at the same time; try again"
-    )
+    raise Conflict(f"{WRITE_TRIES_MAX} other erasures were being written at the same time; try again")
 
 
 def mark_done(store: ArtefactStore, erasure: Erasure, *, done_at: float) -> Erasure:
@@ -192,9 +175,7 @@ def mark_done(store: ArtefactStore, erasure: Erasure, *, done_at: float) -> Eras
     return replace(erasure, done_at=done_at)
 
 
-def mark_forgotten(
-    store: ArtefactStore, erasure: Erasure, *, forgotten_at: float, reason: str
-) -> None:
+def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, forgotten_at: float, reason: str) -> None:
     """Re-admit the entity to later nights."""
     store.write_once(
         _erasure_path(erasure.number, "forgotten"),
@@ -232,9 +213,7 @@ def _parse_erasure(content_by_name: Mapping[str, bytes], erasure_number: int) ->
             raise ValueError("number or kind do not fit")
         return Erasure(**document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptArtefact(
-            f"{_erasure_path(erasure_number, 'json')} is no erasure: {error}"
-        ) from error
+        raise CorruptArtefact(f"{_erasure_path(erasure_number, 'json')} is no erasure: {error}") from error
 
 
 def _parse_closing_record(
@@ -245,18 +224,12 @@ def _parse_closing_record(
 ) -> dict[str, Any] | None:
     path = _erasure_path(erasure_number, suffix)
     is_recorded = path.removeprefix(f"{ERASURES_FOLDER}/") in file_names
-    return (
-        {"at": 0.0, "reason": "", **_parse_json_file(content_by_name, path)}
-        if is_recorded
-        else None
-    )
+    return {"at": 0.0, "reason": "", **_parse_json_file(content_by_name, path)} if is_recorded else None
 
 
 def _parse_json_file(content_by_name: Mapping[str, bytes], path: str) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = orjson.loads(
-            content_by_name.get(path.removeprefix(f"{ERASURES_FOLDER}/"), b"")
-        )
+        document: dict[str, Any] = orjson.loads(content_by_name.get(path.removeprefix(f"{ERASURES_FOLDER}/"), b""))
     except orjson.JSONDecodeError as error:
         raise CorruptArtefact(f"{path} cannot be read: {error}") from error
     return document

@@ -47,9 +47,7 @@ class FeatureValues:
     @property
     def usable(self) -> NDArray[np.bool_]:
         """Mask of the rows that are neither missing nor bad, bool [n]."""
-        is_usable: NDArray[np.bool_] = ~np.logical_or.reduce(
-            [self.missing, *self.unusable_mask_by_reason.values()]
-        )
+        is_usable: NDArray[np.bool_] = ~np.logical_or.reduce([self.missing, *self.unusable_mask_by_reason.values()])
         return is_usable
 
 
@@ -79,12 +77,9 @@ def read_feature_values(column: Any, spec: InputSpec) -> FeatureValues:
         spread_numbers[has_right_width] = numbers
         numbers = spread_numbers
         bad_mask_by_reason = {
-            reason: _spread_mask(row_mask, has_right_width)
-            for reason, row_mask in bad_mask_by_reason.items()
+            reason: _spread_mask(row_mask, has_right_width) for reason, row_mask in bad_mask_by_reason.items()
         }
-    bad_mask_by_reason[f"{spec.column}: not of width {spec.width}"] = (
-        ~has_right_width & ~missing_mask
-    )
+    bad_mask_by_reason[f"{spec.column}: not of width {spec.width}"] = ~has_right_width & ~missing_mask
     return FeatureValues(
         numbers,
         missing_mask,
@@ -98,9 +93,7 @@ def _read_scalars(column: Any, spec: InputSpec) -> FeatureValues:
         is_utf_8_text = utf_8_mask(column.cast(pa.large_binary()))
         is_usable_text = pa.array(is_utf_8_text & ~missing_mask)
         texts = pc.if_else(is_usable_text, column, pa.scalar("", column.type))
-        bad_mask_by_reason = (
-            {} if is_utf_8_text.all() else {f"{spec.column}: not UTF-8": ~is_utf_8_text}
-        )
+        bad_mask_by_reason = {} if is_utf_8_text.all() else {f"{spec.column}: not UTF-8": ~is_utf_8_text}
         return FeatureValues(np.array(texts.to_pylist(), object), missing_mask, bad_mask_by_reason)
     source_numbers = np.asarray(pc.fill_null(column, 0) if column.null_count else column)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -109,9 +102,7 @@ def _read_scalars(column: Any, spec: InputSpec) -> FeatureValues:
         reason, fits = "not finite as float32", np.isfinite(numbers)
     else:
         reason, fits = f"too large for {spec.dtype}", np.asarray(numbers == source_numbers)
-    return FeatureValues(
-        numbers, missing_mask, {} if fits.all() else {f"{spec.column}: {reason}": ~fits}
-    )
+    return FeatureValues(numbers, missing_mask, {} if fits.all() else {f"{spec.column}: {reason}": ~fits})
 
 
 def union_of_masks(mask_mappings: Iterable[UnusableMaskByReason]) -> UnusableMaskByReason:
@@ -119,15 +110,11 @@ def union_of_masks(mask_mappings: Iterable[UnusableMaskByReason]) -> UnusableMas
     union_by_reason: UnusableMaskByReason = {}
     for mask_by_reason in mask_mappings:
         for reason, row_mask in mask_by_reason.items():
-            union_by_reason[reason] = (
-                row_mask | union_by_reason[reason] if reason in union_by_reason else row_mask
-            )
+            union_by_reason[reason] = row_mask | union_by_reason[reason] if reason in union_by_reason else row_mask
     return union_by_reason
 
 
-def _spread_mask(
-    partial_mask: NDArray[np.bool_], spread_to_mask: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
+def _spread_mask(partial_mask: NDArray[np.bool_], spread_to_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
     full_mask = np.zeros(len(spread_to_mask), np.bool_)
     full_mask[spread_to_mask] = partial_mask
     return full_mask
@@ -164,9 +151,7 @@ def with_64_bit_offsets(column: Any) -> Any:
     if pa.types.is_list(arrow_type):
         return column.cast(pa.large_list(arrow_type.value_type))
     if pa.types.is_string(arrow_type) or pa.types.is_binary(arrow_type):
-        return column.cast(
-            pa.large_string() if pa.types.is_string(arrow_type) else pa.large_binary()
-        )
+        return column.cast(pa.large_string() if pa.types.is_string(arrow_type) else pa.large_binary())
     return column
 
 
@@ -176,9 +161,7 @@ def without_long_texts(column: Any, text_bytes_max: int) -> tuple[Any, NDArray[n
     if not is_text_type(column.type.value_type if is_list else column.type):
         return column, np.zeros(len(column), np.bool_)
     texts = column.flatten() if is_list else column
-    is_long = as_numpy_mask(
-        pc.fill_null(pc.greater(pc.binary_length(texts), text_bytes_max), False)
-    )
+    is_long = as_numpy_mask(pc.fill_null(pc.greater(pc.binary_length(texts), text_bytes_max), False))
     if not is_long.any():
         return column, np.zeros(len(column), np.bool_)
     long_text_rows = np.asarray(pc.list_parent_indices(column))[is_long] if is_list else is_long
@@ -193,11 +176,7 @@ def digest_of_event_values(event_values: EntityValues, column_names: Iterable[st
     values_by_id = {
         raw.decode(): digested_values
         for raw, value_by_attribute in event_values.items()
-        if (
-            digested_values := {
-                name: value for name, value in value_by_attribute.items() if name in attribute_names
-            }
-        )
+        if (digested_values := {name: value for name, value in value_by_attribute.items() if name in attribute_names})
     }
     canonical_json = orjson.dumps(values_by_id, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(canonical_json).hexdigest() if values_by_id else ""
@@ -228,9 +207,7 @@ def with_event_values(
     valued_id_texts = pa.array([raw.decode() for raw in valued_ids], pa.string())
     has_row = np.zeros(len(valued_ids), np.bool_)
     for ids, column_by_name in chain([first_batch], remaining_batches):
-        valued_id_indexes = np.asarray(
-            pc.fill_null(pc.index_in(ids.names, value_set=valued_id_texts), -1)
-        )
+        valued_id_indexes = np.asarray(pc.fill_null(pc.index_in(ids.names, value_set=valued_id_texts), -1))
         has_row[valued_id_indexes[valued_id_indexes >= 0]] = True
         row_id_indexes = valued_id_indexes[ids.codes]
         yield (
@@ -241,19 +218,13 @@ def with_event_values(
             },
         )
     if addable_ids and (
-        added_ids := [
-            raw
-            for raw in _new_ids_with_values(valued_ids, has_row, values_by_column)
-            if raw in addable_ids
-        ]
+        added_ids := [raw for raw in _new_ids_with_values(valued_ids, has_row, values_by_column) if raw in addable_ids]
     ):
         ids = Ids.of(pa.array([raw.decode() for raw in added_ids], pa.string()))
         yield (
             ids,
             {
-                name: _arrow_array(
-                    [values_by_column[name].get(raw) for raw in added_ids], column_type
-                )
+                name: _arrow_array([values_by_column[name].get(raw) for raw in added_ids], column_type)
                 for name, column_type in type_by_column.items()
             },
         )
@@ -266,8 +237,7 @@ def _new_ids_with_values(
     return [
         raw
         for raw, id_has_row in zip(valued_ids, has_row.tolist(), strict=True)
-        if not id_has_row
-        and any(value_by_id.get(raw) is not None for value_by_id in values_by_column.values())
+        if not id_has_row and any(value_by_id.get(raw) is not None for value_by_id in values_by_column.values())
     ]
 
 
@@ -309,15 +279,11 @@ def _with_event_values(
 ) -> Any:
     """The column with the values of these ids; `row_id_indexes` has the index of each row's id among them, else -1."""
     changed_rows = [
-        row
-        for row in np.flatnonzero(row_id_indexes >= 0).tolist()
-        if valued_ids[row_id_indexes[row]] in value_by_id
+        row for row in np.flatnonzero(row_id_indexes >= 0).tolist() if valued_ids[row_id_indexes[row]] in value_by_id
     ]
     if not changed_rows:
         return column
-    new_values = _arrow_array(
-        [value_by_id[valued_ids[row_id_indexes[row]]] for row in changed_rows], column.type
-    )
+    new_values = _arrow_array([value_by_id[valued_ids[row_id_indexes[row]]] for row in changed_rows], column.type)
     take_indexes = np.arange(len(column))
     take_indexes[changed_rows] = len(column) + np.arange(len(changed_rows))
     return pa.concat_arrays([column, new_values]).take(pa.array(take_indexes))
@@ -336,11 +302,7 @@ def _fit_value(value: Any, arrow_type: Any) -> tuple[Any] | None:
     if pa.types.is_dictionary(arrow_type):
         return _fit_value(value, arrow_type.value_type)
     fitted_value: Any
-    if (
-        pa.types.is_list(arrow_type)
-        or pa.types.is_large_list(arrow_type)
-        or pa.types.is_fixed_size_list(arrow_type)
-    ):
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type):
         if not isinstance(value, list):
             return None
         fitted_elements = [_fit_value(element, arrow_type.value_type) for element in value]

@@ -49,15 +49,11 @@ _TABLE_KIND_BY_FOLDER: Final = {
 }  # fmt: skip
 """Folders that only a table of this kind has."""
 
-_ICEBERG_METADATA_PATTERN: Final = re.compile(
-    r"(v\d+|\d{5}-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text"
-)
+_ICEBERG_METADATA_PATTERN: Final = re.compile(r"(v\d+|\d{5}-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text")
 
 UTF_8_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 UTF_16_REASON: Final = "is UTF-16: convert it to UTF-8, e.g. with iconv -f utf-16 -t utf-8"
-NOT_GZIP_REASON: Final = (
-    "is not compressed with gzip, as its name says: give it another name, or compress it"
-)
+NOT_GZIP_REASON: Final = "is not compressed with gzip, as its name says: give it another name, or compress it"
 JSON_REASON: Final = "JSON is not read: write it as Parquet or CSV"
 _CONVERT_REMEDY: Final = "write it as Parquet or CSV"
 _UNPACK_REMEDY: Final = "this compression is not read: unpack it, or compress it with gzip"
@@ -224,9 +220,7 @@ class InputFiles:
         return [*self.interactions, *self.events, *self.tables]
 
 
-def all_input_files(
-    config: NightConfig, event_files: Sequence[SourceFile] = ()
-) -> list[SourceFile]:
+def all_input_files(config: NightConfig, event_files: Sequence[SourceFile] = ()) -> list[SourceFile]:
     """Return all inputs of a night but its bundle: interactions, then those of `event_files`, then tables."""
     return InputFiles.of(config, event_files).all
 
@@ -278,9 +272,7 @@ def find_copy_remarks(files: Sequence[SourceFile]) -> list[str]:
     for file in files:
         if isinstance(file, Path):
             files_by_size.setdefault(file.stat().st_size, []).append(file)
-    same_size_groups = [
-        group for size, group in files_by_size.items() if len(group) > 1 and size >= COPY_BYTES_MIN
-    ]
+    same_size_groups = [group for size, group in files_by_size.items() if len(group) > 1 and size >= COPY_BYTES_MIN]
     compared_files = list(chain.from_iterable(same_size_groups))[:COMPARED_COPIES_MAX]
     return copies_remarks(digest_files(compared_files)[1])
 
@@ -331,9 +323,7 @@ def select_files(storage: FolderStorage, folder: str, pattern: str) -> SelectedP
 
     Raises SourceError for a table whose log says which of its files count.
     """
-    pattern_parts = [
-        pattern_part for pattern_part in pattern.split("/") if pattern_part not in ("", ".")
-    ]
+    pattern_parts = [pattern_part for pattern_part in pattern.split("/") if pattern_part not in ("", ".")]
     folder, pattern_parts = _split_fixed_folder(storage, folder, pattern_parts)
     kind_by_table: dict[str, str] = {}
     literal_parts = frozenset(
@@ -348,8 +338,7 @@ def select_files(storage: FolderStorage, folder: str, pattern: str) -> SelectedP
         if entry.is_folder or not _matches_pattern(path, pattern_parts):
             continue
         holds_data = (name in literal_parts or is_data_name(name)) and all(
-            pattern_part in literal_parts or is_data_name(pattern_part, is_folder=True)
-            for pattern_part in folders
+            pattern_part in literal_parts or is_data_name(pattern_part, is_folder=True) for pattern_part in folders
         )
         (data_paths if holds_data else note_paths).add(entry.path)
     for table_folder, kind in kind_by_table.items():
@@ -359,9 +348,7 @@ def select_files(storage: FolderStorage, folder: str, pattern: str) -> SelectedP
     return SelectedPaths(folder, tuple(sorted_paths), tuple(sorted(note_paths)))
 
 
-def _split_fixed_folder(
-    storage: FolderStorage, folder: str, pattern_parts: Sequence[str]
-) -> tuple[str, list[str]]:
+def _split_fixed_folder(storage: FolderStorage, folder: str, pattern_parts: Sequence[str]) -> tuple[str, list[str]]:
     """Return (folder of a pattern's fixed first parts, remaining parts); a name with brackets may be a folder's."""
     remaining_parts = list(pattern_parts)
     while remaining_parts:
@@ -387,9 +374,7 @@ def _walk_matching(
         yield FolderEntry(prefix + entry.path, entry.is_folder)
         if entry.is_folder and entry.path == "metadata":
             for metadata_entry in storage.children(f"{folder}/metadata"):
-                yield FolderEntry(
-                    f"{prefix}metadata/{metadata_entry.path}", metadata_entry.is_folder
-                )
+                yield FolderEntry(f"{prefix}metadata/{metadata_entry.path}", metadata_entry.is_folder)
         if entry.is_folder and fnmatchcase(entry.path, pattern_parts[0]):
             yield from _walk_matching(storage, root_folder, prefix + entry.path, pattern_parts[1:])
 
@@ -400,12 +385,9 @@ def _matches_pattern(path_parts: Sequence[str], pattern_parts: Sequence[str]) ->
         return not pattern_parts
     if pattern_parts[0] == _RECURSIVE_WILDCARD:
         return any(
-            _matches_pattern(path_parts[skipped_count:], pattern_parts[1:])
-            for skipped_count in range(len(path_parts))
+            _matches_pattern(path_parts[skipped_count:], pattern_parts[1:]) for skipped_count in range(len(path_parts))
         )
-    return fnmatchcase(path_parts[0], pattern_parts[0]) and _matches_pattern(
-        path_parts[1:], pattern_parts[1:]
-    )
+    return fnmatchcase(path_parts[0], pattern_parts[0]) and _matches_pattern(path_parts[1:], pattern_parts[1:])
 
 
 def _marked_table(entry: FolderEntry) -> tuple[str, str] | None:
@@ -413,11 +395,7 @@ def _marked_table(entry: FolderEntry) -> tuple[str, str] | None:
     *parent_folders, name = entry.path.split("/")
     if entry.is_folder and name in _TABLE_KIND_BY_FOLDER:
         return "/".join(parent_folders), _TABLE_KIND_BY_FOLDER[name]
-    if (
-        not entry.is_folder
-        and parent_folders[-1:] == ["metadata"]
-        and _ICEBERG_METADATA_PATTERN.fullmatch(name)
-    ):
+    if not entry.is_folder and parent_folders[-1:] == ["metadata"] and _ICEBERG_METADATA_PATTERN.fullmatch(name):
         return "/".join(parent_folders[:-1]), "an Iceberg table"
     return None
 
@@ -481,9 +459,7 @@ def refused_table_error(folder: str, kind: str) -> SourceError:
     )
 
 
-def _local_files(
-    pattern: str, base_folder: Path, checked_folders: set[str]
-) -> Iterator[tuple[str, SourceFile]]:
+def _local_files(pattern: str, base_folder: Path, checked_folders: set[str]) -> Iterator[tuple[str, SourceFile]]:
     """Yield the local files that a pattern names, each with its real path, which identifies it."""
     storage, full_path = LocalStorage(), base_folder / pattern
     if full_path.is_file():
@@ -514,9 +490,7 @@ def _remote_files(url: str, checked_folders: set[str]) -> Iterator[tuple[str, So
             selection = select_files(RemoteStorage(fs), "/" if path.startswith("/") else "", path)
             _demand_matches(selection, without_secrets(url))
             folder = selection.folder
-            file_paths = [
-                f"{folder.rstrip('/')}/{relative_path}" for relative_path in selection.paths
-            ]
+            file_paths = [f"{folder.rstrip('/')}/{relative_path}" for relative_path in selection.paths]
         if "://" not in path:
             demand_plain_folder(RemoteStorage(fs), folder, checked_folders=checked_folders)
         for file_path in file_paths:
@@ -530,11 +504,7 @@ def _demand_matches(selection: SelectedPaths, pattern_text: str) -> None:
     if selection.paths:
         return
     examples = ", ".join(selection.notes[:3])
-    notes_text = (
-        f": what matches are notes of other programs by their names ({examples})"
-        if examples
-        else ""
-    )
+    notes_text = f": what matches are notes of other programs by their names ({examples})" if examples else ""
     raise SourceError(f"no source file matches {pattern_text}{notes_text}", pattern=pattern_text)
 
 
@@ -543,9 +513,7 @@ class LocalStorage:
 
     def children(self, folder: str) -> Iterator[FolderEntry]:
         """Yield files and folders directly in a folder."""
-        yield from (
-            FolderEntry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _list_folder(folder)
-        )
+        yield from (FolderEntry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _list_folder(folder))
 
     def descendants(self, folder: str) -> Iterator[FolderEntry]:
         """Yield files and folders at any depth, without the contents of other programs' own folders."""
@@ -555,9 +523,7 @@ class LocalStorage:
         """True if a file or folder has this path."""
         return Path(path).exists()
 
-    def _walk_below(
-        self, folder: str, prefix: str, real_folders_above: frozenset[str]
-    ) -> Iterator[FolderEntry]:
+    def _walk_below(self, folder: str, prefix: str, real_folders_above: frozenset[str]) -> Iterator[FolderEntry]:
         for dir_entry in sorted(_list_folder(folder), key=lambda dir_entry: dir_entry.name):
             path, is_folder = prefix + dir_entry.name, dir_entry.is_dir()
             if not is_folder and not dir_entry.is_file():
@@ -566,9 +532,7 @@ class LocalStorage:
             if is_folder and is_data_name(dir_entry.name, is_folder=True):
                 real_folder = os.path.realpath(dir_entry.path)
                 if real_folder not in real_folders_above:  # a link to a folder above it
-                    yield from self._walk_below(
-                        dir_entry.path, f"{path}/", real_folders_above | {real_folder}
-                    )
+                    yield from self._walk_below(dir_entry.path, f"{path}/", real_folders_above | {real_folder})
 
 
 def _list_folder(folder: str) -> list[os.DirEntry[str]]:
@@ -578,9 +542,7 @@ def _list_folder(folder: str) -> list[os.DirEntry[str]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except PermissionError as error:
-        raise SourceError(
-            f"{folder} cannot be listed: {error.strerror}; may this user read it?", path=folder
-        ) from None
+        raise SourceError(f"{folder} cannot be listed: {error.strerror}; may this user read it?", path=folder) from None
 
 
 class RemoteStorage:
@@ -636,9 +598,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 def unreadable_name_reason(name: str) -> str | None:
     """Return the reason why files of this name are not read, None if the name is fine."""
     base_name = name.lower().removesuffix(".gz")
-    return next(
-        (reason for ending, reason in _REASON_BY_ENDING.items() if base_name.endswith(ending)), None
-    )
+    return next((reason for ending, reason in _REASON_BY_ENDING.items() if base_name.endswith(ending)), None)
 
 
 def unreadable_text_reason(first_bytes: bytes) -> str | None:
@@ -658,11 +618,8 @@ def unreadable_text_reason(first_bytes: bytes) -> str | None:
     nonblank_start = text_start.lstrip(_BLANK_BYTES)
     if nonblank_start.lower().startswith(_MARKUP_PREFIXES):
         return "is a page of HTML or XML: is it what you meant to download?"
-    if (
-        nonblank_start[:1] == b"{" and nonblank_start[1:].lstrip(_BLANK_BYTES)[:1] in (b'"', b"}")
-    ) or (
-        nonblank_start[:1] == b"["
-        and nonblank_start[1:].lstrip(_BLANK_BYTES)[:1] in (b"{", b"[", b'"')
+    if (nonblank_start[:1] == b"{" and nonblank_start[1:].lstrip(_BLANK_BYTES)[:1] in (b'"', b"}")) or (
+        nonblank_start[:1] == b"[" and nonblank_start[1:].lstrip(_BLANK_BYTES)[:1] in (b"{", b"[", b'"')
     ):
         return f"looks like JSON: {JSON_REASON}"
     return None
@@ -674,9 +631,7 @@ def is_unreadable_data_name(name: str) -> bool:
     if base_name.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
         return True
     name_stem = base_name.rpartition(".")[0]
-    return _REASON_BY_ENDING.get(
-        f".{base_name.rpartition('.')[2]}"
-    ) == _UNPACK_REMEDY and name_stem.endswith(
+    return _REASON_BY_ENDING.get(f".{base_name.rpartition('.')[2]}") == _UNPACK_REMEDY and name_stem.endswith(
         (".csv", ".tsv", ".parquet", ".txt", ".json", ".jsonl", ".ndjson")
     )
 
@@ -688,11 +643,7 @@ def find_row_separator(first_bytes: bytes) -> str | None:
         lines.pop()
     for separator in (b"::", b"\t", b",", b";", b"|", b"\x01"):
         separator_counts = {line.count(separator) for line in lines}
-        if (
-            len(separator_counts) == 1
-            and separator_counts != {0}
-            and (len(lines) > 1 or separator == b"\t")
-        ):
+        if len(separator_counts) == 1 and separator_counts != {0} and (len(lines) > 1 or separator == b"\t"):
             return separator.decode()
     return None
 

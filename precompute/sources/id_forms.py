@@ -68,9 +68,7 @@ class _ByteClasses(NamedTuple):
     def of(cls, id_texts: Any) -> "_ByteClasses":
         """Look at Arrow strings, none of them empty."""
         _, offsets_buffer, text_buffer = id_texts.buffers()
-        text_offsets = np.frombuffer(offsets_buffer, np.int32)[
-            id_texts.offset : id_texts.offset + len(id_texts) + 1
-        ]
+        text_offsets = np.frombuffer(offsets_buffer, np.int32)[id_texts.offset : id_texts.offset + len(id_texts) + 1]
         text_bytes = np.frombuffer(text_buffer, np.uint8)
         byte_class_bits = _CLASS_BIT_OF_BYTE[text_bytes[text_offsets[0] : text_offsets[-1]]]
         class_bits_of_ids = (
@@ -78,9 +76,7 @@ class _ByteClasses(NamedTuple):
             if byte_class_bits.any()
             else np.zeros(len(id_texts), np.uint8)
         )
-        return cls(
-            class_bits_of_ids, text_bytes[text_offsets[:-1]], text_bytes[text_offsets[1:] - 1]
-        )
+        return cls(class_bits_of_ids, text_bytes[text_offsets[:-1]], text_bytes[text_offsets[1:] - 1])
 
     def rows_of(self, class_bits: int) -> NDArray[np.intp]:
         """Return the names with a byte of one of the classes."""
@@ -89,9 +85,7 @@ class _ByteClasses(NamedTuple):
     def number_rows(self) -> NDArray[np.intp]:
         """Return the names with a point or a plus that begin as a number does and end with a digit."""
         is_number = (self.classes & np.uint8(_POINT_BIT | _PLUS_BIT)) != 0
-        return np.flatnonzero(
-            is_number & (_is_digit(self.first) | (self.first < ord("."))) & _is_digit(self.last)
-        )
+        return np.flatnonzero(is_number & (_is_digit(self.first) | (self.first < ord("."))) & _is_digit(self.last))
 
 
 def _is_digit(byte_values: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -152,9 +146,7 @@ class _RowCount:
         self.rows += int(np.count_nonzero(has_form[ids.codes]))
         if self.example is None:
             example_ids = ids.names.take(pa.array(id_codes[:EXAMPLE_GROUPS_MAX])).to_pylist()
-            self.example = next(
-                (id_text for id_text in example_ids if id_text not in hidden_ids), None
-            )
+            self.example = next((id_text for id_text in example_ids if id_text not in hidden_ids), None)
 
 
 class OddIds:
@@ -188,9 +180,7 @@ class OddIds:
             _codes_matching(ids.names, number_codes, WHOLE_AS_FRACTION_PATTERN),
             self._hidden_ids,
         )
-        self._version_count.add(
-            ids, _codes_matching(ids.names, number_codes, _VERSION_PATTERN), self._hidden_ids
-        )
+        self._version_count.add(ids, _codes_matching(ids.names, number_codes, _VERSION_PATTERN), self._hidden_ids)
 
     def remarks(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Yield (remark, ids that it names)."""
@@ -209,9 +199,7 @@ class OddIds:
                 f'astype("Int64") before to_csv or to_parquet; {_AS_TEXT_REMEDY})',
             )  # fmt: skip
 
-    def _remark(
-        self, form_text: str, row_count: _RowCount, remedy: str
-    ) -> tuple[str, Sequence[str]]:
+    def _remark(self, form_text: str, row_count: _RowCount, remedy: str) -> tuple[str, Sequence[str]]:
         named_ids = [] if row_count.example is None else [row_count.example]
         example = "".join(f", such as {name!r}" for name in named_ids)
         return (
@@ -227,9 +215,7 @@ def _codes_matching(id_texts: Any, id_codes: NDArray[np.intp], pattern: str) -> 
     """Return those of some names that match a pattern."""
     if not id_codes.size:
         return id_codes
-    return id_codes[
-        as_numpy_mask(pc.match_substring_regex(id_texts.take(pa.array(id_codes)), pattern))
-    ]
+    return id_codes[as_numpy_mask(pc.match_substring_regex(id_texts.take(pa.array(id_codes)), pattern))]
 
 
 def fold_ids(id_texts: Any) -> tuple[NDArray[np.intp], Any]:
@@ -239,9 +225,7 @@ def fold_ids(id_texts: Any) -> tuple[NDArray[np.intp], Any]:
     `.0` or commas between the thousands of a number.
     """
     byte_classes = _ByteClasses.of(id_texts)
-    is_candidate = (
-        byte_classes.classes & np.uint8(_UPPER_BIT | _BLANK_BIT | _NON_ASCII_BIT | _QUOTE_BIT)
-    ) != 0
+    is_candidate = (byte_classes.classes & np.uint8(_UPPER_BIT | _BLANK_BIT | _NON_ASCII_BIT | _QUOTE_BIT)) != 0
     is_candidate |= (byte_classes.first == ord("0")) | (byte_classes.first == ord("+"))
     is_candidate[byte_classes.number_rows()] = True
     candidate_positions = np.flatnonzero(is_candidate)
@@ -260,9 +244,7 @@ def fold_ids(id_texts: Any) -> tuple[NDArray[np.intp], Any]:
     if class_bits & _POINT_BIT:
         folded_texts = pc.replace_substring_regex(folded_texts, _THOUSANDS_PATTERN, r"\1\2\3")
     folded_texts = pc.replace_substring_regex(folded_texts, _PADDED_NUMBER_PATTERN, r"\1")
-    is_changed = as_numpy_mask(
-        pc.and_(pc.not_equal(folded_texts, original_texts), pc.not_equal(folded_texts, ""))
-    )
+    is_changed = as_numpy_mask(pc.and_(pc.not_equal(folded_texts, original_texts), pc.not_equal(folded_texts, "")))
     return candidate_positions[is_changed], folded_texts.filter(pa.array(is_changed))
 
 
@@ -322,9 +304,7 @@ class IdForms:
             plain_hashes = hashes[is_plain]
             self._new_plain_hashes.append(plain_hashes[plain_hashes <= self._hash_limit])
             if is_kept.any():
-                self._new_odd_hash_pairs.append(
-                    np.stack([form_hashes, hashes[odd_rows]], 1)[is_kept]
-                )
+                self._new_odd_hash_pairs.append(np.stack([form_hashes, hashes[odd_rows]], 1)[is_kept])
                 odd_texts = id_texts.take(pa.array(odd_rows[is_kept]))
                 self._new_odd_texts.append(odd_texts.cast(pa.large_string()))
             self._note_new(len(self._new_plain_hashes[-1]) + int(is_kept.sum()))
@@ -336,9 +316,7 @@ class IdForms:
 
     def _merge(self) -> None:
         plain_hashes = np.sort(np.concatenate([self._plain_hashes, *self._new_plain_hashes]))
-        self._plain_hashes = plain_hashes[
-            np.append(True, plain_hashes[1:] != plain_hashes[:-1])[: len(plain_hashes)]
-        ]
+        self._plain_hashes = plain_hashes[np.append(True, plain_hashes[1:] != plain_hashes[:-1])[: len(plain_hashes)]]
         if self._new_odd_hash_pairs:
             odd_hash_pairs = np.concatenate([self._odd_hash_pairs, *self._new_odd_hash_pairs])
             order = np.lexsort((odd_hash_pairs[:, 1], odd_hash_pairs[:, 0]))
@@ -346,9 +324,7 @@ class IdForms:
             is_first = np.ones(len(odd_hash_pairs), np.bool_)
             is_first[1:] = (odd_hash_pairs[1:] != odd_hash_pairs[:-1]).any(axis=1)
             self._odd_hash_pairs = odd_hash_pairs[is_first]
-            self._odd_texts = pa.concat_arrays([self._odd_texts, *self._new_odd_texts]).take(
-                pa.array(order[is_first])
-            )
+            self._odd_texts = pa.concat_arrays([self._odd_texts, *self._new_odd_texts]).take(pa.array(order[is_first]))
         self._new_plain_hashes, self._new_odd_hash_pairs, self._new_odd_texts, self._new_count = (
             [],
             [],
@@ -359,9 +335,7 @@ class IdForms:
             all_hashes = np.sort(np.concatenate([self._plain_hashes, self._odd_hash_pairs[:, 0]]))
             self._hash_limit = all_hashes[self.ids_compared_max - 1]
             self._plain_hashes = self._plain_hashes[self._plain_hashes <= self._hash_limit]
-            kept_odd_count = int(
-                np.searchsorted(self._odd_hash_pairs[:, 0], self._hash_limit, "right")
-            )
+            kept_odd_count = int(np.searchsorted(self._odd_hash_pairs[:, 0], self._hash_limit, "right"))
             self._odd_hash_pairs, self._odd_texts = (
                 self._odd_hash_pairs[:kept_odd_count],
                 self._odd_texts[:kept_odd_count],
@@ -390,20 +364,12 @@ class IdForms:
             group_count = int(is_group.sum())
             if not group_count:
                 return None
-            example_pair = self._example(
-                group_starts[is_group], has_plain_form[is_group], hidden_ids
-            )
+            example_pair = self._example(group_starts[is_group], has_plain_form[is_group], hidden_ids)
         is_sampled = self._hash_limit < np.uint64(2**64 - 1)
-        shown_count = (
-            round(group_count * 2.0**64 / float(self._hash_limit)) if is_sampled else group_count
-        )
+        shown_count = round(group_count * 2.0**64 / float(self._hash_limit)) if is_sampled else group_count
         is_single = shown_count == 1
-        subject = (
-            f"{'about ' if is_sampled else ''}{shown_count:,} {self.kind}{'' if is_single else 's'}"
-        )
-        example = (
-            f", such as {' and '.join(map(_id_in_words, example_pair))}," if example_pair else ""
-        )
+        subject = f"{'about ' if is_sampled else ''}{shown_count:,} {self.kind}{'' if is_single else 's'}"
+        example = f", such as {' and '.join(map(_id_in_words, example_pair))}," if example_pair else ""
         remark = (
             f"{subject} {'comes' if is_single else 'come'} in more than one form{example} and "
             f"{'counts' if is_single else 'count'} as several: write each id in one form in all files and tables "
@@ -422,9 +388,7 @@ class IdForms:
         for group_start, has_plain in zip(
             group_starts[:EXAMPLE_GROUPS_MAX].tolist(), has_plain_form.tolist(), strict=False
         ):
-            form_texts = self._odd_texts[group_start : group_start + (1 if has_plain else 2)].cast(
-                pa.string()
-            )
+            form_texts = self._odd_texts[group_start : group_start + (1 if has_plain else 2)].cast(pa.string())
             id_pair = [
                 *form_texts.to_pylist(),
                 *(fold_ids(form_texts)[1].to_pylist() if has_plain else []),

@@ -85,9 +85,7 @@ class RowCountsReport(TypedDict):
 class RowCounts:
     """Counts of rows of interactions that do not depend on their order, so that counts of two parts can be added."""
 
-    user_rows: NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros(_USER_BUCKET_COUNT, np.int64)
-    )
+    user_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_USER_BUCKET_COUNT, np.int64))
     untimed: int = 0
     newest_us: int = _NO_TIME_US
     early: int = 0
@@ -103,9 +101,7 @@ class RowCounts:
 
     def add(self, user_hashes: NDArray[np.uint64], times_us: NDArray[np.int64]) -> None:
         """Add rows: the hashes of their users, and their times in microseconds since 1970, 0 for none."""
-        self.user_rows += np.bincount(
-            (user_hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_USER_BUCKET_COUNT
-        )
+        self.user_rows += np.bincount((user_hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_USER_BUCKET_COUNT)
         self.untimed += int((times_us == 0).sum())
         self.newest_us = max(self.newest_us, _newest_us(times_us))
         self.early += _count_before_1980(times_us)
@@ -159,11 +155,7 @@ class InteractionFigures:
 def plausibility_remarks(figures: InteractionFigures) -> list[str]:
     """Return remarks on odd figures, each with the figure and a remedy."""
     too_few_remark = few_in_words(figures.users, figures.items)
-    return (
-        [too_few_remark, *odd_figures_remarks(figures)]
-        if too_few_remark
-        else odd_figures_remarks(figures)
-    )
+    return [too_few_remark, *odd_figures_remarks(figures)] if too_few_remark else odd_figures_remarks(figures)
 
 
 def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
@@ -205,9 +197,7 @@ def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
     if 0 < figures.untimed < figures.rows:
         untimed_share = figures.untimed / figures.rows
         untimed_rows_text = (
-            f"{untimed_share:.0%} of the"
-            if untimed_share >= 0.01
-            else f"{figures.untimed:,} of {figures.rows:,}"
+            f"{untimed_share:.0%} of the" if untimed_share >= 0.01 else f"{figures.untimed:,} of {figures.rows:,}"
         )
         odd_remarks.append(
             f"{untimed_rows_text} rows have no time, and count as the oldest of all, before any cut: fill the times in"
@@ -251,9 +241,7 @@ def catalogue_in_words(sources: Sources) -> str:
     return f"the catalogue ({table})" if table else "the model"
 
 
-def items_without_vector_remarks(
-    kept_item_count: int, left_out_count: int, table_name: str
-) -> list[str]:
+def items_without_vector_remarks(kept_item_count: int, left_out_count: int, table_name: str) -> list[str]:
     """Return a remark on items of a table that the model cannot answer for; none for a usual share."""
     item_count = kept_item_count + left_out_count
     if item_count < JUDGED_ROWS_MIN or left_out_count < UNKNOWN_IDS_SHARE_MAX * item_count:
@@ -278,9 +266,7 @@ def unknown_ids_remarks(
         return []
     examples = ""
     if unknown_ids and known_ids:
-        interactions_text, table_text = (
-            " and ".join(map(repr, ids)) for ids in (unknown_ids, known_ids)
-        )
+        interactions_text, table_text = (" and ".join(map(repr, ids)) for ids in (unknown_ids, known_ids))
         examples = f": interactions have {interactions_text}, {table_name} has {table_text}"
     remark = (
         f"{unknown_share:.0%} of the interactions name {kind}s that {table_name} does not have{examples}; they count "
@@ -298,9 +284,7 @@ def few_in_words(user_count: int, item_count: int | None) -> str | None:
     if user_count >= GATE_USERS_MIN and (item_count is None or item_count >= GATE_ITEMS_MIN):
         return None
     enough_text = (
-        f"{GATE_USERS_MIN} users"
-        if item_count is None
-        else f"{GATE_USERS_MIN} users and {GATE_ITEMS_MIN} items"
+        f"{GATE_USERS_MIN} users" if item_count is None else f"{GATE_USERS_MIN} users and {GATE_ITEMS_MIN} items"
     )
     return (
         f"too little data to judge by: {_counts_in_words(user_count, item_count)}; shares of them vary by chance below "
@@ -335,9 +319,7 @@ def demand_several_items(
         )
 
 
-def demand_times(
-    sources: Sources, interaction_files: Sequence[SourceFile], data_until: str | None
-) -> None:
+def demand_times(sources: Sources, interaction_files: Sequence[SourceFile], data_until: str | None) -> None:
     """Raise ConfigError for a chosen cut if the interactions have no column of times."""
     if not interaction_files or data_until is None:
         return
@@ -367,11 +349,7 @@ def _newest_us(times_us: NDArray[np.int64]) -> int:
 
 def _counts_in_words(user_count: int, item_count: int | None) -> str:
     users_text = f"{user_count:,} user{'s' * (user_count != 1)}"
-    return (
-        users_text
-        if item_count is None
-        else f"{users_text} and {item_count:,} item{'s' * (item_count != 1)}"
-    )
+    return users_text if item_count is None else f"{users_text} and {item_count:,} item{'s' * (item_count != 1)}"
 
 
 def has_lists_of_ids(id_texts: Any) -> bool:
@@ -383,10 +361,7 @@ def has_lists_of_ids(id_texts: Any) -> bool:
     several_word_texts = id_texts.filter(pc.match_substring_regex(id_texts, _SEVERAL_WORDS_PATTERN))
     if len(several_word_texts) < LIST_FIELDS_SHARE_MAX * len(id_texts):
         return False
-    return bool(
-        pc.count_distinct(several_word_texts).as_py()
-        >= ITEMS_ONCE_SHARE_MAX * len(several_word_texts)
-    )
+    return bool(pc.count_distinct(several_word_texts).as_py() >= ITEMS_ONCE_SHARE_MAX * len(several_word_texts))
 
 
 def first_rows_remarks(

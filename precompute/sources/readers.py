@@ -97,9 +97,7 @@ CHECKED_LINES_MAX = 1_000
 TABLE_FIELD_COUNTS = range(3, 9)
 """Numbers of fields that tables of interactions have."""
 
-_NUMBER_OR_TIME_PATTERN = re.compile(
-    rb"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?$|\d{4}-\d{2}-\d{2}|\d{2}:\d{2}"
-)
+_NUMBER_OR_TIME_PATTERN = re.compile(rb"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?$|\d{4}-\d{2}-\d{2}|\d{2}:\d{2}")
 ID_KINDS_MAX = 20
 """Words before a colon up to which they may be kinds of ids."""
 _NUMBER_PATTERN = re.compile(rb"[+-]?\d+(\.\d*)?")
@@ -117,9 +115,7 @@ INT96_UNIT = "us"
 PARQUET_LENGTH_BYTES = 4
 """Bytes in a Parquet file for the length of each text outside a dictionary."""
 
-_LIKE_NONE_PATTERN = (
-    r"^(\(not set\)|\(other\)|-+|\?+|#{3,}|nil|Nil|-1|unknown|Unknown|anonymous|Anonymous)$"
-)
+_LIKE_NONE_PATTERN = r"^(\(not set\)|\(other\)|-+|\?+|#{3,}|nil|Nil|-1|unknown|Unknown|anonymous|Anonymous)$"
 """Pattern of ids that programs write for a missing one, but that may also be names."""
 LIKE_NONE_SHARE_MIN = 0.01
 LIKE_NONE_IDS_MAX = 5
@@ -133,9 +129,7 @@ _CUT_OFF_PATTERN = re.compile("Truncated compressed stream")
 _NOT_GZIP_PATTERN = re.compile("incorrect header check|Not a gzipped file")
 """Messages of readers for a file that ends in .gz but is not gzip."""
 
-_LASTING_ERRNOS = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
-)
+_LASTING_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG})
 """File system errors that a retry meets again."""
 
 
@@ -154,9 +148,7 @@ class Interactions:
     def only(self, row_mask: NDArray[np.bool_]) -> Self:
         """Return some of the rows."""
         positions = None if self.positions is None else self.positions[row_mask]
-        return type(self)(
-            self.users.only(row_mask), self.items.only(row_mask), self.times[row_mask], positions
-        )
+        return type(self)(self.users.only(row_mask), self.items.only(row_mask), self.times[row_mask], positions)
 
 
 def read_interactions(
@@ -181,11 +173,7 @@ def read_interactions(
     odd_rows = None if unusable_rows is None else _OddRowsCollector(sources, unusable_rows)
     cutoff_us = None if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS_PER_SECOND)
     unusable_rows = UnusableRows() if unusable_rows is None else unusable_rows
-    all_files = (
-        source_files(sources.interactions, base_folder)
-        if interaction_files is None
-        else interaction_files
-    )
+    all_files = source_files(sources.interactions, base_folder) if interaction_files is None else interaction_files
     read_files, same_columns = all_files[skipped_file_count:], SameColumnsCheck(sources)
     if read_files and (skipped_files := all_files[:skipped_file_count]):
         same_columns.add(skipped_files[0], column_names(skipped_files[0], sources) or ())
@@ -211,9 +199,7 @@ def read_interactions(
         if odd_rows is not None:
             odd_rows.note_remarks()
     if not skipped_file_count:
-        unusable_rows.demand_some(
-            INTERACTIONS_SOURCE, ", ".join(path.name for path in read_files[:3])
-        )
+        unusable_rows.demand_some(INTERACTIONS_SOURCE, ", ".join(path.name for path in read_files[:3]))
 
 
 class _OddRowsCollector:
@@ -234,9 +220,7 @@ class _OddRowsCollector:
             return
         self._repeated_rows.add(path, batch.users, batch.items, batch.times)
         is_first_batch, self._last_file = path != self._last_file, path
-        for ids, odd_ids, column in zip(
-            (batch.users, batch.items), self._odd_ids, self._id_columns, strict=True
-        ):
+        for ids, odd_ids, column in zip((batch.users, batch.items), self._odd_ids, self._id_columns, strict=True):
             odd_ids.add(ids)
             if is_first_batch:
                 self._remark_on_ids_like_none(ids, column)
@@ -250,9 +234,7 @@ class _OddRowsCollector:
             self._unusable_rows.remark(INTERACTIONS_SOURCE, remark)
 
     def _remark_on_ids_like_none(self, ids: Ids, column: str) -> None:
-        like_none_codes = np.flatnonzero(
-            as_numpy_mask(pc.match_substring_regex(ids.names, _LIKE_NONE_PATTERN))
-        )
+        like_none_codes = np.flatnonzero(as_numpy_mask(pc.match_substring_regex(ids.names, _LIKE_NONE_PATTERN)))
         for id_code in like_none_codes[:LIKE_NONE_IDS_MAX].tolist():
             row_count = int((ids.codes == id_code).sum())
             if row_count >= LIKE_NONE_SHARE_MIN * len(ids.codes):
@@ -294,9 +276,7 @@ def _usable_interactions(
     bad_mask_by_reason: UnusableMaskByReason = {}
     unusable_rows.count_checked(INTERACTIONS_SOURCE, len(arrow_batch))
     if weight_column in read_columns:
-        positive_mask, bad_mask_by_reason = positive_weight_mask(
-            arrow_batch.column(weight_column), path, sources
-        )
+        positive_mask, bad_mask_by_reason = positive_weight_mask(arrow_batch.column(weight_column), path, sources)
         keep_mask = (
             positive_mask | np.logical_or.reduce(list(bad_mask_by_reason.values()))
             if bad_mask_by_reason
@@ -315,9 +295,7 @@ def _usable_interactions(
     user_ids, bad_user_mask_by_reason = read_ids(arrow_batch.column(user_column), path, user_column)
     item_ids, bad_item_mask_by_reason = read_ids(arrow_batch.column(item_column), path, item_column)
     interactions = Interactions(user_ids, item_ids, times)
-    header_mask_by_reason = _header_mask_by_reason(
-        interactions, arrow_batch, file_columns, path, sources
-    )
+    header_mask_by_reason = _header_mask_by_reason(interactions, arrow_batch, file_columns, path, sources)
     if not (
         bad_mask_by_reason := {
             **header_mask_by_reason,
@@ -331,14 +309,11 @@ def _usable_interactions(
 
     def describe_row(row: int) -> RowCase:
         ids = (
-            format_case_value(_python_value(arrow_batch.column(column), row))
-            for column in (user_column, item_column)
+            format_case_value(_python_value(arrow_batch.column(column), row)) for column in (user_column, item_column)
         )
         return {**dict(zip(("user", "item"), ids, strict=True)), "file": path.name}
 
-    return interactions.only(
-        ~unusable_rows.note_rows(INTERACTIONS_SOURCE, bad_mask_by_reason, describe_row)
-    )
+    return interactions.only(~unusable_rows.note_rows(INTERACTIONS_SOURCE, bad_mask_by_reason, describe_row))
 
 
 def _header_mask_by_reason(
@@ -358,20 +333,13 @@ def _header_mask_by_reason(
         if not (title_codes := _codes_equal_to_titles(ids.names, lowered_titles)).size:
             return {}
         is_header &= np.isin(ids.codes, title_codes)
-    read_columns = [
-        name for name in _read_column_names(sources) if name in arrow_batch.schema.names
-    ]
+    read_columns = [name for name in _read_column_names(sources) if name in arrow_batch.schema.names]
     expected_titles = [name.strip(BLANK_CHARACTERS).lower() for name in read_columns]
     other_header: list[str] = []
     for row in np.flatnonzero(is_header).tolist():
-        cells = [
-            str(format_case_value(_python_value(arrow_batch.column(name), row)))
-            for name in read_columns
-        ]
+        cells = [str(format_case_value(_python_value(arrow_batch.column(name), row))) for name in read_columns]
         lowered_cells = [cell.strip(BLANK_CHARACTERS).lower() for cell in cells]
-        if lowered_cells != expected_titles and len(
-            lowered_titles.intersection(lowered_cells)
-        ) == len(lowered_cells):
+        if lowered_cells != expected_titles and len(lowered_titles.intersection(lowered_cells)) == len(lowered_cells):
             other_header = lowered_cells
         is_header[row] = lowered_cells[:2] == expected_titles[:2]
     if other_header:
@@ -382,20 +350,14 @@ def _header_mask_by_reason(
 def _codes_equal_to_titles(id_texts: Any, lowered_titles: set[str]) -> NDArray[np.intp]:
     """Return the positions of ids that are a column's name, in any case."""
     title_lengths = pa.array(sorted({len(title.encode()) for title in lowered_titles}), pa.int32())
-    same_length_codes = np.flatnonzero(
-        as_numpy_mask(pc.is_in(pc.binary_length(id_texts), value_set=title_lengths))
-    )
+    same_length_codes = np.flatnonzero(as_numpy_mask(pc.is_in(pc.binary_length(id_texts), value_set=title_lengths)))
     lowered_ids = pc.ascii_lower(id_texts.take(pa.array(same_length_codes)))
     return same_length_codes[
-        as_numpy_mask(
-            pc.is_in(lowered_ids, value_set=pa.array(sorted(lowered_titles), pa.string()))
-        )
+        as_numpy_mask(pc.is_in(lowered_ids, value_set=pa.array(sorted(lowered_titles), pa.string())))
     ]
 
 
-def _refuse_other_header(
-    file_columns: Sequence[str], cells: Sequence[str], path: SourceFile, sources: Sources
-) -> None:
+def _refuse_other_header(file_columns: Sequence[str], cells: Sequence[str], path: SourceFile, sources: Sources) -> None:
     """Raise SourceError for a row of the column names in another order; in CSV, if a line is such a row."""
     place_text = "one of its rows"
     if file_format_of(path, sources) == "csv":
@@ -417,9 +379,7 @@ def _python_value(column: Any, row: int) -> Any:
     arrow_value = column[row : row + 1]
     if pa.types.is_dictionary(arrow_value.type):
         arrow_value = arrow_value.dictionary_decode()
-    return (arrow_value.cast(pa.large_binary()) if is_text_type(arrow_value.type) else arrow_value)[
-        0
-    ].as_py()
+    return (arrow_value.cast(pa.large_binary()) if is_text_type(arrow_value.type) else arrow_value)[0].as_py()
 
 
 def read_features(
@@ -447,14 +407,11 @@ def read_features(
     )
     with translate_read_errors(path), open_for_arrow(path) as raw, open_parquet(raw) as file:
         parts_by_column = {
-            name: _source_columns_of(name, file.schema_arrow.names, columns_of_lists)
-            for name in columns
+            name: _source_columns_of(name, file.schema_arrow.names, columns_of_lists) for name in columns
         }
         file_columns = [id_column, *chain.from_iterable(parts_by_column.values())]
         _demand_features(file.schema_arrow.names, file_columns, path)
-        for batch in file.iter_batches(
-            _batch_row_count(file.metadata), columns=list(dict.fromkeys(file_columns))
-        ):
+        for batch in file.iter_batches(_batch_row_count(file.metadata), columns=list(dict.fromkeys(file_columns))):
             batch = normalise_batch(batch)
             unusable_rows.count_checked(source_name, len(batch))
             id_array = batch.column(id_column)
@@ -474,10 +431,7 @@ def read_features(
                 ids,
                 {
                     name: _pack_columns(
-                        [
-                            normalise_and_decode(batch.column(part_column))
-                            for part_column in part_columns
-                        ]
+                        [normalise_and_decode(batch.column(part_column)) for part_column in part_columns]
                     )
                     for name, part_columns in parts_by_column.items()
                 },
@@ -505,9 +459,7 @@ def feature_schema(
     """
     with translate_read_errors(path), open_for_arrow(path) as raw:
         schema = pa.parquet.read_schema(raw)
-    parts_by_column = {
-        name: _source_columns_of(name, schema.names, columns_of_lists) for name in columns
-    }
+    parts_by_column = {name: _source_columns_of(name, schema.names, columns_of_lists) for name in columns}
     _demand_features(schema.names, list(chain.from_iterable(parts_by_column.values())), path)
     fields = [field.with_type(normalised_type(_value_type(field.type))) for field in schema]
     type_by_column = {field.name: field.type for field in fields}
@@ -528,9 +480,7 @@ def feature_schema(
     return pa.schema(fields)
 
 
-def _source_columns_of(
-    name: str, file_columns: Sequence[str], columns_of_lists: ColumnsOfLists
-) -> Sequence[str]:
+def _source_columns_of(name: str, file_columns: Sequence[str], columns_of_lists: ColumnsOfLists) -> Sequence[str]:
     """Return the columns of a table that a feature is read from: its own, else those that its list is made of."""
     part_columns = columns_of_lists.get(name, ())
     has_part = any(part_column in file_columns for part_column in part_columns)
@@ -550,18 +500,13 @@ def _pack_columns(part_arrays: Sequence[Any]) -> Any:
     elif any(map(is_text_type, part_types)):
         raise pa.ArrowInvalid(f"they are {', '.join(sorted(set(map(str, part_types))))}")
     values = pa.concat_arrays(
-        [
-            part_array.cast(packed_type, safe=packed_type != pa.float64())
-            for part_array in part_arrays
-        ]
+        [part_array.cast(packed_type, safe=packed_type != pa.float64()) for part_array in part_arrays]
     )
     take_indexes = np.arange(len(values)).reshape(len(part_arrays), -1).T.ravel()
     return pa.FixedSizeListArray.from_arrays(values.take(pa.array(take_indexes)), len(part_arrays))
 
 
-def _demand_features(
-    file_columns: Sequence[str], feature_columns: Sequence[str], path: SourceFile
-) -> None:
+def _demand_features(file_columns: Sequence[str], feature_columns: Sequence[str], path: SourceFile) -> None:
     """Raise SourceError for a column that is missing or repeated."""
     demand_columns(file_columns, feature_columns, path)
     for feature_column in feature_columns:
@@ -625,11 +570,7 @@ def _is_transient_error(error: Exception) -> bool:
     """True if a disk or a network failed (EIO, a stale NFS handle), not the file; Arrow's own errors have no number."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
-    return (
-        isinstance(error, OSError)
-        and error.errno is not None
-        and error.errno not in _LASTING_ERRNOS
-    )
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _LASTING_ERRNOS
 
 
 def file_format_of(path: SourceFile, sources: Sources) -> str:
@@ -645,9 +586,7 @@ def file_format_of(path: SourceFile, sources: Sources) -> str:
             return "lines"
     if reason := unreadable_name_reason(path.name):
         raise SourceError(f"cannot read {path}: {reason}")
-    raise SourceError(
-        f"cannot tell the format of {path}; set sources.format to parquet, csv or lines"
-    )
+    raise SourceError(f"cannot tell the format of {path}; set sources.format to parquet, csv or lines")
 
 
 def column_names(path: SourceFile, sources: Sources) -> list[str] | None:
@@ -677,12 +616,8 @@ def demand_named_columns(file_columns: Sequence[str], sources: Sources, path: So
     setting_names = ("user_column", "item_column", "timestamp_column", "weight_column")
     is_csv = file_format_of(path, sources) == "csv"
     if is_csv and is_like_a_row(file_columns):
-        lacks_column = any(
-            name.strip(BLANK_CHARACTERS) not in file_columns for name in needed_columns
-        )
-        if lacks_column or (
-            is_like_a_row(needed_columns) and not _are_pandas_numbers(file_columns)
-        ):
+        lacks_column = any(name.strip(BLANK_CHARACTERS) not in file_columns for name in needed_columns)
+        if lacks_column or (is_like_a_row(needed_columns) and not _are_pandas_numbers(file_columns)):
             raise SourceError(f"{path} {NO_COLUMN_NAMES_REASON}")
     further_remedy = ", or put a line of column names above if there is none" if is_csv else ""
     if is_csv and "" in file_columns:
@@ -692,9 +627,7 @@ def demand_named_columns(file_columns: Sequence[str], sources: Sources, path: So
         column_title = column_name.strip(BLANK_CHARACTERS) if is_csv else column_name
         if column_name in needed_columns and column_title not in file_columns:
             columns_text = (
-                ", ".join(map(repr, file_columns))
-                if any(map(_is_padded, file_columns))
-                else ", ".join(file_columns)
+                ", ".join(map(repr, file_columns)) if any(map(_is_padded, file_columns)) else ", ".join(file_columns)
             )
             raise SourceError(
                 f"{path} has no column {column_name!r}; it has {columns_text}: name it by "
@@ -740,12 +673,8 @@ class SameColumnsCheck:
         for name in self._checked_columns:
             if (name in present_columns) == (name in first_columns):
                 continue
-            lacking_file, having_file = (
-                (path, first_file) if name in first_columns else (first_file, path)
-            )
-            setting_name = (
-                "timestamp_column" if name == self._checked_columns[0] else "weight_column"
-            )
+            lacking_file, having_file = (path, first_file) if name in first_columns else (first_file, path)
+            setting_name = "timestamp_column" if name == self._checked_columns[0] else "weight_column"
             raise SourceError(
                 f"{lacking_file} has no column {name!r}, {having_file} has one: its rows would count as the oldest, "
                 "or as "
@@ -767,9 +696,7 @@ def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, S
     file_columns = metadata.schema.to_arrow_schema().names
     demand_named_columns(file_columns, sources, path)
     read_columns = [name for name in _read_column_names(sources) if name in file_columns]
-    dictionary_columns = [
-        name for name in read_columns[:2] if name in _dictionary_columns(metadata)
-    ]
+    dictionary_columns = [name for name in read_columns[:2] if name in _dictionary_columns(metadata)]
     open_parquet = partial(
         pa.parquet.ParquetFile,
         metadata=metadata,
@@ -789,9 +716,7 @@ def _dictionary_columns(metadata: Any) -> set[str]:
     if not metadata.num_row_groups:
         return set()
     row_group = metadata.row_group(0)
-    column_chunks = (
-        row_group.column(column_index) for column_index in range(row_group.num_columns)
-    )
+    column_chunks = (row_group.column(column_index) for column_index in range(row_group.num_columns))
     return {
         column_chunk.path_in_schema
         for column_chunk in column_chunks
@@ -799,9 +724,7 @@ def _dictionary_columns(metadata: Any) -> set[str]:
     }
 
 
-def csv_batches(
-    path: SourceFile, sources: Sources, unusable_rows: UnusableRows
-) -> Iterator[tuple[Any, Sequence[str]]]:
+def csv_batches(path: SourceFile, sources: Sources, unusable_rows: UnusableRows) -> Iterator[tuple[Any, Sequence[str]]]:
     """Yield batches of the columns of a CSV file that settings name, each with the names of all columns.
 
     Columns are strings that may not be UTF-8.
@@ -809,9 +732,7 @@ def csv_batches(
 
     def note_skipped_line(line: int) -> None:
         unusable_rows.count_checked(INTERACTIONS_SOURCE, 1)
-        unusable_rows.note(
-            INTERACTIONS_SOURCE, FIELD_COUNT_REASON, 1, [{"file": path.name, "line": str(line)}]
-        )
+        unusable_rows.note(INTERACTIONS_SOURCE, FIELD_COUNT_REASON, 1, [{"file": path.name, "line": str(line)}])
 
     title_by_column = {name: name.strip(BLANK_CHARACTERS) for name in _read_column_names(sources)}
     with CsvFile.opened(path, sources) as file:
@@ -826,9 +747,7 @@ def csv_batches(
                 )
             raise SourceError(f"{path} has one column, {file.names[0]!r}: {remedy}")
         demand_named_columns(file.names, sources, path)
-        present_title_by_column = {
-            name: title for name, title in title_by_column.items() if title in file.names
-        }
+        present_title_by_column = {name: title for name, title in title_by_column.items() if title in file.names}
         user_column, item_column = sources.user_column, sources.item_column
         for batch in file.batches(list(present_title_by_column.values()), note_skipped_line):
             arrow_batch = pa.record_batch(batch.columns, list(present_title_by_column))
@@ -841,9 +760,7 @@ def csv_batches(
             yield arrow_batch, file.names
 
 
-def _without_rows(
-    arrow_batch: Any, reason: str, bad_mask: Any, path: SourceFile, unusable_rows: UnusableRows
-) -> Any:
+def _without_rows(arrow_batch: Any, reason: str, bad_mask: Any, path: SourceFile, unusable_rows: UnusableRows) -> Any:
     """Return rows without those of a mask, which are noted."""
     if bad_row_count := pc.sum(bad_mask).as_py():
         unusable_rows.count_checked(INTERACTIONS_SOURCE, bad_row_count)
@@ -894,9 +811,7 @@ def _iterate_lines(path: SourceFile, raw: Any) -> Iterator[bytes]:
 def demand_lines_of_ids(path: SourceFile) -> None:
     """Raise SourceError for a text file that looks like a table; one whose format is set is not checked."""
     with path.open("rb") as raw:
-        first_lines = [
-            line.strip(b"\r\n") for line in islice(_iterate_lines(path, raw), CHECKED_LINES_MAX)
-        ]
+        first_lines = [line.strip(b"\r\n") for line in islice(_iterate_lines(path, raw), CHECKED_LINES_MAX)]
     if first_lines and first_lines[0].startswith(_COMMENT_PREFIXES):
         raise SourceError(
             f"{path} begins with a comment, {format_case_value(first_lines[0])!r}: lines are read as `user item item "
@@ -924,9 +839,7 @@ def _odd_signs_reason(lines: Sequence[bytes]) -> str | None:
     if not split_lines:
         return None
     # `user item` is left out and counted as a header.
-    if split_lines[0] != [b"user", b"item"] and _NAMES_LINE_PATTERN.fullmatch(
-        b" ".join(split_lines[0])
-    ):
+    if split_lines[0] != [b"user", b"item"] and _NAMES_LINE_PATTERN.fullmatch(b" ".join(split_lines[0])):
         return f"begins with column names, {format_case_value(b' '.join(split_lines[0]))!r}"
     for sign in (b",", b";"):
         if _is_majority(field.endswith(sign) for fields in split_lines for field in fields[:-1]):
@@ -941,9 +854,7 @@ def _odd_signs_reason(lines: Sequence[bytes]) -> str | None:
             return f"has {sign.decode()!r} behind the first id of its lines"
     partitioned_fields = [field.rpartition(b":") for fields in split_lines for field in fields[1:]]
     # Ids such as `film:17` have few words before the colon.
-    if _is_majority(
-        _NUMBER_PATTERN.fullmatch(value) is not None for _, _, value in partitioned_fields
-    ):
+    if _is_majority(_NUMBER_PATTERN.fullmatch(value) is not None for _, _, value in partitioned_fields):
         key_parts, value_parts = ({value[part] for value in partitioned_fields} for part in (0, 2))
         if len(key_parts) > min(len(value_parts), ID_KINDS_MAX) and _is_majority(
             sign == b":" for _, sign, _ in partitioned_fields
@@ -963,22 +874,14 @@ def table_like_reason(lines: Sequence[bytes]) -> str | None:
         return None
     for separator in (b"::", b",", b";", b"|"):
         separator_counts = {line.count(separator) for line in lines}
-        if (
-            len(separator_counts) == 1
-            and separator_counts != {0}
-            and all(len(line.split()) == 1 for line in lines)
-        ):
+        if len(separator_counts) == 1 and separator_counts != {0} and all(len(line.split()) == 1 for line in lines):
             return f"has fields between {separator.decode()!r}"
     tab_counts = {line.count(b"\t") for line in lines}
     if len(lines) > 1 and len(tab_counts) == 1 and (tab_count := tab_counts.pop()) >= 2:
         return f"has {tab_count + 1} fields in each line, with tabs between them: it looks like a table"
     split_lines = [line.split() for line in lines]
     field_count = len(split_lines[0])
-    if (
-        len(lines) < 2
-        or field_count not in TABLE_FIELD_COUNTS
-        or any(len(row) != field_count for row in split_lines)
-    ):
+    if len(lines) < 2 or field_count not in TABLE_FIELD_COUNTS or any(len(row) != field_count for row in split_lines):
         return None
     if all(_NUMBER_OR_TIME_PATTERN.match(field) for row in split_lines[1:] for field in row[2:]):
         return f"has {field_count} fields in each line, from the third on numbers or times: it looks like a table"

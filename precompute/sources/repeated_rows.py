@@ -67,9 +67,7 @@ class RepeatedRows:
         self._compared_row_count += len(row_hashes)
         self._user_hash_parts.append(row_user_hashes)
         self._row_hash_parts.append(row_hashes)
-        self._file_index_parts.append(
-            np.full(len(row_hashes), len(self._source_files) - 1, np.int32)
-        )
+        self._file_index_parts.append(np.full(len(row_hashes), len(self._source_files) - 1, np.int32))
         if self._compared_row_count > self._rows_compared_max:
             self._lower_hash_limit()
 
@@ -104,9 +102,7 @@ class RepeatedRows:
         is_repeat = is_same & np.append(False, file_indexes[1:] == file_indexes[:-1])
         is_timed = self._oldest_us < self._newest_us
         return [
-            *self._shared_in_words(
-                row_hashes[~is_repeat], file_indexes[~is_repeat], is_timed=is_timed
-            ),
+            *self._shared_in_words(row_hashes[~is_repeat], file_indexes[~is_repeat], is_timed=is_timed),
             *self._repeated_in_words(is_repeat, is_timed=is_timed),
         ]
 
@@ -123,15 +119,10 @@ class RepeatedRows:
         )
         first_of_pairs, second_of_pairs = pair_codes // file_count, pair_codes % file_count
         row_count_by_file = np.bincount(file_indexes, minlength=file_count)
-        smaller_row_counts = np.minimum(
-            row_count_by_file[first_of_pairs], row_count_by_file[second_of_pairs]
-        )
-        larger_row_counts = np.maximum(
-            row_count_by_file[first_of_pairs], row_count_by_file[second_of_pairs]
-        )
+        smaller_row_counts = np.minimum(row_count_by_file[first_of_pairs], row_count_by_file[second_of_pairs])
+        larger_row_counts = np.maximum(row_count_by_file[first_of_pairs], row_count_by_file[second_of_pairs])
         is_odd = (
-            (shared_row_counts >= SHARED_ROWS_MIN)
-            & (shared_row_counts >= SHARED_ROWS_SHARE_MIN * smaller_row_counts)
+            (shared_row_counts >= SHARED_ROWS_MIN) & (shared_row_counts >= SHARED_ROWS_SHARE_MIN * smaller_row_counts)
             if is_timed
             else (shared_row_counts >= COPIED_ROWS_MIN)
             & (shared_row_counts >= COPIED_ROWS_SHARE_MIN * larger_row_counts)
@@ -149,13 +140,9 @@ class RepeatedRows:
             == row_count_by_file[second_of_pairs[top_pair_index]]
         )
         rows_text = self._count_in_words(int(shared_row_counts[top_pair_index]))
-        shared_text = (
-            f"the same {rows_text} rows" if is_same_content else f"{rows_text} rows in common"
-        )
+        shared_text = f"the same {rows_text} rows" if is_same_content else f"{rows_text} rows in common"
         more_pairs_text = (
-            f" (and {other_pair_count} more pairs of files)"
-            if (other_pair_count := int(is_odd.sum()) - 1)
-            else ""
+            f" (and {other_pair_count} more pairs of files)" if (other_pair_count := int(is_odd.sum()) - 1) else ""
         )
         remedy = "leave one of them" if is_same_content else "leave these out of one of them"
         return [
@@ -171,9 +158,8 @@ class RepeatedRows:
             is_odd = repeat_count >= max(SHARED_ROWS_MIN, REPEATED_ROWS_SHARE_MIN * len(is_repeat))
         else:  # a user may click an item again, but hardly everybody on everything
             repeated_row_count = int((~is_repeat[:-1] & is_repeat[1:]).sum())
-            is_odd = (
-                repeat_count >= COPIED_ROWS_MIN
-                and repeated_row_count >= COPIED_ROWS_SHARE_MIN * (len(is_repeat) - repeat_count)
+            is_odd = repeat_count >= COPIED_ROWS_MIN and repeated_row_count >= COPIED_ROWS_SHARE_MIN * (
+                len(is_repeat) - repeat_count
             )
         if not is_odd:
             return []
@@ -191,9 +177,7 @@ class RepeatedRows:
 
     def _file_name_of(self, file_index: int) -> str:
         path = self._source_files[file_index]
-        is_unique_name = [other_path.name for other_path in self._source_files].count(
-            path.name
-        ) == 1
+        is_unique_name = [other_path.name for other_path in self._source_files].count(path.name) == 1
         return path.name if is_unique_name else str(path)
 
 

@@ -70,9 +70,7 @@ class _DateDigits:
 
     def read(self, numbers: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return (int64 seconds since 1970, mask of the numbers of this form that are dates from 1900 on)."""
-        is_whole = (numbers >= 1900 * 10_000 * self.day_divisor) & (
-            numbers < 2200 * 10_000 * self.day_divisor
-        )
+        is_whole = (numbers >= 1900 * 10_000 * self.day_divisor) & (numbers < 2200 * 10_000 * self.day_divisor)
         moment_digits = np.where(is_whole, numbers, 19700101 * self.day_divisor).astype(np.int64)
         day_digits, clock_digits = (
             moment_digits // self.day_divisor,
@@ -80,11 +78,7 @@ class _DateDigits:
         )
         months = (day_digits // 10_000 - 1970) * 12 + day_digits // 100 % 100 - 1
         days = months.astype("M8[M]").astype("M8[D]") + (day_digits % 100 - 1)
-        is_date = (
-            (day_digits // 100 % 100 >= 1)
-            & (day_digits // 100 % 100 <= 12)
-            & (day_digits % 100 >= 1)
-        )
+        is_date = (day_digits // 100 % 100 >= 1) & (day_digits // 100 % 100 <= 12) & (day_digits % 100 >= 1)
         is_date &= days.astype("M8[M]") == months.astype("M8[M]")
         hour, minute, second = clock_digits // 10_000, clock_digits // 100 % 100, clock_digits % 100
         seconds = days.astype(np.int64) * 86_400 + hour * 3600 + minute * 60 + second
@@ -131,9 +125,7 @@ _DISTINCT_NUMBERS_MIN = 5
 class TimeScale:
     """Meaning of the numbers in a column of times, decided by its first ones and kept to its end."""
 
-    def __init__(
-        self, path: SourceFile, column_name: str, add_remark: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, path: SourceFile, column_name: str, add_remark: Callable[[str], None] = lambda _: None) -> None:
         self._source_file, self._column_name, self._add_remark = path, column_name, add_remark
         self._date_digits: _DateDigits | None = None
         self._is_decided = False
@@ -164,13 +156,9 @@ class TimeScale:
         """Return a mask of dates such as 20231114 among seconds, which would be in 1970."""
         is_date = np.zeros(len(numbers), np.bool_)
         if self._is_since_1980:
-            candidate_rows = np.flatnonzero(
-                (numbers >= DIGIT_DATE_MIN) & (numbers < DIGIT_DATE_END)
-            )
+            candidate_rows = np.flatnonzero((numbers >= DIGIT_DATE_MIN) & (numbers < DIGIT_DATE_END))
             if candidate_rows.size:
-                is_date[candidate_rows] = _DATE_DIGIT_FORMS[0].read(
-                    np.asarray(numbers[candidate_rows], np.float64)
-                )[1]
+                is_date[candidate_rows] = _DATE_DIGIT_FORMS[0].read(np.asarray(numbers[candidate_rows], np.float64))[1]
         return is_date
 
     def _decide_meaning(self, numbers: NDArray[Any]) -> None:
@@ -179,9 +167,7 @@ class TimeScale:
         if not len(nonzero_numbers):
             return
         self._is_decided = True
-        self._is_since_1980 = bool(
-            (nonzero_numbers >= YEAR_1980_S).mean() >= _DIGIT_DATES_SHARE_MIN
-        )
+        self._is_since_1980 = bool((nonzero_numbers >= YEAR_1980_S).mean() >= _DIGIT_DATES_SHARE_MIN)
         for date_digits in _DATE_DIGIT_FORMS:
             _, is_read = date_digits.read(nonzero_numbers)
             if is_read.mean() > _DIGIT_DATES_SHARE_MIN:
@@ -199,9 +185,7 @@ class TimeScale:
                 column=self._column_name,
             )
         for lower_bound, upper_bound, unit in _NON_SECOND_RANGES:
-            if (
-                (nonzero_numbers >= lower_bound) & (nonzero_numbers <= upper_bound)
-            ).mean() >= _NON_SECONDS_SHARE_MIN:
+            if ((nonzero_numbers >= lower_bound) & (nonzero_numbers <= upper_bound)).mean() >= _NON_SECONDS_SHARE_MIN:
                 raise SourceError(
                     f"{self._source_file}: column {self._column_name!r} holds numbers from "
                     f"{nonzero_numbers.min():,.0f} to "
@@ -215,33 +199,22 @@ class TimeScale:
 def _refused_day_form(numbers: NDArray[np.float64]) -> str | None:
     """Return the form of dates that are not read, if the numbers have one; else None."""
     distinct_numbers = np.unique(numbers)
-    if (
-        len(distinct_numbers) < _DISTINCT_NUMBERS_MIN
-        or not (distinct_numbers == np.floor(distinct_numbers)).all()
-    ):
+    if len(distinct_numbers) < _DISTINCT_NUMBERS_MIN or not (distinct_numbers == np.floor(distinct_numbers)).all():
         return None
-    whole_numbers = distinct_numbers[
-        (distinct_numbers > 0) & (distinct_numbers < 100_000_000)
-    ].astype(np.int64)
+    whole_numbers = distinct_numbers[(distinct_numbers > 0) & (distinct_numbers < 100_000_000)].astype(np.int64)
     if len(whole_numbers) < _NON_SECONDS_SHARE_MIN * len(distinct_numbers):
         return None
     for form, *digit_fields in _REFUSED_DAY_FORMS:
         year, month, day = (whole_numbers // divisor % count for divisor, count in digit_fields)
         is_day = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
         if form == "yymmdd":
-            is_day &= (
-                (whole_numbers >= 10_101)
-                & (whole_numbers < 1_000_000)
-                & ((year >= 80) | (year < 50))
-            )
+            is_day &= (whole_numbers >= 10_101) & (whole_numbers < 1_000_000) & ((year >= 80) | (year < 50))
         else:
             is_day &= (year >= 1980) & (year < 2200)
         if is_day.mean() >= _NON_SECONDS_SHARE_MIN:
             return form
     years, days = whole_numbers // 1_000, whole_numbers % 1_000
-    if (
-        (years >= 1980) & (years < 2200) & (days >= 1) & (days <= 366)
-    ).mean() >= _NON_SECONDS_SHARE_MIN:
+    if ((years >= 1980) & (years < 2200) & (days >= 1) & (days <= 366)).mean() >= _NON_SECONDS_SHARE_MIN:
         return "yyyyddd"
     return None
 
@@ -252,22 +225,15 @@ def _refused_moment_form(numbers: NDArray[np.float64]) -> str | None:
     if not (distinct_numbers == np.floor(distinct_numbers)).all() or distinct_numbers[0] < 0:
         return None
     for form, factor, upper_bound in _REFUSED_MOMENT_FORMS:
-        moment_digits = (distinct_numbers[distinct_numbers * factor < upper_bound] * factor).astype(
-            np.int64
-        )
-        if len(moment_digits) < max(
-            _DISTINCT_MOMENTS_MIN, _NON_SECONDS_SHARE_MIN * len(distinct_numbers)
-        ):
+        moment_digits = (distinct_numbers[distinct_numbers * factor < upper_bound] * factor).astype(np.int64)
+        if len(moment_digits) < max(_DISTINCT_MOMENTS_MIN, _NON_SECONDS_SHARE_MIN * len(distinct_numbers)):
             continue
         month, day, hour, minute, second = (
             moment_digits // divisor % 100 for divisor in (100_000_000, 1_000_000, 10_000, 100, 1)
         )
         is_moment = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
         is_moment &= (hour < 24) & (minute < 60) & (second < 60)
-        if (
-            is_moment.mean() >= _NON_SECONDS_SHARE_MIN
-            and len(np.unique(moment_digits // 1_000_000)) > 1
-        ):
+        if is_moment.mean() >= _NON_SECONDS_SHARE_MIN and len(np.unique(moment_digits // 1_000_000)) > 1:
             return form
     return None
 
@@ -284,11 +250,7 @@ def positive_weight_mask(
     )
     if is_text_type(arrow_type):
         weights, is_number = _parse_numbers(weights)
-    elif (
-        pa.types.is_integer(arrow_type)
-        or pa.types.is_decimal(arrow_type)
-        or pa.types.is_null(arrow_type)
-    ):
+    elif pa.types.is_integer(arrow_type) or pa.types.is_decimal(arrow_type) or pa.types.is_null(arrow_type):
         is_number = np.ones(len(weights), np.bool_)
         weights = weights.cast(pa.float64())
     elif pa.types.is_floating(arrow_type):
@@ -321,14 +283,8 @@ def parse_times(
         times_us, readable_mask, missing_mask = parse_time_texts(time_column, time_scale)
     elif pa.types.is_date(arrow_type) or pa.types.is_timestamp(arrow_type):
         times_us, readable_mask = _timestamps_to_us(time_column)
-    elif (
-        pa.types.is_integer(arrow_type)
-        or pa.types.is_floating(arrow_type)
-        or pa.types.is_decimal(arrow_type)
-    ):
-        time_column = (
-            time_column.cast(pa.float64()) if pa.types.is_decimal(arrow_type) else time_column
-        )
+    elif pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type) or pa.types.is_decimal(arrow_type):
+        time_column = time_column.cast(pa.float64()) if pa.types.is_decimal(arrow_type) else time_column
         times_us, readable_mask = time_scale.microseconds(np.asarray(pc.fill_null(time_column, 0)))
     else:
         raise SourceError(
@@ -338,17 +294,13 @@ def parse_times(
             column=column_name,
         )
     unread_mask = ~readable_mask & ~missing_mask
-    is_beyond = (
-        _out_of_range_mask(time_column, unread_mask) if is_text_type(arrow_type) else unread_mask
-    )
+    is_beyond = _out_of_range_mask(time_column, unread_mask) if is_text_type(arrow_type) else unread_mask
     bad_mask_by_reason = {
         f"{column_name}: {unusable.NO_TIME_REASON}": missing_mask,
         f"{column_name}: {unusable.TIME_RANGE_REASON}": is_beyond,
         f"{column_name}: {unusable.NOT_A_TIME_REASON}": unread_mask & ~is_beyond,
     }
-    return times_us, {
-        reason: bad_mask for reason, bad_mask in bad_mask_by_reason.items() if bad_mask.any()
-    }
+    return times_us, {reason: bad_mask for reason, bad_mask in bad_mask_by_reason.items() if bad_mask.any()}
 
 
 def _out_of_range_mask(time_texts: Any, unread_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -356,9 +308,7 @@ def _out_of_range_mask(time_texts: Any, unread_mask: NDArray[np.bool_]) -> NDArr
     is_beyond = np.zeros(len(unread_mask), np.bool_)
     if (unread_rows := np.flatnonzero(unread_mask)).size:
         is_beyond[unread_rows] = as_numpy_mask(
-            pc.match_substring_regex(
-                _valid_utf_8_texts(time_texts.take(pa.array(unread_rows))), _LATE_DATE_PATTERN
-            )
+            pc.match_substring_regex(_valid_utf_8_texts(time_texts.take(pa.array(unread_rows))), _LATE_DATE_PATTERN)
         )
     return is_beyond
 
@@ -368,9 +318,7 @@ def _timestamps_to_us(timestamps: Any) -> tuple[NDArray[np.int64], NDArray[np.bo
         timestamps = timestamps.cast(pa.timestamp("ms"))
     ticks_per_second = _TICKS_PER_SECOND_BY_UNIT[timestamps.type.unit]
     ticks = np.asarray(pc.fill_null(timestamps.cast(pa.int64()), 0))
-    readable_mask = (ticks >= YEAR_1900_S * ticks_per_second) & (
-        ticks < YEAR_2200_S * ticks_per_second
-    )
+    readable_mask = (ticks >= YEAR_1900_S * ticks_per_second) & (ticks < YEAR_2200_S * ticks_per_second)
     ticks = np.where(readable_mask, ticks, 0)
     # Digits below a microsecond are dropped: they could only break ties within one.
     if ticks_per_second > MICROSECONDS_PER_SECOND:
@@ -384,9 +332,7 @@ def _seconds_to_us(seconds: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np
     readable_mask = (seconds >= 0) & (seconds < YEAR_2200_S)
     readable_seconds = np.where(readable_mask, seconds, 0)
     if seconds.dtype.kind == "f":
-        return (readable_seconds.astype(np.float64) * MICROSECONDS_PER_SECOND).astype(
-            np.int64
-        ), readable_mask
+        return (readable_seconds.astype(np.float64) * MICROSECONDS_PER_SECOND).astype(np.int64), readable_mask
     return readable_seconds.astype(np.int64) * MICROSECONDS_PER_SECOND, readable_mask
 
 
@@ -402,9 +348,7 @@ def parse_time_texts(
     if time_scale is not None:
         time_scale.note_lost_digits(time_texts[:_CHECKED_TEXTS_MAX])
     times_us, readable_mask = (
-        _seconds_to_us(number_values)
-        if time_scale is None
-        else time_scale.microseconds(number_values)
+        _seconds_to_us(number_values) if time_scale is None else time_scale.microseconds(number_values)
     )
     if not is_number.all():
         non_number_rows = np.flatnonzero(~is_number)
@@ -417,9 +361,7 @@ def parse_time_texts(
 def _valid_utf_8_texts(texts: Any) -> Any:
     """Return strings, empty for a missing or invalid UTF-8 text."""
     raw_texts = pc.fill_null(texts.cast(pa.large_binary()), b"")
-    return pc.if_else(
-        pa.array(utf_8_mask(raw_texts)), raw_texts, pa.scalar(b"", raw_texts.type)
-    ).cast(pa.string())
+    return pc.if_else(pa.array(utf_8_mask(raw_texts)), raw_texts, pa.scalar(b"", raw_texts.type)).cast(pa.string())
 
 
 def _parse_numbers(number_texts: Any) -> tuple[Any, NDArray[np.bool_]]:
@@ -445,9 +387,7 @@ def _parse_iso_times(time_texts: Any) -> tuple[NDArray[np.int64], NDArray[np.boo
             continue
     regex_groups = pc.extract_regex(time_texts, _ISO_TIME_PATTERN)
     numbers_by_group = {
-        group_name: np.asarray(
-            pc.if_else(pc.equal(field_texts, ""), "0", field_texts).cast(pa.int64())
-        )
+        group_name: np.asarray(pc.if_else(pc.equal(field_texts, ""), "0", field_texts).cast(pa.int64()))
         for group_name in _ISO_NUMBER_GROUPS
         for field_texts in (pc.fill_null(pc.struct_field(regex_groups, group_name), "0"),)
     }
@@ -458,27 +398,13 @@ def _parse_iso_times(time_texts: Any) -> tuple[NDArray[np.int64], NDArray[np.boo
         & (numbers_by_group["month"] <= 12)
         & (days.astype("M8[M]") == months.astype("M8[M]"))
     )
-    is_clock = (
-        (numbers_by_group["hour"] < 24)
-        & (numbers_by_group["minute"] < 60)
-        & (numbers_by_group["second"] < 60)
-    )
+    is_clock = (numbers_by_group["hour"] < 24) & (numbers_by_group["minute"] < 60) & (numbers_by_group["second"] < 60)
     zone_offset_s = numbers_by_group["zone_hour"] * 3600 + numbers_by_group["zone_minute"] * 60
     is_west = pc.fill_null(pc.equal(pc.struct_field(regex_groups, "sign"), "-"), False)
-    seconds = (
-        days.astype(np.int64) * 86_400
-        + numbers_by_group["hour"] * 3600
-        + numbers_by_group["minute"] * 60
-    )
-    seconds += numbers_by_group["second"] + np.where(
-        as_numpy_mask(is_west), zone_offset_s, -zone_offset_s
-    )
+    seconds = days.astype(np.int64) * 86_400 + numbers_by_group["hour"] * 3600 + numbers_by_group["minute"] * 60
+    seconds += numbers_by_group["second"] + np.where(as_numpy_mask(is_west), zone_offset_s, -zone_offset_s)
     fraction_texts = pc.fill_null(pc.struct_field(regex_groups, "fraction"), "")
-    fraction_us = np.asarray(
-        pc.utf8_slice_codeunits(pc.utf8_rpad(fraction_texts, 6, "0"), 0, 6).cast(pa.int64())
-    )
+    fraction_us = np.asarray(pc.utf8_slice_codeunits(pc.utf8_rpad(fraction_texts, 6, "0"), 0, 6).cast(pa.int64()))
     readable_mask = as_numpy_mask(regex_groups.is_valid()) & is_date & is_clock
     readable_mask &= (seconds >= YEAR_1900_S) & (seconds < YEAR_2200_S)
-    return np.where(
-        readable_mask, seconds * MICROSECONDS_PER_SECOND + fraction_us, 0
-    ), readable_mask
+    return np.where(readable_mask, seconds * MICROSECONDS_PER_SECOND + fraction_us, 0), readable_mask

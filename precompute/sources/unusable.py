@@ -106,9 +106,7 @@ class UnusableRows:
     def count_checked(self, source_name: str, row_count: int) -> None:
         """Count rows of a source that were checked, usable or not."""
         with self._lock:
-            self._checked_rows_by_source[source_name] = (
-                self._checked_rows_by_source.get(source_name, 0) + row_count
-            )
+            self._checked_rows_by_source[source_name] = self._checked_rows_by_source.get(source_name, 0) + row_count
 
     def note(self, source_name: str, reason: str, row_count: int, cases: Iterable[RowCase]) -> None:
         """Counts rows of a source that cannot be used for this reason; `cases` name some of them."""
@@ -132,20 +130,14 @@ class UnusableRows:
         Bad rows in `is_event_row` are counted as checked, and left out, under events.
         """
         if is_event_row is not None:
-            event_mask_by_reason = {
-                bad_reason: rows & is_event_row for bad_reason, rows in bad_mask_by_reason.items()
-            }
-            is_bad_event = self.note_rows(
-                f"{EVENTS_SOURCE_PREFIX}.{source_name}", event_mask_by_reason, describe_row
-            )
+            event_mask_by_reason = {bad_reason: rows & is_event_row for bad_reason, rows in bad_mask_by_reason.items()}
+            is_bad_event = self.note_rows(f"{EVENTS_SOURCE_PREFIX}.{source_name}", event_mask_by_reason, describe_row)
             if is_bad_event.any():
                 self.count_checked(f"{EVENTS_SOURCE_PREFIX}.{source_name}", int(is_bad_event.sum()))
             non_event_mask_by_reason = {
                 bad_reason: rows & ~is_event_row for bad_reason, rows in bad_mask_by_reason.items()
             }
-            return is_bad_event | self.note_rows(
-                source_name, non_event_mask_by_reason, describe_row
-            )
+            return is_bad_event | self.note_rows(source_name, non_event_mask_by_reason, describe_row)
         is_noted = np.zeros(len(next(iter(bad_mask_by_reason.values()))), np.bool_)
         for reason, bad_mask in bad_mask_by_reason.items():
             newly_bad_rows = np.flatnonzero(bad_mask & ~is_noted)
@@ -182,18 +174,11 @@ class UnusableRows:
 
     def remarks_of_all(self) -> list[str]:
         """Sentences on how the rows of all sources were read."""
-        return [
-            text
-            for source in sorted(self._remarks_by_source)
-            for text in self._remarks_by_source[source]
-        ]
+        return [text for source in sorted(self._remarks_by_source) for text in self._remarks_by_source[source]]
 
     def left_out(self, source_name: str) -> int:
         """Number of rows of a source that were noted."""
-        return sum(
-            reason_report["rows"]
-            for reason_report in self._reasons_by_source.get(source_name, {}).values()
-        )
+        return sum(reason_report["rows"] for reason_report in self._reasons_by_source.get(source_name, {}).values())
 
     def demand_some(self, source_name: str, files_text: str) -> None:
         """Raises SourceError where there are rows and not one of them can be used."""
@@ -211,9 +196,7 @@ class UnusableRows:
 
     def to_json(self) -> UnusableReport:
         """Return the counts for reports and the manifest."""
-        return {
-            source: self._source_report(source) for source in sorted(self._checked_rows_by_source)
-        }
+        return {source: self._source_report(source) for source in sorted(self._checked_rows_by_source)}
 
     def _source_report(self, source_name: str) -> SourceReport:
         report: SourceReport = {
@@ -238,9 +221,7 @@ def merge_reports(reports: Iterable[UnusableReport]) -> UnusableReport:
 
 def ids_named_in(report: UnusableReport) -> set[str]:
     """Every id that a `to_json` names."""
-    remark_ids = {
-        name for source_report in report.values() for name in source_report.get("named", ())
-    }
+    remark_ids = {name for source_report in report.values() for name in source_report.get("named", ())}
     return remark_ids | {
         str(case[entity_kind])
         for source_report in report.values()
@@ -278,11 +259,7 @@ def format_case_value(value: Any) -> str | None:
 
 
 def _format_example(cases: list[dict[str, str | None]]) -> str:
-    field_texts = [
-        f"{key} {value!r}"
-        for key, value in (cases[0] if cases else {}).items()
-        if value is not None
-    ]
+    field_texts = [f"{key} {value!r}" for key, value in (cases[0] if cases else {}).items() if value is not None]
     return f", e.g. {', '.join(field_texts)}" if field_texts else ""
 
 

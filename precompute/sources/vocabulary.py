@@ -64,9 +64,7 @@ def repeated_text_rows(arrow_texts: Any) -> NDArray[np.int64]:
     """Return the rows, ascending, of Arrow strings whose text an earlier row has."""
     hashes, fingerprints = text_hashes(arrow_texts, 0), text_hashes(arrow_texts, FINGERPRINT_SEED)
     order = np.lexsort((fingerprints, hashes))  # stable
-    is_repeat = (hashes[order][1:] == hashes[order][:-1]) & (
-        fingerprints[order][1:] == fingerprints[order][:-1]
-    )
+    is_repeat = (hashes[order][1:] == hashes[order][:-1]) & (fingerprints[order][1:] == fingerprints[order][:-1])
     return np.sort(order[1:][is_repeat])
 
 
@@ -121,9 +119,7 @@ class NumberedIds:
         rank_by_code = np.empty(len(codes_by_first_row), np.int32)
         rank_by_code[codes_by_first_row] = np.arange(len(codes_by_first_row), dtype=np.int32)
         ordered_names = ids.names.take(pa.array(codes_by_first_row)).cast(pa.large_string())
-        self._waiting_batches.append(
-            pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.codes]), ordered_names)
-        )
+        self._waiting_batches.append(pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.codes]), ordered_names))
         if len(self._waiting_batches) >= WAITING_BATCHES_MAX:
             self._merge()
 
@@ -155,9 +151,7 @@ class HashedIds:
 
     def codes(self) -> tuple[NDArray[np.int64], int]:
         """Return (int64[rows], a number from 0 for each row's id; the number of ids)."""
-        distinct_hashes, distinct_positions = np.unique(
-            np.concatenate(self._hashes), return_inverse=True
-        )
+        distinct_hashes, distinct_positions = np.unique(np.concatenate(self._hashes), return_inverse=True)
         batch_starts = np.cumsum([0, *map(len, self._hashes)])
         code_batches = [
             distinct_positions[batch_start:][batch_codes]

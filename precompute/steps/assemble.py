@@ -30,15 +30,11 @@ def run(config: NightConfig, build: BuildId) -> AssembleResult:
     generation_build = Build.of(config, build)
     generation_build.need_report(BEGIN_REPORT)
     with record_step_time(generation_build, "assemble"):
-        shard_reports = [
-            generation_build.read_report(shard_report_name(shard)) for shard in range(config.shards)
-        ]
+        shard_reports = [generation_build.read_report(shard_report_name(shard)) for shard in range(config.shards)]
         missing_shards = [shard for shard, report in enumerate(shard_reports) if report is None]
         if missing_shards:
             raise Conflict(f"shards {missing_shards} of {config.shards} were not scored")
-        user_count = sum(
-            report["users"]["scored"] for report in shard_reports if report is not None
-        )
+        user_count = sum(report["users"]["scored"] for report in shard_reports if report is not None)
         generation_build.report(ASSEMBLE_REPORT, AssembleReport(users_scored=user_count))
     return {"generation": generation_build.generation, "users": user_count}
 

@@ -189,12 +189,8 @@ def run(
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
-        if (
-            live_generation := find_newer_live(releases, cut, is_chosen=data_until is not None)
-        ) is not None:
-            return _already_live_report(
-                releases.store, config, live_generation, cut, is_named=cut_time is named
-            )
+        if (live_generation := find_newer_live(releases, cut, is_chosen=data_until is not None)) is not None:
+            return _already_live_report(releases.store, config, live_generation, cut, is_named=cut_time is named)
     cut_text = data_until or run_after
     input_files = InputFiles.of(config, night_further_input.files)
     if not config.sources.item_vectors:
@@ -254,8 +250,7 @@ def _already_live_report(
         )
     else:
         reason = (
-            f"{live_generation} is live already, and newer than this run's time {cut.isoformat()}: "
-            "nothing is computed"
+            f"{live_generation} is live already, and newer than this run's time {cut.isoformat()}: nothing is computed"
         )
     return {
         "generation": live_generation,
@@ -308,9 +303,7 @@ def _begin(
             demand_allowed("begin", generation, state)
             if state is None:
                 releases.note(generation, GenerationState.BEGUN)
-            rolled_back_remarks = describe_rolled_back_model(
-                releases, bundle.digest
-            )  # before their files go
+            rolled_back_remarks = describe_rolled_back_model(releases, bundle.digest)  # before their files go
             sweep(config, releases, attempt=generation, generation_being_made=generation)
             prior = prior_index().choose(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
@@ -413,8 +406,7 @@ def _partition_users(night: BegunNight) -> UserFields:
     answers_feature_only = computes_feature_only or not bundle.needs_history
     return {
         "user_seed": partition_result.seed,
-        "users": partition_result.users
-        - (0 if answers_feature_only else partition_result.featured),
+        "users": partition_result.users - (0 if answers_feature_only else partition_result.featured),
         "featured": partition_result.featured,
         FEATURE_ONLY_USERS_FACT: computes_feature_only,
         "answers_without_history": bundle.answers_without_history,
@@ -446,15 +438,11 @@ def _gather_remarks(night: BegunNight) -> RemarkFields:
     unknown_remarks = _remarks_on_unknown_items(config, partition_result, items)
     all_remarks += unknown_remarks
     if table := config.sources.item_features:
-        all_remarks += items_without_vector_remarks(
-            items.count, night.catalogue_fields["items_without_vector"], table
-        )
+        all_remarks += items_without_vector_remarks(items.count, night.catalogue_fields["items_without_vector"], table)
     all_remarks += copies_remarks(facts["inputs"][: len(input_files.interactions)])
     remark_fields: RemarkFields = {"remarks": all_remarks}
     if unknown_remarks:
-        remark_fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(
-            partition_result.interaction_counts.unknown_examples
-        )
+        remark_fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(partition_result.interaction_counts.unknown_examples)
     return remark_fields
 
 
@@ -552,9 +540,7 @@ def in_night(night: Night) -> StepRow:
 
 
 @contextmanager
-def demand_unchanged_sources(
-    sources_digest: str, source_files: Sequence[SourceFile]
-) -> Iterator[None]:
+def demand_unchanged_sources(sources_digest: str, source_files: Sequence[SourceFile]) -> Iterator[None]:
     """Raise StoreError if one of the files changed during the block, also if it could be read.
 
     Files that arrive meanwhile are not included: they are for the next night.
@@ -566,9 +552,7 @@ def demand_unchanged_sources(
 
 
 @contextmanager
-def explain_changed_sources(
-    sources_digest: str, source_files: Sequence[SourceFile]
-) -> Iterator[None]:
+def explain_changed_sources(sources_digest: str, source_files: Sequence[SourceFile]) -> Iterator[None]:
     """Raise StoreError in place of an error in the block if files changed meanwhile: a retry may succeed."""
     try:
         yield
@@ -600,9 +584,7 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
     # From where all other steps open them: what does not open there fails here, not hours later.
     bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
     bundle_file_names = sorted(
-        path.relative_to(bundle.path).as_posix()
-        for path in bundle.path.rglob("*")
-        if path.is_file()
+        path.relative_to(bundle.path).as_posix() for path in bundle.path.rglob("*") if path.is_file()
     )
     for name in bundle_file_names:
         link_or_copy_file(bundle.path / name, build.path(f"bundle/{name}"))
@@ -623,11 +605,7 @@ def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
 def _describe_feature_only_users(begin_report: BeginReport) -> str:
     """Describe the users of the feature table alone that get no records; empty without any."""
     feature_only_count = begin_report.get("featured", 0)
-    if (
-        not feature_only_count
-        or begin_report[FEATURE_ONLY_USERS_FACT]
-        or not begin_report["answers_without_history"]
-    ):
+    if not feature_only_count or begin_report[FEATURE_ONLY_USERS_FACT] or not begin_report["answers_without_history"]:
         return ""
     other_user_count = begin_report["users"]
     return (
@@ -636,9 +614,7 @@ def _describe_feature_only_users(begin_report: BeginReport) -> str:
     )
 
 
-def _computes_feature_only_users(
-    config: NightConfig, bundle: Bundle, partition_result: PartitionResult
-) -> bool:
+def _computes_feature_only_users(config: NightConfig, bundle: Bundle, partition_result: PartitionResult) -> bool:
     """True if users of the feature table alone are computed by a model that also takes histories."""
     if not bundle.answers_without_history:
         return False
@@ -651,13 +627,9 @@ def _computes_feature_only_users(
 def _describe_rows_read(begin_report: BeginReport) -> str:
     """Describe the numbers of interactions read, and of rows left out."""
     source_names = (INTERACTIONS_SOURCE, EVENT_INTERACTIONS_SOURCE)
-    source_reports = [
-        begin_report["unusable"][name] for name in source_names if name in begin_report["unusable"]
-    ]
+    source_reports = [begin_report["unusable"][name] for name in source_names if name in begin_report["unusable"]]
     all_remarks = [
-        remark
-        for source_report in begin_report["unusable"].values()
-        for remark in source_report.get("remarks", ())
+        remark for source_report in begin_report["unusable"].values() for remark in source_report.get("remarks", ())
     ]
     if not source_reports:
         return "; ".join(["no interactions", *all_remarks])
@@ -678,9 +650,7 @@ def _data_shape(partition_result: PartitionResult, item_count: int) -> Interacti
         partition_result.interaction_counts,
         partition_result.interaction_counts.rows,
     )
-    named_item_count = int((interaction_counts.popularity > 0).sum()) + len(
-        interaction_counts.unknown
-    )
+    named_item_count = int((interaction_counts.popularity > 0).sum()) + len(interaction_counts.unknown)
     return InteractionFigures(
         rows=int(row_counts.user_rows.sum()),
         users=partition_result.users,
@@ -709,9 +679,7 @@ def _remarks_on_ineffective_cut(night: BegunNight) -> list[str]:
     return [remark]
 
 
-def _remarks_on_unknown_items(
-    config: NightConfig, partition_result: PartitionResult, items: ItemTable
-) -> list[str]:
+def _remarks_on_unknown_items(config: NightConfig, partition_result: PartitionResult, items: ItemTable) -> list[str]:
     """Remark on interactions with items that the catalogue lacks, if they are many."""
     interaction_counts = partition_result.interaction_counts
     event_report = partition_result.unusable.get(EVENT_INTERACTIONS_SOURCE)
@@ -721,9 +689,7 @@ def _remarks_on_unknown_items(
     )
     known_ids = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES_MAX, items.count), dtype=np.uint32))
     catalogue_name = catalogue_in_words(config.sources)
-    return unknown_ids_remarks(
-        unknown_share, "item", catalogue_name, interaction_counts.unknown_examples, known_ids
-    )
+    return unknown_ids_remarks(unknown_share, "item", catalogue_name, interaction_counts.unknown_examples, known_ids)
 
 
 def _remarks_on_late_training(bundle: Bundle, cut: str | None) -> list[str]:

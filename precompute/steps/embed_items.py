@@ -129,9 +129,7 @@ def in_night(night: Night) -> StepRow:
     if copied_count := report.get("copied"):
         summary += f", {copied_count:,} copied"
     if irreproducible_models := sorted(
-        model_name
-        for model_name, is_reproducible in report.get("regrouped", {}).items()
-        if not is_reproducible
+        model_name for model_name, is_reproducible in report.get("regrouped", {}).items() if not is_reproducible
     ):
         summary += (
             "\nnot copied, as last digits depend on which rows are computed together: "

@@ -90,11 +90,7 @@ def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     result = run(night.config, night.build, progress=night.progress)
     loaded_bytes, size_bytes = result["loaded_bytes"], result["bytes"]
-    summary = (
-        "all pages"
-        if loaded_bytes == size_bytes
-        else f"{size_text(loaded_bytes)} moved, the rest was there"
-    )
+    summary = "all pages" if loaded_bytes == size_bytes else f"{size_text(loaded_bytes)} moved, the rest was there"
     remark_line = f"\nnote: {remark}" if (remark := result.get("remark")) else ""
     return StepRow(result, f"{summary}{remark_line}", loaded_bytes, "B", size_bytes)
 
@@ -105,9 +101,7 @@ def _demand_redis_room(build: Build, manifest: Manifest, control: Control) -> No
     for part in parts_of(manifest):
         if mark_by_part.get(part.name.encode()) != part.loaded_digest:
             loaded_page_count = count_loaded_pages(control.client, control.keyspace, manifest, part)
-            missing_bytes += sum(
-                part.size_of(page) for page in range(loaded_page_count, part.pages.pages)
-            )
+            missing_bytes += sum(part.size_of(page) for page in range(loaded_page_count, part.pages.pages))
     if missing_bytes:
         demand_redis_room(
             control, build.generation, missing_bytes,

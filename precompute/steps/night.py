@@ -55,9 +55,7 @@ class StepRow:
         if not self.count:
             return ""
         per_second = self.count / max(seconds, 1e-9)
-        return (
-            f"{size_text(per_second)}/s" if self.unit == "B" else f"{per_second:,.0f} {self.unit}/s"
-        )
+        return f"{size_text(per_second)}/s" if self.unit == "B" else f"{per_second:,.0f} {self.unit}/s"
 
 
 def find_step(step_name: str) -> Callable[[Night], StepRow]:
@@ -78,9 +76,7 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
                 try:
                     row = find_step(step_name)(night)
                 except ModelFailed as error:
-                    raise ModelFailed(
-                        f"step {step_name}: {error.message}", **error.details
-                    ) from error
+                    raise ModelFailed(f"step {step_name}: {error.message}", **error.details) from error
             finished_steps.append((step_name, row, time.perf_counter() - started_s))
             if not night.generation:
                 night = replace(night, generation=row.result["generation"])

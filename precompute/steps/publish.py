@@ -33,9 +33,7 @@ class PublishResult(TypedDict):
 
 
 @with_host_copies
-def run(
-    config: NightConfig, verified: BuildId, *, attempt: str, progress: Progress = quiet
-) -> PublishResult:
+def run(config: NightConfig, verified: BuildId, *, attempt: str, progress: Progress = quiet) -> PublishResult:
     """Read a record of every table, wait until replicas hold the generation ready, move the pointer and read it back.
 
     Raises Conflict, and nothing is published, when too few replicas become ready within
@@ -45,9 +43,7 @@ def run(
     build = Build.of(config, verified)
     manifest = write_manifest(build, fact_functions())
     with (
-        audited(
-            build.store, "publish", build.generation, actor=config.actor, attempt=attempt
-        ) as audit_details,
+        audited(build.store, "publish", build.generation, actor=config.actor, attempt=attempt) as audit_details,
         record_step_time(build, "publish"),
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
@@ -65,16 +61,10 @@ def run(
                 _check_last_record(build, manifest, table, releases.control)
             # Reading everything back, where a node has started since, takes too long for replicas to stand by.
             wait_s = config.flip.wait_s
-            confirm_pages(
-                releases, build.generation, verify_report, timeout_s=wait_s, governor=governor
-            )
+            confirm_pages(releases, build.generation, verify_report, timeout_s=wait_s, governor=governor)
             node_report: VerifyReport = {"run_ids": run_ids(releases.control.client)}
-            with staged(
-                releases.control, build.generation, config.flip, attempt=attempt, progress=progress
-            ):
-                confirm_pages(
-                    releases, build.generation, node_report, timeout_s=wait_s, governor=governor
-                )
+            with staged(releases.control, build.generation, config.flip, attempt=attempt, progress=progress):
+                confirm_pages(releases, build.generation, node_report, timeout_s=wait_s, governor=governor)
                 move_result = moves.publish(
                     releases,
                     build.generation,
@@ -103,13 +93,9 @@ def _check_last_record(build: Build, manifest: Manifest, table: Table, control: 
         return
     page, offset = table.locate_record(*directory.locate(directory.count - 1))
     page_key = control.keyspace.page(manifest.generation, table.name, page)
-    raw_record: Any = control.client.getrange(
-        page_key, offset, offset + table.layout.size_bytes - 1
-    )
+    raw_record: Any = control.client.getrange(page_key, offset, offset + table.layout.size_bytes - 1)
     if len(raw_record) != table.layout.size_bytes:
-        raise CorruptArtefact(
-            f"the last record of {table.name} cannot be read back from Redis", page=page_key
-        )
+        raise CorruptArtefact(f"the last record of {table.name} cannot be read back from Redis", page=page_key)
 
 
 def in_night(night: Night) -> StepRow:

@@ -103,8 +103,7 @@ def in_night(night: Night) -> StepRow:
     report = run(night.config, night.build, progress=night.progress)
     models = report["models"]
     summary = ", ".join(
-        f"{model_name}: {_agreement_text(model_report['agreement'])}"
-        for model_name, model_report in models.items()
+        f"{model_name}: {_agreement_text(model_report['agreement'])}" for model_name, model_report in models.items()
     )
     model_files = [
         model_file
@@ -112,9 +111,7 @@ def in_night(night: Night) -> StepRow:
         for model_file in (model_report["fp32"], model_report["int8"])
         if model_file
     ]
-    return StepRow(
-        report, summary, size_bytes=sum(model_file["size_bytes"] for model_file in model_files)
-    )
+    return StepRow(report, summary, size_bytes=sum(model_file["size_bytes"] for model_file in model_files))
 
 
 def _agreement_text(agreement: Mapping[str, Any]) -> str:

@@ -43,9 +43,7 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
         sweep_result = sweep(config, releases, attempt=attempt, progress=progress)
         releases.control.forget_dead_replicas()
         with open_governor(config.governor, releases.control) as governor:
-            dropped_row_count = drop_old_rows(
-                releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor
-            )
+            dropped_row_count = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor)
         needed_generations = find_needed_generations(releases)
         result: RetireResult = {
             "retired": list(sweep_result.retired), "spared": list(sweep_result.spared),
@@ -53,9 +51,7 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
             "leftovers": sweep_leftovers(config, releases, needed_generations),
         }  # fmt: skip
         for sweep_feature in sweeps_after_publish():
-            result = cast(
-                RetireResult, {**result, **sweep_feature(config, releases, needed_generations)}
-            )
+            result = cast(RetireResult, {**result, **sweep_feature(config, releases, needed_generations)})
     return result
 
 
@@ -69,13 +65,9 @@ def find_needed_generations(releases: Releases) -> set[str]:
     """Return the generations that a replica holds, that a night makes, or that are live or previous."""
     view = releases.view()
     held_generations = {
-        generation
-        for replica in releases.control.replicas()
-        for generation in replica.held_generations
+        generation for replica in releases.control.replicas() for generation in replica.held_generations
     }
-    unfinished_generations = {
-        generation for generation, row in view.rows.items() if row.state in UNFINISHED_STATES
-    }
+    unfinished_generations = {generation for generation, row in view.rows.items() if row.state in UNFINISHED_STATES}
     return {
         *unfinished_generations,
         *held_generations,
@@ -83,15 +75,11 @@ def find_needed_generations(releases: Releases) -> set[str]:
     }
 
 
-def sweep_leftovers(
-    config: NightConfig, releases: Releases, needed_generations: Collection[str]
-) -> int:
+def sweep_leftovers(config: NightConfig, releases: Releases, needed_generations: Collection[str]) -> int:
     """Remove leftovers, by this host's own clock; return their number. Files of needed generations stay."""
     store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     heal_swap(bundle)
-    swept_copy_count = len(
-        store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S)
-    )
+    swept_copy_count = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))
     return (
         swept_copy_count
         + store.sweep_unfinished(cutoff_at=now_s - UNFINISHED_AGE_S_MAX)

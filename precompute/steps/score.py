@@ -55,9 +55,7 @@ def run_shard(
         fetch_catalogue(generation_build)
         with ExitStack() as stack:
             if scorers is None:
-                device = stack.enter_context(
-                    claim_least_busy_device(config.device, shard, config.device_tasks)
-                )
+                device = stack.enter_context(claim_least_busy_device(config.device, shard, config.device_tasks))
                 scorers = Scorers(device or config.device, config.device_tasks, scoring_hooks())
             bundle = scorers.bundle(generation_build)
             user_report = score_users(generation_build, bundle, shard, scorers, progress)
@@ -157,6 +155,4 @@ def in_night(night: Night) -> StepRow:
     build = Build.of(night.config, night.build)
     shard_reports = [build.need_report(shard_report_name(shard)) for shard in shards]
     summary += "".join(remark(shard_reports) for remark in remarks_on_scores())
-    return StepRow(
-        {"users": user_count, "items": item_count}, summary, user_count + item_count, "entities"
-    )
+    return StepRow({"users": user_count, "items": item_count}, summary, user_count + item_count, "entities")

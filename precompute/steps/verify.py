@@ -96,12 +96,8 @@ def run(
         demand_allowed("verify", generation_build.generation, state)
         # Before any page is read back: a node that starts while the gates run counts as changed.
         run_id_by_node = run_ids(releases.control.client)
-        judged_verdicts = _judge(
-            generation_build, manifest, releases, ledger.live_generation, progress
-        )
-        verdicts = apply_overrides(
-            judged_verdicts, ledger.overrides_by_generation.get(generation_build.generation, {})
-        )
+        judged_verdicts = _judge(generation_build, manifest, releases, ledger.live_generation, progress)
+        verdicts = apply_overrides(judged_verdicts, ledger.overrides_by_generation.get(generation_build.generation, {}))
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
         _demand_verifiable(generation_build, releases)
         left_out_rules = [gate.rule for gate in GATES if gate not in applicable_gates(manifest)]
@@ -125,14 +121,10 @@ def run(
             failure_text = "; ".join(
                 failure_reason(generation_build.generation, verdict) for verdict in failed_verdicts
             )
-            if few_ids_remark := few_in_words(
-                manifest.facts["users_in_source"], _listed_item_count(manifest)
-            ):
+            if few_ids_remark := few_in_words(manifest.facts["users_in_source"], _listed_item_count(manifest)):
                 failure_text = f"{few_ids_remark}: {failure_text}"
             # Refused before its verdicts are to be read: whatever dies in between, nobody publishes it.
-            moves.refuse(
-                releases, generation_build.generation, reason=failure_text, attempt=attempt
-            )
+            moves.refuse(releases, generation_build.generation, reason=failure_text, attempt=attempt)
             generation_build.store.write(manifest_path, manifest.to_bytes())
             raise Refused(
                 f"{generation_build.generation} is refused, the live generation stays: {failure_text}",
@@ -145,9 +137,7 @@ def run(
         releases.mark_verified(generation_build.generation, attempt=attempt)
     remarks = [verdict.note for verdict in verdicts if CLICKS_BY_CHANCE_NOTE in verdict.note]
     live_manifest = (
-        None
-        if ledger.live_generation is None
-        else _manifest_if_readable(generation_build, ledger.live_generation)
+        None if ledger.live_generation is None else _manifest_if_readable(generation_build, ledger.live_generation)
     )
     if live_manifest is not None:
         remarks += changed_labels_in_words(manifest, live_manifest)
@@ -172,9 +162,7 @@ def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
     left_out_text = ", ".join(result.get("gates_left_out", ()))
-    left_out_note = (
-        f"; left out, for there are no interactions: {left_out_text}" if left_out_text else ""
-    )
+    left_out_note = f"; left out, for there are no interactions: {left_out_text}" if left_out_text else ""
     remark_lines = "".join(f"\nnote: {remark}" for remark in result.get("remarks", ()))
     unjudged_rules = result.get("not_judged", ())
     summary = f"{result['gates'] - len(unjudged_rules)} gates passed"
@@ -203,9 +191,7 @@ def _verify_published(build: Build, releases: Releases, state: GenerationState) 
     if state is not GenerationState.LIVE:
         return {**result, "not_run": f"it is {state}: a roll back to it reads its pages back"}
     with open_governor(build.config.governor, releases.control) as governor:
-        damaged_pages = find_damaged_pages(
-            releases.control, releases.store, build.generation, governor=governor
-        )
+        damaged_pages = find_damaged_pages(releases.control, releases.store, build.generation, governor=governor)
     if damaged_pages:
         raise CorruptArtefact(
             f"{build.generation} is live, and {len(damaged_pages)} of its pages in Redis are not as stored "
@@ -241,11 +227,7 @@ def _judge(
     size_bytes = sum(artefact.size_bytes for artefact in artefacts)
     time_limits = TimeLimits.of(build.config.gates, build.config.governor, size_bytes)
     limit_s = min(time_limits.gate_s, time_limits.total_s)
-    verdicts = [
-        run_within(
-            FILES_RULE, lambda: check_files(build.store, build.generation, artefacts), limit_s
-        )
-    ]
+    verdicts = [run_within(FILES_RULE, lambda: check_files(build.store, build.generation, artefacts), limit_s)]
     if not verdicts[0].passed:
         return verdicts
     opened_candidates: list[Candidate] = []
@@ -274,9 +256,7 @@ def _judge(
     time_limits = replace(time_limits, total_s=time_limits.total_s - (time.monotonic() - started))
     try:
         gates = applicable_gates(manifest)
-        for gate_number, verdict in enumerate(
-            run_gates(opened_candidates[0], gates, limits=time_limits), 1
-        ):
+        for gate_number, verdict in enumerate(run_gates(opened_candidates[0], gates, limits=time_limits), 1):
             verdicts.append(verdict)
             progress("verify", gate_number, len(gates))
     except GateRaised:
@@ -307,17 +287,13 @@ def _open_candidate(
     with _skip_missing():
         for night_file in build.need_report(BEGIN_REPORT)["bundle_files"]:
             build.fetch(f"bundle/{night_file}")
-    live_manifest = (
-        None if live_generation is None else _manifest_if_readable(build, live_generation)
-    )
+    live_manifest = None if live_generation is None else _manifest_if_readable(build, live_generation)
     live_root = None
     if live_manifest is not None:
         with _skip_missing():
             items = live_manifest.items
             directory_files = [
-                part.file
-                for entity_set in live_manifest.entity_sets.values()
-                for part in entity_set.parts
+                part.file for entity_set in live_manifest.entity_sets.values() for part in entity_set.parts
             ]
             for artefact in (
                 items.ids,

@@ -44,9 +44,7 @@ def run(config: NightConfig, build: BuildId) -> WarmResult:
         control = Control(client, config.keyspace())
         while True:
             replicas = control.replicas()
-            waiting_replicas = [
-                replica.name for replica in replicas if replica.served_generation != generation
-            ]
+            waiting_replicas = [replica.name for replica in replicas if replica.served_generation != generation]
             seconds = time.perf_counter() - started
             if not waiting_replicas or seconds > config.warm_timeout_s:
                 return {
@@ -69,12 +67,9 @@ def _flip_fields(pointer: Pointer | None, replicas: Sequence[Replica]) -> FlipFi
     swap_times = sorted(swapped_at_by_replica.values())
     published_at = 0.0 if pointer is None else pointer.published_at
     return {
-        "skew_ms": round(1000 * (swap_times[-1] - swap_times[0]), 1)
-        if len(swap_times) > 1
-        else None,
+        "skew_ms": round(1000 * (swap_times[-1] - swap_times[0]), 1) if len(swap_times) > 1 else None,
         "lag_ms": {
-            name: round(1000 * (swapped_at - published_at), 1)
-            for name, swapped_at in swapped_at_by_replica.items()
+            name: round(1000 * (swapped_at - published_at), 1) for name, swapped_at in swapped_at_by_replica.items()
         },
     }
 

@@ -64,23 +64,15 @@ class CanaryArmTotals:
             if sketch_text := replica_counts.get("sketch"):
                 sketches.append(KeySketch.from_text(sketch_text))
             arm_totals.keys_by_answer_source.update(
-                {
-                    answer_source: key_weight * count
-                    for answer_source, count in replica_counts["kinds"].items()
-                }
+                {answer_source: key_weight * count for answer_source, count in replica_counts["kinds"].items()}
             )
             arm_totals.scores.update(
-                {
-                    int(bucket): key_weight * count
-                    for bucket, count in replica_counts["scores"].items()
-                }
+                {int(bucket): key_weight * count for bucket, count in replica_counts["scores"].items()}
             )
             arm_totals.score_sum += key_weight * float(replica_counts["score_sum"])
         if len(sketches) == arm_totals._replica_count:
             united_key_count = KeySketch.unite(sketches).count()
-            arm_totals.different_keys = min(
-                max(united_key_count, replica_keys_max), arm_totals.keys
-            )
+            arm_totals.different_keys = min(max(united_key_count, replica_keys_max), arm_totals.keys)
         else:  # a replica of an older release: its keys may be those of the others
             arm_totals.different_keys = replica_keys_max
         return arm_totals
@@ -94,9 +86,7 @@ class CanaryArmTotals:
         """
         if not self.keys:
             return 0.0
-        squares_of_counts = self.different_keys + (self.keys - self.different_keys) * (
-            self._replica_count + 1
-        )
+        squares_of_counts = self.different_keys + (self.keys - self.different_keys) * (self._replica_count + 1)
         return self.keys**2 / self._weight_square_sum * self.keys / squares_of_counts
 
     @property
@@ -155,10 +145,7 @@ class ArmComparison:
                 "score_psi": psi_by_chance(live, canary),
             },
             {"live": live.mean_score, "canary": canary.mean_score},
-            {
-                event: feedback_ratio
-                for event, (feedback_ratio, _) in feedback_ratio_by_event.items()
-            },
+            {event: feedback_ratio for event, (feedback_ratio, _) in feedback_ratio_by_event.items()},
             {event: chance for event, (_, chance) in feedback_ratio_by_event.items()},
         )
 
@@ -171,10 +158,7 @@ def compare(replicas: Sequence[Replica], canary: Canary) -> ArmComparison:
         if replica.canary is not None and replica.canary["since"] == canary.since
     ]
     return ArmComparison.of(
-        *(
-            CanaryArmTotals.of(counts_by_arm[arm] for counts_by_arm in arm_counts)
-            for arm in ("live", "canary")
-        )
+        *(CanaryArmTotals.of(counts_by_arm[arm] for counts_by_arm in arm_counts) for arm in ("live", "canary"))
     )
 
 
@@ -204,9 +188,7 @@ def decide(comparison: ArmComparison, limits: CanaryConfig) -> tuple[Verdict, li
             if measure > chance_bound:
                 counterevidence.append(finding)
             else:
-                open_questions.append(
-                    f"{finding}, but up to {chance_bound:.4f} may be chance with so few keys"
-                )
+                open_questions.append(f"{finding}, but up to {chance_bound:.4f} may be chance with so few keys")
         elif not measure <= limit:
             open_questions.append(f"{measure_name} is not known")
     if limits.feedback_event:
@@ -214,11 +196,7 @@ def decide(comparison: ArmComparison, limits: CanaryConfig) -> tuple[Verdict, li
     # Two keys can differ by anything.
     if counterevidence and min(comparison.keys.values()) >= min(limits.keys_min, EVIDENCE_KEYS_MIN):
         return "abandon", counterevidence
-    return (
-        ("undecided", counterevidence + open_questions)
-        if counterevidence or open_questions
-        else ("publish", [])
-    )
+    return ("undecided", counterevidence + open_questions) if counterevidence or open_questions else ("publish", [])
 
 
 def _judge_feedback(
@@ -237,9 +215,7 @@ def _judge_feedback(
         if ratio < 1 - chance_bound:
             counterevidence.append(finding)
         else:
-            open_questions.append(
-                f"{finding}, but it may be chance down to {max(0.0, 1 - chance_bound):.4f}"
-            )
+            open_questions.append(f"{finding}, but it may be chance down to {max(0.0, 1 - chance_bound):.4f}")
 
 
 def mix_shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int]) -> float:
@@ -249,10 +225,7 @@ def mix_shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int])
         return 0.0 if first_total == second_total else 1.0
     answer_sources = {*first_counts, *second_counts}
     return 0.5 * sum(
-        abs(
-            first_counts.get(answer_source, 0) / first_total
-            - second_counts.get(answer_source, 0) / second_total
-        )
+        abs(first_counts.get(answer_source, 0) / first_total - second_counts.get(answer_source, 0) / second_total)
         for answer_source in answer_sources
     )
 
@@ -264,22 +237,16 @@ def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
     answer_sources = {*live.keys_by_answer_source, *canary.keys_by_answer_source}
     log_odds = math.log(2 * len(answer_sources) / CHANCE_PROBABILITY_MAX)
     inverse_size_sum = 1 / live.effective_keys + 1 / canary.effective_keys
-    shift_bound = (
-        log_odds / (3 * min(live.effective_keys, canary.effective_keys)) * len(answer_sources)
-    )
+    shift_bound = log_odds / (3 * min(live.effective_keys, canary.effective_keys)) * len(answer_sources)
     for answer_source in answer_sources:
-        pooled_share = (
-            live.keys_by_answer_source[answer_source] + canary.keys_by_answer_source[answer_source]
-        ) / (live.keys + canary.keys)
-        shift_bound += math.sqrt(
-            2 * pooled_share * (1 - pooled_share) * log_odds * inverse_size_sum
+        pooled_share = (live.keys_by_answer_source[answer_source] + canary.keys_by_answer_source[answer_source]) / (
+            live.keys + canary.keys
         )
+        shift_bound += math.sqrt(2 * pooled_share * (1 - pooled_share) * log_odds * inverse_size_sum)
     return min(1.0, 0.5 * shift_bound)
 
 
-def population_stability_index(
-    expected_counts: Mapping[int, int], actual_counts: Mapping[int, int]
-) -> float:
+def population_stability_index(expected_counts: Mapping[int, int], actual_counts: Mapping[int, int]) -> float:
     """Return the population stability index over at most ten equal bins of `expected_counts`; inf if one is empty."""
     expected_total, actual_total = sum(expected_counts.values()), sum(actual_counts.values())
     if not expected_total or not actual_total:
@@ -292,9 +259,7 @@ def population_stability_index(
         bins[-1][1] += actual_counts.get(bucket, 0)
     index = 0.0
     for expected_count, actual_count in bins:
-        expected_share = (expected_count + _PSI_SMOOTHING) / (
-            expected_total + _PSI_SMOOTHING * len(bins)
-        )
+        expected_share = (expected_count + _PSI_SMOOTHING) / (expected_total + _PSI_SMOOTHING * len(bins))
         actual_share = (actual_count + _PSI_SMOOTHING) / (actual_total + _PSI_SMOOTHING * len(bins))
         index += (actual_share - expected_share) * math.log(actual_share / expected_share)
     return index
@@ -306,21 +271,15 @@ def psi_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
         return math.inf
     inverse_size_sum = 0.0
     for arm in (live, canary):
-        list_count = (
-            arm.scores.total() or arm.keys
-        )  # an arm without a single list is as sure as its keys are many
+        list_count = arm.scores.total() or arm.keys  # an arm without a single list is as sure as its keys are many
         inverse_size_sum += arm.keys / (list_count * arm.effective_keys)
     freedom_degrees = _PSI_BINS - 1
     spread = 2 / (9 * freedom_degrees)
-    chi_square_quantile: float = (
-        freedom_degrees * (1 - spread + _NORMAL_QUANTILE * math.sqrt(spread)) ** 3
-    )
+    chi_square_quantile: float = freedom_degrees * (1 - spread + _NORMAL_QUANTILE * math.sqrt(spread)) ** 3
     return inverse_size_sum * chi_square_quantile
 
 
-def _feedback_ratio(
-    event: str, live: CanaryArmTotals, canary: CanaryArmTotals
-) -> tuple[float | None, float]:
+def _feedback_ratio(event: str, live: CanaryArmTotals, canary: CanaryArmTotals) -> tuple[float | None, float]:
     """Return (rate under the canary over that under live, how far below 1 that may be by chance)."""
     if not live.feedback[event] or not live.requests or not canary.requests:
         return None, math.inf

@@ -43,12 +43,8 @@ def command(
             return experiments_status if arguments.json else render_status(experiments_status)
         case "share":
             share_by_arm = dict(_parse_arm_share(arm_text) for arm_text in arguments.arm)
-            if experiment_name is None and (
-                arguments.holdout is None or share_by_arm or arguments.share is not None
-            ):
-                raise ConfigError(
-                    "name the experiment, or give --holdout alone for that of all", field="name"
-                )
+            if experiment_name is None and (arguments.holdout is None or share_by_arm or arguments.share is not None):
+                raise ConfigError("name the experiment, or give --holdout alone for that of all", field="name")
             changed_experiments = experiments.change_shares(
                 config,
                 experiment_name,
@@ -98,9 +94,7 @@ def _parse_share(share_text: str, arm_text: str) -> float:
     try:
         return float(share_text)
     except ValueError:
-        raise ConfigError(
-            f"--arm ends with a share of 1, such as 0.5, not {arm_text!r}", field="arm"
-        ) from None
+        raise ConfigError(f"--arm ends with a share of 1, such as 0.5, not {arm_text!r}", field="arm") from None
 
 
 def _demand_name(experiment_name: str | None) -> str:
@@ -157,9 +151,7 @@ def _event_text(event: str, count: int, arm: dict[str, Any]) -> str:
     if ratio_interval is None:
         return f"{event} {count:,}"
     lower_bound, upper_bound = ratio_interval["low"], ratio_interval["high"]
-    return (
-        f"{event} {count:,}: {ratio_interval['ratio']:.3f} ({lower_bound:.3f} to {upper_bound:.3f})"
-    )
+    return f"{event} {count:,}: {ratio_interval['ratio']:.3f} ({lower_bound:.3f} to {upper_bound:.3f})"
 
 
 def read_status(config: NightConfig, experiment_name: str | None = None) -> dict[str, Any]:
@@ -168,9 +160,7 @@ def read_status(config: NightConfig, experiment_name: str | None = None) -> dict
     if experiment_name is not None and all_experiments.find(experiment_name) is None:
         raise Conflict(f"there is no experiment {experiment_name!r}")
     selected_experiments = [
-        experiment
-        for experiment in all_experiments.experiments
-        if experiment_name in (None, experiment.name)
+        experiment for experiment in all_experiments.experiments if experiment_name in (None, experiment.name)
     ]
     with connect(config.redis_url, config.redis_timeout_s) as client:
         experiments = [
@@ -232,9 +222,7 @@ def event_ratios(control_totals: ArmTotals, arm_totals: ArmTotals) -> dict[str, 
 
 
 def _key_space_summary(all_experiments: Experiments) -> dict[str, Any]:
-    used_bucket_count = sum(
-        bucket_count(experiment.buckets) for experiment in all_experiments.current
-    )
+    used_bucket_count = sum(bucket_count(experiment.buckets) for experiment in all_experiments.current)
     holdout_bucket_count = bucket_count(all_experiments.holdout)
     return {
         "version": all_experiments.version,
@@ -263,9 +251,7 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
             if releases.control.replicas():
                 kept_namespaces.append(arm.namespace)
                 continue
-            with audited(
-                config.store(), "experiment", f"retire {name}", actor=config.actor
-            ) as audit_details:
+            with audited(config.store(), "experiment", f"retire {name}", actor=config.actor) as audit_details:
                 audit_details["namespace"] = arm.namespace
                 with open_governor(config.governor, releases.control) as governor:
                     removed_key_count += _free_namespace(releases, governor)
@@ -289,8 +275,6 @@ def _free_namespace(releases: Releases, governor: Governor) -> int:
         except UnknownGeneration:
             removed_key_count += unlink_recorded(releases, generation, history, governor=governor)
         else:
-            removed_key_count += unlink_pages(
-                control.client, control.keyspace, manifest, governor=governor
-            )
+            removed_key_count += unlink_pages(control.client, control.keyspace, manifest, governor=governor)
         control.drop_row(generation)
     return removed_key_count

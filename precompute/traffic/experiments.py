@@ -68,8 +68,7 @@ class ExperimentOption:
                 )
         if not 2 <= len(arm_names) <= ARMS_MAX or len(set(arm_names)) < len(arm_names):
             raise ConfigError(
-                f"an experiment has 2 to {ARMS_MAX} arms of different names, not "
-                f"{', '.join(arm_names) or 'none'}",
+                f"an experiment has 2 to {ARMS_MAX} arms of different names, not {', '.join(arm_names) or 'none'}",
                 field="arm",
             )
         if [arm.namespace for arm in self.arms].count(self.own_namespace) != 1:
@@ -109,8 +108,7 @@ def start(
     with connect(config.redis_url, config.redis_timeout_s) as client:
         home_control = Control(client, config.keyspace())
         control_by_namespace = {
-            arm.namespace: Control(client, Keyspace(arm.namespace))
-            for arm in experiment_option.arms
+            arm.namespace: Control(client, Keyspace(arm.namespace)) for arm in experiment_option.arms
         }
         live_manifest = published_manifest(store, home_control)
         for namespace, control in control_by_namespace.items():
@@ -119,9 +117,7 @@ def start(
                     live_manifest,
                     published_manifest(settings_for_namespace(config, namespace).store(), control),
                 )
-        with audited(
-            store, "experiment", f"start {experiment_option.name}", actor=config.actor
-        ) as audit_details:
+        with audited(store, "experiment", f"start {experiment_option.name}", actor=config.actor) as audit_details:
             added_experiments = change_experiments(
                 store,
                 lambda experiments: add_experiment(
@@ -139,9 +135,7 @@ def start(
             )
             started_experiments = change_experiments(
                 store,
-                lambda experiments: begin_experiment(
-                    experiments, experiment_option.name, at=home_control.time()
-                ),
+                lambda experiments: begin_experiment(experiments, experiment_option.name, at=home_control.time()),
             )
             audit_details["version"] = started_experiments.version
         home_control.announce("experiments")
@@ -161,9 +155,7 @@ def change_shares(
     def apply_shares(experiments: Experiments) -> Experiments:
         if experiment_name is not None and share_by_arm:
             experiments = share_arms(experiments, experiment_name, share_by_arm)
-        key_shares = (
-            {} if experiment_name is None or key_share is None else {experiment_name: key_share}
-        )
+        key_shares = {} if experiment_name is None or key_share is None else {experiment_name: key_share}
         return share_keys(experiments, key_shares, holdout)
 
     store = config.store()
@@ -182,14 +174,10 @@ def stop(config: NightConfig, experiment_name: str, *, reason: str = "") -> Expe
     with connect(config.redis_url, config.redis_timeout_s) as client:
         home_control = Control(client, config.keyspace())
         subject = f"stop {experiment_name}"
-        with audited(
-            store, "experiment", subject, actor=config.actor, reason=reason
-        ) as audit_details:
+        with audited(store, "experiment", subject, actor=config.actor, reason=reason) as audit_details:
             ended_experiments = change_experiments(
                 store,
-                lambda experiments: end_experiment(
-                    experiments, experiment_name, at=home_control.time()
-                ),
+                lambda experiments: end_experiment(experiments, experiment_name, at=home_control.time()),
             )
             audit_details["version"] = ended_experiments.version
         home_control.announce("experiments")
@@ -212,9 +200,7 @@ def _wait_for_replicas(
     started_at = time.monotonic()
     while lacking_pairs := _lacking_replicas(home_control, control_by_namespace):
         if time.monotonic() - started_at >= wait_s:
-            lacking_text = "; ".join(
-                f"{replica_name}: {namespace}" for replica_name, namespace in lacking_pairs
-            )
+            lacking_text = "; ".join(f"{replica_name}: {namespace}" for replica_name, namespace in lacking_pairs)
             raise Conflict(
                 f"experiment {experiment_name} answers nobody yet: after {wait_s:g} s not all replicas hold the "
                 "namespaces of its "
@@ -225,20 +211,14 @@ def _wait_for_replicas(
         time.sleep(POLL_INTERVAL_S)
 
 
-def _lacking_replicas(
-    home_control: Control, control_by_namespace: Mapping[str, Control]
-) -> list[tuple[str, str]]:
+def _lacking_replicas(home_control: Control, control_by_namespace: Mapping[str, Control]) -> list[tuple[str, str]]:
     """Return the replicas that lack a namespace, with that namespace."""
     replica_names = sorted(replica.name for replica in home_control.replicas())
     lacking_pairs = []
     for namespace, control in control_by_namespace.items():
-        serving_names = {
-            replica.name for replica in control.replicas() if replica.served_generation is not None
-        }
+        serving_names = {replica.name for replica in control.replicas() if replica.served_generation is not None}
         lacking_pairs += [
-            (replica_name, namespace)
-            for replica_name in replica_names
-            if replica_name not in serving_names
+            (replica_name, namespace) for replica_name in replica_names if replica_name not in serving_names
         ]
     return lacking_pairs
 
@@ -256,9 +236,7 @@ def add_experiment(
     """
     if (existing_experiment := all_experiments.find(experiment_option.name)) is not None:
         if existing_experiment.is_over:
-            raise Conflict(
-                f"experiment {existing_experiment.name} is over, and a name is used once: take another"
-            )
+            raise Conflict(f"experiment {existing_experiment.name} is over, and a name is used once: take another")
         if not experiment_option.is_same(existing_experiment):
             raise Conflict(
                 f"experiment {existing_experiment.name} is there with other arms or shares: change these by "
@@ -280,8 +258,7 @@ def add_experiment(
         )
     buckets_by_arm = allot_buckets({}, {arm.name: arm.share for arm in experiment_option.arms})
     arms = tuple(
-        ExperimentArm(arm.name, arm.namespace, arm.share, buckets_by_arm[arm.name])
-        for arm in experiment_option.arms
+        ExperimentArm(arm.name, arm.namespace, arm.share, buckets_by_arm[arm.name]) for arm in experiment_option.arms
     )
     salt = f"{experiment_option.own_namespace}/{experiment_option.name}"
     new_experiment = Experiment(
@@ -312,8 +289,7 @@ def share_keys(
         raise ConfigError(f"--holdout is from 0 to below 1, not {holdout:g}", field="holdout")
     target_shares = {_HOLDOUT_KEY: all_experiments.holdout_share if holdout is None else holdout}
     target_shares |= {
-        experiment.name: key_shares.get(experiment.name, experiment.share)
-        for experiment in all_experiments.current
+        experiment.name: key_shares.get(experiment.name, experiment.share) for experiment in all_experiments.current
     }
     buckets_by_name = {_HOLDOUT_KEY: all_experiments.holdout} | {
         experiment.name: experiment.buckets for experiment in all_experiments.current
@@ -324,12 +300,7 @@ def share_keys(
         changed_names = {*key_shares, *([] if holdout is None else [_HOLDOUT_KEY])}
         free_share = max(
             0.0,
-            1
-            - sum(
-                target_share
-                for name, target_share in target_shares.items()
-                if name not in changed_names
-            ),
+            1 - sum(target_share for name, target_share in target_shares.items() if name not in changed_names),
         )
         raise Conflict(
             f"experiments and holdout would have {sum(target_shares.values()):g} of all keys: {free_share:g} are "
@@ -353,9 +324,7 @@ def share_keys(
     )
 
 
-def share_arms(
-    all_experiments: Experiments, name: str, arm_shares: Mapping[str, float]
-) -> Experiments:
+def share_arms(all_experiments: Experiments, name: str, arm_shares: Mapping[str, float]) -> Experiments:
     """Return the experiments with these shares of one experiment's arms; other arms keep theirs."""
     experiment = current_experiment(all_experiments, name)
     for arm_name in arm_shares:
@@ -386,20 +355,14 @@ def begin_experiment(all_experiments: Experiments, name: str, *, at: float) -> E
     """Return the experiments with the named one running."""
     experiment = current_experiment(all_experiments, name)
     return (
-        all_experiments
-        if experiment.is_running
-        else _with_changed(all_experiments, replace(experiment, started_at=at))
+        all_experiments if experiment.is_running else _with_changed(all_experiments, replace(experiment, started_at=at))
     )
 
 
 def end_experiment(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
     """Return the experiments with the named one over, and its keys free."""
     experiment = _require_experiment(all_experiments, name)
-    return (
-        all_experiments
-        if experiment.is_over
-        else _with_changed(all_experiments, replace(experiment, stopped_at=at))
-    )
+    return all_experiments if experiment.is_over else _with_changed(all_experiments, replace(experiment, stopped_at=at))
 
 
 def current_experiment(all_experiments: Experiments, name: str) -> Experiment:
@@ -413,10 +376,7 @@ def current_experiment(all_experiments: Experiments, name: str) -> Experiment:
 def _require_experiment(all_experiments: Experiments, experiment_name: str) -> Experiment:
     experiment = all_experiments.find(experiment_name)
     if experiment is None:
-        known_names = (
-            ", ".join(known_experiment.name for known_experiment in all_experiments.experiments)
-            or "none"
-        )
+        known_names = ", ".join(known_experiment.name for known_experiment in all_experiments.experiments) or "none"
         raise Conflict(f"there is no experiment {experiment_name!r}: known are {known_names}")
     return experiment
 
@@ -439,10 +399,7 @@ def _demand_share(option_name: str, fraction: float) -> None:
 
 def _demand_shares_sum_to_1(arm_shares: Mapping[str, float]) -> None:
     share_sum = sum(arm_shares.values())
-    if (
-        not all(0 <= arm_share <= 1 for arm_share in arm_shares.values())
-        or abs(share_sum - 1) > _SUM_TOLERANCE
-    ):
+    if not all(0 <= arm_share <= 1 for arm_share in arm_shares.values()) or abs(share_sum - 1) > _SUM_TOLERANCE:
         raise ConfigError(
             f"shares of arms are parts of their experiment and sum to 1, not to {share_sum:g}",
             field="arm",
@@ -482,9 +439,7 @@ def demand_match(home_manifest: Manifest, arm_manifest: Manifest) -> None:
                 "entity, width and labels",
                 namespace=arm_manifest.namespace, table=table_name,
             )  # fmt: skip
-    if lacking_names := sorted(
-        home_manifest.items.attributes.keys() - arm_manifest.items.attributes.keys()
-    ):
+    if lacking_names := sorted(home_manifest.items.attributes.keys() - arm_manifest.items.attributes.keys()):
         raise Conflict(
             (
                     f"items of namespace {arm_manifest.namespace!r} have no attributes {', '.join(lacking_names)}, "
@@ -531,9 +486,7 @@ def _table_shape(table: Table | None) -> Mapping[str, Any] | None:
 def _shape_text(shape: Mapping[str, Any] | None) -> str:
     if shape is None:
         return "absent"
-    return " ".join(
-        f"{property_name} {property_value}" for property_name, property_value in shape.items()
-    )
+    return " ".join(f"{property_name} {property_value}" for property_name, property_value in shape.items())
 
 
 def compute_arm_rooms(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:
@@ -552,9 +505,7 @@ def compute_arm_rooms(config: NightConfig, client: "redis.Redis") -> tuple[ArmRo
         )
         page_bytes_by_generation = [total_bytes(manifest) for manifest in manifests]
         page_count = sum(map(total_pages, manifests))
-        mapped_bytes_by_generation = [
-            sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests
-        ]
+        mapped_bytes_by_generation = [sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests]
         rooms.append(ArmRoom(
             namespace, arm_texts, len(manifests), page_count, sum(page_bytes_by_generation),
             max(page_bytes_by_generation, default=0),

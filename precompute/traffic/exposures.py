@@ -27,9 +27,7 @@ from precompute.sources.erasures import all_erasures
 LATE_PARTS_S = 900.0
 """Seconds after an hour's end in which parts of it may still come; later ones are added to the file."""
 
-EXPOSURE_SCHEMA = pa.schema(
-    [("key", pa.string()), ("arm", pa.string()), ("at", pa.timestamp("ms", tz="UTC"))]
-)
+EXPOSURE_SCHEMA = pa.schema([("key", pa.string()), ("arm", pa.string()), ("at", pa.timestamp("ms", tz="UTC"))])
 _PARTS_FOLDER = f"{EXPOSURES_FOLDER}/parts"
 # Whatever else somebody leaves in the folder is no part.
 _PART_NAME = re.compile(r"([0-9]{1,12})\..*\.json")
@@ -46,9 +44,7 @@ class ArmTotals:
     def add(self, counts: Mapping[str, Any]) -> None:
         """Add the counts of a part or a summary; raise KeyError, TypeError or ValueError for a malformed one."""
         self.requests += int(counts["requests"])
-        self.feedback.update(
-            {str(event): int(count) for event, count in counts["feedback"].items()}
-        )
+        self.feedback.update({str(event): int(count) for event, count in counts["feedback"].items()})
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able counts."""
@@ -78,9 +74,7 @@ def gather_exposures(
     }
     for hour, part_names in part_names_by_hour.items():
         hour_parts = _read_parts(store, part_names)
-        for experiment in sorted(
-            {arm_line["experiment"] for _, arm_lines in hour_parts for arm_line in arm_lines}
-        ):
+        for experiment in sorted({arm_line["experiment"] for _, arm_lines in hour_parts for arm_line in arm_lines}):
             _merge_parts(store, experiment, hour, hour_parts, erased_keys)
             file_count += 1
         for part_name, _ in hour_parts:
@@ -89,39 +83,29 @@ def gather_exposures(
     return {"hours": len(part_names_by_hour), "files": file_count, "parts": part_count}
 
 
-def gather_in_night(
-    config: NightConfig, releases: Releases, _needed_generations: Collection[str]
-) -> dict[str, int]:
+def gather_in_night(config: NightConfig, releases: Releases, _needed_generations: Collection[str]) -> dict[str, int]:
     """Write files of the hours that ended; return `exposure_parts` for the step's report."""
     store = config.store()
     return {
-        "exposure_parts": gather_exposures(
-            store, gathered_at=releases.clock(), erased_keys=erased_users(store)
-        )["parts"]
+        "exposure_parts": gather_exposures(store, gathered_at=releases.clock(), erased_keys=erased_users(store))[
+            "parts"
+        ]
     }
 
 
 def erased_users(store: ArtefactStore) -> frozenset[bytes]:
     """Users that no file may name: those whose erasures are in force."""
     erasures = all_erasures(store)
-    return frozenset(
-        erasure.raw for erasure in erasures if erasure.is_in_force and erasure.kind == "user"
-    )
+    return frozenset(erasure.raw for erasure in erasures if erasure.is_in_force and erasure.kind == "user")
 
 
 def read_totals_by_arm(store: ArtefactStore, experiment: str) -> dict[str, ArmTotals]:
     """Totals by arm over all hours, those included of which there are parts only; keys of those are counted by part."""
     totals_by_arm: dict[str, ArmTotals] = {}
     experiment_folder, merged_part_names = f"{EXPOSURES_FOLDER}/{experiment}", set[str]()
-    summary_names = [
-        summary_name
-        for summary_name in store.names(experiment_folder)
-        if summary_name.endswith(".json")
-    ]
+    summary_names = [summary_name for summary_name in store.names(experiment_folder) if summary_name.endswith(".json")]
     for summary_path, raw_summary in sorted(
-        store.read_many(
-            [f"{experiment_folder}/{summary_name}" for summary_name in summary_names]
-        ).items()
+        store.read_many([f"{experiment_folder}/{summary_name}" for summary_name in summary_names]).items()
     ):
         summary = _parse_document(summary_path, raw_summary)
         merged_part_names.update(summary["parts"])
@@ -160,11 +144,7 @@ def forget_keys(store: ArtefactStore, keys: Collection[bytes]) -> int:
         kept_arm_lines = [
             {
                 **arm_line,
-                "exposures": [
-                    exposure
-                    for exposure in arm_line["exposures"]
-                    if exposure[0] not in forgotten_keys
-                ],
+                "exposures": [exposure for exposure in arm_line["exposures"] if exposure[0] not in forgotten_keys],
             }
             for arm_line in arm_lines
         ]
@@ -194,19 +174,13 @@ def _merge_parts(
     """Add parts to an experiment's file of an hour, then to its summary: adding to the file twice adds nothing."""
     hour_path = f"{EXPOSURES_FOLDER}/{experiment}/{hour}"
     raw_summary = store.read(f"{hour_path}.json")
-    summary = (
-        {"parts": [], "arms": {}}
-        if raw_summary is None
-        else _parse_document(f"{hour_path}.json", raw_summary)
-    )
+    summary = {"parts": [], "arms": {}} if raw_summary is None else _parse_document(f"{hour_path}.json", raw_summary)
     totals_by_arm: dict[str, ArmTotals] = {}
     for arm, summary_counts in summary["arms"].items():
         totals_by_arm.setdefault(arm, ArmTotals()).add(summary_counts)
     known_part_names, part_names, exposure_tables = set(summary["parts"]), [], []
     for part_name, arm_lines in parts:
-        experiment_arm_lines = [
-            arm_line for arm_line in arm_lines if arm_line["experiment"] == experiment
-        ]
+        experiment_arm_lines = [arm_line for arm_line in arm_lines if arm_line["experiment"] == experiment]
         part_names += [part_name] if experiment_arm_lines else []
         for arm_line in experiment_arm_lines:
             exposure_tables.append(_exposure_table(arm_line["arm"], arm_line["exposures"]))
@@ -214,9 +188,7 @@ def _merge_parts(
                 totals_by_arm.setdefault(arm_line["arm"], ArmTotals()).add(arm_line)
     exposure_rows = _write_exposures(store, f"{hour_path}.parquet", exposure_tables, erased_keys)
     for value_count in pc.value_counts(exposure_rows["arm"]).to_pylist():
-        totals_by_arm.setdefault(value_count["values"], ArmTotals()).exposures = value_count[
-            "counts"
-        ]
+        totals_by_arm.setdefault(value_count["values"], ArmTotals()).exposures = value_count["counts"]
     new_summary = {
         "experiment": experiment,
         "hour": hour,
@@ -289,16 +261,11 @@ def _part_names_by_hour(store: ArtefactStore) -> dict[int, list[str]]:
     return dict(sorted(part_names_by_hour.items()))
 
 
-def _read_parts(
-    store: ArtefactStore, part_names: Iterable[str]
-) -> list[tuple[str, list[dict[str, Any]]]]:
+def _read_parts(store: ArtefactStore, part_names: Iterable[str]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Parts by name, each with the lines of its arms."""
     name_by_path = {f"{_PARTS_FOLDER}/{part_name}": part_name for part_name in part_names}
     raw_by_path = store.read_many(list(name_by_path))
-    return [
-        (name_by_path[path], _parse_document(path, raw)["arms"])
-        for path, raw in sorted(raw_by_path.items())
-    ]
+    return [(name_by_path[path], _parse_document(path, raw)["arms"]) for path, raw in sorted(raw_by_path.items())]
 
 
 def _parse_document(path: str, raw_document: bytes) -> dict[str, Any]:

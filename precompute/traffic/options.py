@@ -7,9 +7,7 @@ from precompute.config.console import CommandPlace
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "action", choices=("start", "status", "share", "stop", "exposures", "retire")
-    )
+    command.add_argument("action", choices=("start", "status", "share", "stop", "exposures", "retire"))
     command.add_argument("name", nargs="?", help="of the experiment: a-z, 0-9, - and _")
     command.add_argument(
         "--arm",
@@ -19,12 +17,8 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         help="arm, as often as there are arms, one of them with the service's own namespace; shares sum to 1. "
         "For `share`: NAME=SHARE",
     )
-    command.add_argument(
-        "--share", type=float, help="share of all keys, above 0 to 1 (start: default 1)"
-    )
-    command.add_argument(
-        "--holdout", type=float, help="share of all keys that no experiment may take"
-    )
+    command.add_argument("--share", type=float, help="share of all keys, above 0 to 1 (start: default 1)")
+    command.add_argument("--holdout", type=float, help="share of all keys that no experiment may take")
     command.add_argument(
         "--sample",
         type=float,

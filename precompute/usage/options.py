@@ -10,9 +10,7 @@ IDS_SHOWN_DEFAULT = 50
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--limit", type=int, default=IDS_SHOWN_DEFAULT, help="shown (default: %(default)s)"
-    )
+    command.add_argument("--limit", type=int, default=IDS_SHOWN_DEFAULT, help="shown (default: %(default)s)")
     command.add_argument(
         "--export",
         metavar="FILE",

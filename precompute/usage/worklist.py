@@ -39,9 +39,7 @@ class WorklistRow(NamedTuple):
     standing: str
 
 
-def worklist(
-    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
-) -> OutputContent:
+def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> OutputContent:
     """Return the ids as a table, and write them to a file if one is named."""
     if arguments.limit < 1:
         raise ConfigError(f"--limit is 1 or more, not {arguments.limit}", field="limit")
@@ -49,9 +47,7 @@ def worklist(
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control = Control(client, config.keyspace())
         read_count_by_id, pointer = read_cold_counts(control), control.read_pointer()
-    worklist_rows = make_rows(
-        store, read_count_by_id, None if pointer is None else pointer.generation
-    )
+    worklist_rows = make_rows(store, read_count_by_id, None if pointer is None else pointer.generation)
     if arguments.export is not None:
         write_csv(worklist_rows, Path(arguments.export))
     if arguments.json:
@@ -62,14 +58,10 @@ def worklist(
     for row in worklist_rows[: arguments.limit]:
         table.add_row(row.table, Text(printable(row.entity)), str(row.reads), row.standing)
     count_by_standing = Counter(row.standing for row in worklist_rows)
-    standings_text = ", ".join(
-        f"{count} {standing}" for standing, count in count_by_standing.most_common()
-    )
+    standings_text = ", ".join(f"{count} {standing}" for standing, count in count_by_standing.most_common())
     return [
         table,
-        f"{len(worklist_rows)} ids: {standings_text}"
-        if worklist_rows
-        else "nothing was asked for in vain",
+        f"{len(worklist_rows)} ids: {standings_text}" if worklist_rows else "nothing was asked for in vain",
     ]
 
 
@@ -134,9 +126,7 @@ class KnownEntities:
         ):  # the holdout, kept or not, decides no more than a word
             return
         except LarderError as error:
-            err_console.print(
-                f"{live_generation} cannot be looked at: {error.message}", markup=False
-            )
+            err_console.print(f"{live_generation} cannot be looked at: {error.message}", markup=False)
 
     def standing(self, table: str, entity_id: bytes) -> str:
         """Return the standing of an id: known, coming or no input."""

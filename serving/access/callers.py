@@ -124,9 +124,7 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
     return caller
 
 
-def enter_quota(
-    scope: MutableMapping[str, Any], *, is_of_one: bool
-) -> AbstractContextManager[object]:
+def enter_quota(scope: MutableMapping[str, Any], *, is_of_one: bool) -> AbstractContextManager[object]:
     """Charge a request, and its entity if `is_of_one`, to its caller's quota; raise Problem (429) if it is used up.
 
     The request is in flight until the context ends.
@@ -158,9 +156,7 @@ class Callers:
     tells nothing of any of them, nor which was nearly met.
     """
 
-    def __init__(
-        self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False
-    ) -> None:
+    def __init__(self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False) -> None:
         """`token_owners`: pairs of a token's SHA-256 and its owner. `is_open`: the service answers without a token."""
         self._digest_caller_pairs = tuple(token_owners)
         self._is_open = is_open
@@ -189,15 +185,9 @@ class Callers:
             )
             token_owners += [(digest, default_caller) for digest in token_digests(token)]
         for token_name, token_entry in (tokens or {}).items():
-            quota = (
-                Quota(row_key(token_name), token_entry.limits, quota_table, timer)
-                if token_entry.limits
-                else None
-            )
+            quota = Quota(row_key(token_name), token_entry.limits, quota_table, timer) if token_entry.limits else None
             request_counts = request_counts_by_name.setdefault(token_name, CallerCounts())
-            caller = Caller(
-                token_name, token_entry.scopes, request_counts, token_entry.expires_s, quota, clock
-            )
+            caller = Caller(token_name, token_entry.scopes, request_counts, token_entry.expires_s, quota, clock)
             token_owners.append((bytes.fromhex(token_entry.sha256), caller))
         return cls(token_owners, is_open=not token and tokens is None)
 
@@ -255,14 +245,10 @@ class TokenWatch(Collector):
         self._loaded_version = self._version()
         self.is_stale = False
         self._logged_refusal: tuple[FileVersion, str] | None = None
-        self.callers = self._build_callers(
-            None if self._tokens_path is None else read_tokens(self._tokens_path)
-        )
+        self.callers = self._build_callers(None if self._tokens_path is None else read_tokens(self._tokens_path))
 
     @contextlib.asynccontextmanager
-    async def follow_file(
-        self, loops: BackgroundLoops, on_change: Callable[[Callers], None]
-    ) -> AsyncIterator[None]:
+    async def follow_file(self, loops: BackgroundLoops, on_change: Callable[[Callers], None]) -> AsyncIterator[None]:
         """Check the file every TOKENS_LOOK_S while the context is open; call `on_change` with new callers."""
         if self._tokens_path is None:
             yield
@@ -272,15 +258,11 @@ class TokenWatch(Collector):
         executor = ThreadPoolExecutor(1, "larder-tokens")
 
         async def reload_if_changed() -> None:
-            version_and_tokens = await asyncio.get_running_loop().run_in_executor(
-                executor, self._read_if_changed
-            )
+            version_and_tokens = await asyncio.get_running_loop().run_in_executor(executor, self._read_if_changed)
             if version_and_tokens is not None and self._put_in_force(*version_and_tokens):
                 on_change(self.callers)
 
-        check_task = loops.start(
-            "tokens", reload_if_changed, wait=lambda: asyncio.sleep(TOKENS_CHECK_INTERVAL_S)
-        )
+        check_task = loops.start("tokens", reload_if_changed, wait=lambda: asyncio.sleep(TOKENS_CHECK_INTERVAL_S))
         try:
             yield
         finally:
@@ -316,9 +298,7 @@ class TokenWatch(Collector):
             return False
         self._logged_refusal = None
         self.callers = self._build_callers(tokens)
-        self._loaded_version = (
-            version  # last of all: what was not put in force is read again at the next look
-        )
+        self._loaded_version = version  # last of all: what was not put in force is read again at the next look
         log.info("%d tokens of %s are in force", len(tokens), self._tokens_path)
         return True
 

@@ -70,9 +70,7 @@ class QuotaState(NamedTuple):
 
     def is_fresh(self, now_s: float) -> bool:
         """True if the state equals that of an unused token."""
-        return (
-            not self.in_flight and max(self.requests_paid_until, self.entities_paid_until) <= now_s
-        )
+        return not self.in_flight and max(self.requests_paid_until, self.entities_paid_until) <= now_s
 
 
 class Quota:
@@ -130,34 +128,22 @@ def state_after_charge(
     A charge larger than a burst is accepted once a full burst is available, and is paid off afterwards.
     """
     in_flight_max = limits.in_flight
-    if (
-        in_flight_max is not None
-        and request_count
-        and quota_state.in_flight + request_count > in_flight_max
-    ):
+    if in_flight_max is not None and request_count and quota_state.in_flight + request_count > in_flight_max:
         return Shortage("in_flight", in_flight_max, _IN_FLIGHT_RETRY_S)
-    requests_paid_until = _charge_rate(
-        quota_state.requests_paid_until, now_s, request_count, limits.requests_per_s
-    )
+    requests_paid_until = _charge_rate(quota_state.requests_paid_until, now_s, request_count, limits.requests_per_s)
     if isinstance(requests_paid_until, _RateWait):
         return Shortage("requests_per_s", limits.requests_per_s or 0.0, requests_paid_until.seconds)
-    entities_paid_until = _charge_rate(
-        quota_state.entities_paid_until, now_s, entity_count, limits.entities_per_s
-    )
+    entities_paid_until = _charge_rate(quota_state.entities_paid_until, now_s, entity_count, limits.entities_per_s)
     if isinstance(entities_paid_until, _RateWait):
         return Shortage("entities_per_s", limits.entities_per_s or 0.0, entities_paid_until.seconds)
-    return QuotaState(
-        requests_paid_until, entities_paid_until, quota_state.in_flight + request_count
-    )
+    return QuotaState(requests_paid_until, entities_paid_until, quota_state.in_flight + request_count)
 
 
 class _RateWait(NamedTuple):
     seconds: float
 
 
-def _charge_rate(
-    paid_until_s: float, now_s: float, charge_count: int, rate_per_s: float | None
-) -> float | _RateWait:
+def _charge_rate(paid_until_s: float, now_s: float, charge_count: int, rate_per_s: float | None) -> float | _RateWait:
     if not charge_count or rate_per_s is None:
         return paid_until_s
     charge_start_s, burst_limit_s = max(paid_until_s, now_s), burst_s(rate_per_s)
@@ -183,9 +169,7 @@ class QuotaTable:
     requests of a killed worker end. Locks are POSIX record locks: a process that dies leaves none.
     """
 
-    def __init__(
-        self, memory: mmap.mmap, worker_column: int, file_descriptor: int | None = None
-    ) -> None:
+    def __init__(self, memory: mmap.mmap, worker_column: int, file_descriptor: int | None = None) -> None:
         magic, self._column_count = _TABLE_HEADER.unpack_from(memory)
         if magic != _TABLE_MAGIC or not 0 <= worker_column < self._column_count:
             raise ConfigError(f"the table of quotas has no column {worker_column}")
@@ -236,9 +220,7 @@ class QuotaTable:
         """Charge a token, or return the shortage; requests stay in flight until they end."""
         row = self._lock_row(key, now_s)
         try:
-            state_or_shortage = state_after_charge(
-                self._read_state(row), limits, now_s, request_count, entity_count
-            )
+            state_or_shortage = state_after_charge(self._read_state(row), limits, now_s, request_count, entity_count)
             if isinstance(state_or_shortage, Shortage):
                 return state_or_shortage
             self._write_state(row, state_or_shortage)
@@ -247,9 +229,7 @@ class QuotaTable:
             self._release_row_lock(row)
         return None
 
-    def give_back(
-        self, key: bytes, limits: QuotaLimits, request_count: int, entity_count: int
-    ) -> None:
+    def give_back(self, key: bytes, limits: QuotaLimits, request_count: int, entity_count: int) -> None:
         """Undo a charge; its requests are no longer in flight."""
         row = self._lock_row(key, 0.0)
         try:
@@ -312,9 +292,7 @@ class QuotaTable:
             if not self._read_state(row).is_fresh(now_s):
                 return False
             row_offset = self._row_offset(row)
-            self._memory[row_offset : row_offset + _ROW_FIXED_BYTES] = key.ljust(
-                _ROW_FIXED_BYTES, b"\0"
-            )
+            self._memory[row_offset : row_offset + _ROW_FIXED_BYTES] = key.ljust(_ROW_FIXED_BYTES, b"\0")
             return True
         finally:
             self._release_row_lock(row)
@@ -332,9 +310,7 @@ class QuotaTable:
             self._row_offset(row) // 8,
             self._first_count_index(row),
         )
-        in_flight = sum(
-            self._counts_view[first_count_index : first_count_index + self._column_count]
-        )
+        in_flight = sum(self._counts_view[first_count_index : first_count_index + self._column_count])
         return QuotaState(
             self._times_view[row_double_index + 2],
             self._times_view[row_double_index + 3],

@@ -76,9 +76,7 @@ class TokenEntry:
                     field="scopes",
                 )
         if not self.scopes:
-            raise ConfigError(
-                f"scopes must name at least one of {', '.join(MEANING_BY_SCOPE)}", field="scopes"
-            )
+            raise ConfigError(f"scopes must name at least one of {', '.join(MEANING_BY_SCOPE)}", field="scopes")
         for time_field_name in ("expires_at", "created_at"):
             parse_file_time(getattr(self, time_field_name), time_field_name)
 
@@ -105,9 +103,7 @@ def read_tokens(path: Path) -> TokenEntries:
         remedy = "`larder tokens add NAME` makes it"
         if isinstance(error, PermissionError):
             remedy = "give it an owner, or a group and mode 0640, with which the service's user may read it"
-        raise ConfigError(
-            f"cannot read tokens file {path}: {error.strerror}; {remedy}", field="tokens_file"
-        ) from error
+        raise ConfigError(f"cannot read tokens file {path}: {error.strerror}; {remedy}", field="tokens_file") from error
     if len(file_bytes) > TOKEN_FILE_BYTES_MAX:
         raise ConfigError(f"tokens file {path} is larger than {TOKEN_FILE_BYTES_MAX:,} bytes")
     try:
@@ -115,30 +111,19 @@ def read_tokens(path: Path) -> TokenEntries:
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"tokens file {path} is no JSON: {error}") from None
     if not isinstance(document, dict) or document.keys() != {"version", "tokens"}:
-        raise ConfigError(
-            f"tokens file {path} must be an object of `version` and `tokens`, nothing else"
-        )
+        raise ConfigError(f"tokens file {path} must be an object of `version` and `tokens`, nothing else")
     if document["version"] != TOKEN_FILE_VERSION:
-        raise ConfigError(
-            f"tokens file {path}: version must be {TOKEN_FILE_VERSION}, not {document['version']!r:.40}"
-        )
+        raise ConfigError(f"tokens file {path}: version must be {TOKEN_FILE_VERSION}, not {document['version']!r:.40}")
     raw_entries = document["tokens"]
     if not isinstance(raw_entries, dict) or len(raw_entries) > TOKENS_MAX:
-        raise ConfigError(
-            f"tokens file {path}: tokens must be an object of at most {TOKENS_MAX} names"
-        )
+        raise ConfigError(f"tokens file {path}: tokens must be an object of at most {TOKENS_MAX} names")
     entry_by_name = {
-        token_name: _parse_token_entry(path, token_name, raw_entry)
-        for token_name, raw_entry in raw_entries.items()
+        token_name: _parse_token_entry(path, token_name, raw_entry) for token_name, raw_entry in raw_entries.items()
     }
     name_by_digest: dict[str, str] = {}
     for token_name, token_entry in entry_by_name.items():
-        if (
-            earlier_name := name_by_digest.setdefault(token_entry.sha256, token_name)
-        ) != token_name:
-            raise ConfigError(
-                f"tokens file {path}: {earlier_name} and {token_name} have the same sha256"
-            )
+        if (earlier_name := name_by_digest.setdefault(token_entry.sha256, token_name)) != token_name:
+            raise ConfigError(f"tokens file {path}: {earlier_name} and {token_name} have the same sha256")
     return entry_by_name
 
 
@@ -160,9 +145,7 @@ def _parse_token_entry(path: Path, token_name: str, raw_entry: Any) -> TokenEntr
 def check_token_name(token_name: str, error_place: str) -> None:
     """Raise ConfigError unless a token of the file may have this name."""
     if token_name == DEFAULT_CALLER_NAME:
-        raise ConfigError(
-            f"{error_place}: {DEFAULT_CALLER_NAME!r} is the name of LARDER_TOKEN", field="name"
-        )
+        raise ConfigError(f"{error_place}: {DEFAULT_CALLER_NAME!r} is the name of LARDER_TOKEN", field="name")
     if not _TOKEN_NAME_PATTERN.fullmatch(token_name):
         raise ConfigError(
             f"{error_place}: a name has 1 to 64 letters, digits, dots, hyphens or underscores, and begins with a "
@@ -178,9 +161,7 @@ def write_tokens(path: Path, entry_by_name: TokenEntries) -> None:
     """
     if len(entry_by_name) > TOKENS_MAX:
         raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
-    fields_by_name = {
-        token_name: _entry_to_json(entry) for token_name, entry in sorted(entry_by_name.items())
-    }
+    fields_by_name = {token_name: _entry_to_json(entry) for token_name, entry in sorted(entry_by_name.items())}
     file_bytes = orjson.dumps(
         {"version": TOKEN_FILE_VERSION, "tokens": fields_by_name},
         option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
@@ -208,13 +189,9 @@ def _copy_owner(path: Path, draft_path: Path) -> None:
 
 
 def _entry_to_json(entry: TokenEntry) -> dict[str, object]:
-    value_by_field = {
-        field_name: getattr(entry, field_name) for field_name in TokenEntry.__annotations__
-    }
+    value_by_field = {field_name: getattr(entry, field_name) for field_name in TokenEntry.__annotations__}
     return {
-        field_name: field_value
-        for field_name, field_value in value_by_field.items()
-        if field_value not in (None, "")
+        field_name: field_value for field_name, field_value in value_by_field.items() if field_value not in (None, "")
     }
 
 

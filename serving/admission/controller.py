@@ -116,9 +116,7 @@ class Admission:
             self.loop_valve.admitted_share <= LIVE_LEFT_OUT_SHARE
             or iteration_s > URGENT_TARGET_MULTIPLE * costly_target_s
         )
-        self.costly_valve.observe(
-            iteration_s if is_queue_standing else min(iteration_s, costly_target_s), now_s
-        )
+        self.costly_valve.observe(iteration_s if is_queue_standing else min(iteration_s, costly_target_s), now_s)
         self.model_valve.observe(model_wait_share, now_s)
 
 

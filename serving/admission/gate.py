@@ -37,9 +37,7 @@ class DeadlineCheck:
     headers: HeaderReader
     limits: Limits
 
-    def is_late(
-        self, scope: MutableMapping[str, Any], body: bytes | None = b"", waited_s: float = 0.0
-    ) -> bool:
+    def is_late(self, scope: MutableMapping[str, Any], body: bytes | None = b"", waited_s: float = 0.0) -> bool:
         """True for a late request, which is counted as shed; False for a malformed one, or a body too long (None)."""
         header_deadline_s = self.headers.deadline_s(scope["headers"])
         if header_deadline_s is None or body is None or not caller_of(scope).is_known:
@@ -90,9 +88,7 @@ class AdmissionGate:
         """True if the request's deadline is over before its work begins; counts a late one."""
         return self.deadline_check.is_late(scope, body, waited_s)
 
-    async def receive_unless_late(
-        self, scope: Scope, receive: Receive, waited_s: float = 0.0
-    ) -> Receive | None:
+    async def receive_unless_late(self, scope: Scope, receive: Receive, waited_s: float = 0.0) -> Receive | None:
         """Return a `receive` for a request that came to a standing queue; None for a late one.
 
         Raises Problem for a body too slow.
@@ -103,16 +99,12 @@ class AdmissionGate:
         if reads_body and self.can_use_fast_path(scope["headers"]):
             body, receive = await self.read_body(scope, receive)
             if body is not None and len(body) > LARGE_BODY_BYTES:
-                await run_in_thread_if_large(
-                    body, functools.partial(self.deadline_check.cache_deadline, scope, body)
-                )
+                await run_in_thread_if_large(body, functools.partial(self.deadline_check.cache_deadline, scope, body))
         return None if self.is_late(scope, body, waited_s) else receive
 
     async def read_body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
         """Read the body within bounds; return it, None if too long or unended, and a `receive` to replay it."""
-        if declares_longer_body(
-            scope["headers"], self.body_bytes_max
-        ):  # told elsewhere, without reading it
+        if declares_longer_body(scope["headers"], self.body_bytes_max):  # told elsewhere, without reading it
             return None, receive
         return await read_replayable_body(receive, self.body_bytes_max, self.body_timeout_s)
 
@@ -131,6 +123,4 @@ def refusal_messages(problem: Problem) -> ResponseMessages:
     return {"type": "http.response.start", **start_fields}, body
 
 
-OVERLOADED_MESSAGES = refusal_messages(
-    Problem(503, "overloaded", "more is asked than can be answered in time")
-)
+OVERLOADED_MESSAGES = refusal_messages(Problem(503, "overloaded", "more is asked than can be answered in time"))

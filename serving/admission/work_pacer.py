@@ -60,9 +60,7 @@ class WorkPacer:
     before its own. By then the loop also knows of clients that have gone.
     """
 
-    def __init__(
-        self, budget_s: float = ITERATION_BUDGET_S, timer: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, budget_s: float = ITERATION_BUDGET_S, timer: Callable[[], float] = time.monotonic) -> None:
         self._budget_s, self._timer = budget_s, timer
         self._begun_waiters: deque[_Waiter] = deque()
         self._new_waiters: deque[_Waiter] = deque()
@@ -76,9 +74,7 @@ class WorkPacer:
     def waited_s(self) -> float:
         """Return the seconds that the oldest request has waited for its work to begin; 0 without one."""
         waiting_since_times = [
-            waiter.queued_at_s
-            for queue, waiter in self._put_off_waiters
-            if queue is self._new_waiters
+            waiter.queued_at_s for queue, waiter in self._put_off_waiters if queue is self._new_waiters
         ]
         if self._new_waiters:
             waiting_since_times.append(self._new_waiters[0].queued_at_s)
@@ -114,15 +110,11 @@ class WorkPacer:
         if not is_short:
             if now_s - self._iteration_ended_at >= self._budget_s:
                 self._begun_work_s = 0.0  # the loop slept, or could have
-            can_begin_at_once = (
-                can_begin_at_once and not self._new_waiters and self._begun_work_s < self._budget_s
-            )
+            can_begin_at_once = can_begin_at_once and not self._new_waiters and self._begun_work_s < self._budget_s
         if can_begin_at_once and self._is_within_budget(now_s):
             return 0.0
         try:
-            await self._wait_in_queue(
-                self._begun_waiters if is_short else self._new_waiters, now_s, is_gone
-            )
+            await self._wait_in_queue(self._begun_waiters if is_short else self._new_waiters, now_s, is_gone)
         except CallerGone:
             if self._timer() - now_s >= _BACKLOG_WAIT_S:
                 self._expect_more_gone()
@@ -149,9 +141,7 @@ class WorkPacer:
             return True
         return now_s < self._budget_ends_at
 
-    async def _wait_in_queue(
-        self, queue: deque[_Waiter], queued_at_s: float, is_gone: IsGone
-    ) -> None:
+    async def _wait_in_queue(self, queue: deque[_Waiter], queued_at_s: float, is_gone: IsGone) -> None:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(loop.create_future(), queued_at_s, is_gone)
         queue.append(waiter)
@@ -186,9 +176,7 @@ class WorkPacer:
         self._schedule_iteration_end()
         woken_count = _wake_some(self._begun_waiters, _WOKEN_PER_ITERATION_MAX)
         if self._new_waiters and not is_quiet:
-            sockets_waited_s = now_s - max(
-                self._new_work_begun_at, self._new_waiters[0].queued_at_s
-            )
+            sockets_waited_s = now_s - max(self._new_work_begun_at, self._new_waiters[0].queued_at_s)
             if sockets_waited_s < _SOCKETS_FIRST_S_MAX:
                 return
         if self._new_waiters:
@@ -261,10 +249,7 @@ class YieldPacer:
             if entity.features:
                 feature_values = entity.features.values()
                 value_count += sum(
-                    [
-                        len(feature_value) if type(feature_value) is tuple else 1
-                        for feature_value in feature_values
-                    ]
+                    [len(feature_value) if type(feature_value) is tuple else 1 for feature_value in feature_values]
                 )
             self._portion_weight += value_count // 16
         if self._portion_weight >= _PORTION_ENTITIES:

@@ -75,13 +75,9 @@ def read_frame(
     check_fields(fields)
     columns: dict[str, list[Any]] = {field.name: [] for field in fields}
     row_count = 0
-    for batch_index, (batch_message, body) in enumerate(
-        read_messages(memoryview(stream_bytes)[len(schema_message) :])
-    ):
+    for batch_index, (batch_message, body) in enumerate(read_messages(memoryview(stream_bytes)[len(schema_message) :])):
         if batch_index == BATCHES_MAX:
-            raise UnsupportedStream(
-                f"the stream has more than {BATCHES_MAX} record batches: send larger ones"
-            )
+            raise UnsupportedStream(f"the stream has more than {BATCHES_MAX} record batches: send larger ones")
         if batch_message.kind != arrow.RECORD_BATCH_MESSAGE_KIND:
             raise UnsupportedStream("only record batches are read: send no dictionaries")
         layout = batch_layout(batch_message)
@@ -110,12 +106,8 @@ def read_schema(schema_message: bytes) -> tuple[tuple[tuple[str, str], ...], tup
     header = read_root(message.metadata).table(2)
     if header.read_scalar(0, "<h") != 0:
         raise UnsupportedStream("the stream is big-endian: send it little-endian")
-    metadata = {
-        pair.read_text(0): pair.read_text(1) for pair in header.read_tables(2, _METADATA_PAIRS_MAX)
-    }
-    fields = tuple(
-        [_read_field(flat_field, 0) for flat_field in header.read_tables(1, _FIELDS_MAX)]
-    )
+    metadata = {pair.read_text(0): pair.read_text(1) for pair in header.read_tables(2, _METADATA_PAIRS_MAX)}
+    fields = tuple([_read_field(flat_field, 0) for flat_field in header.read_tables(1, _FIELDS_MAX)])
     if len({field.name for field in fields}) != len(fields):
         raise MalformedStream("two columns have the same name")
     return tuple(metadata.items()), fields
@@ -139,11 +131,7 @@ class BatchLayout(NamedTuple):
 
 def batch_layout(message: Message) -> BatchLayout:
     """Layout of a record batch, cached: batches of as many rows and bytes have an equal one."""
-    read_layout = (
-        _cached_layout
-        if len(message.metadata) <= CACHED_METADATA_BYTES_MAX
-        else _cached_layout.__wrapped__
-    )
+    read_layout = _cached_layout if len(message.metadata) <= CACHED_METADATA_BYTES_MAX else _cached_layout.__wrapped__
     return read_layout(message.metadata)
 
 
@@ -165,9 +153,7 @@ def read_messages(stream_bytes: memoryview) -> Iterator[tuple[Message, memoryvie
     while message_offset < len(stream_bytes):
         if stream_bytes[message_offset : message_offset + 4] != arrow.CONTINUATION:
             raise MalformedStream("this is no Arrow IPC stream (format of Arrow 0.15 or newer)")
-        metadata_bytes = int.from_bytes(
-            stream_bytes[message_offset + 4 : message_offset + 8], "little"
-        )
+        metadata_bytes = int.from_bytes(stream_bytes[message_offset + 4 : message_offset + 8], "little")
         if metadata_bytes == 0:
             if len(stream_bytes) < message_offset + 8:
                 raise MalformedStream("the stream ends within a message")
@@ -176,11 +162,9 @@ def read_messages(stream_bytes: memoryview) -> Iterator[tuple[Message, memoryvie
         if body_offset > len(stream_bytes):
             raise MalformedStream("the stream ends within a message")
         metadata = bytes(stream_bytes[message_offset + 8 : body_offset])
-        message = (
-            _cached_message
-            if metadata_bytes <= CACHED_METADATA_BYTES_MAX
-            else _cached_message.__wrapped__
-        )(metadata)
+        message = (_cached_message if metadata_bytes <= CACHED_METADATA_BYTES_MAX else _cached_message.__wrapped__)(
+            metadata
+        )
         message_offset = body_offset + message.body_bytes
         if message_offset > len(stream_bytes):
             raise MalformedStream("the stream ends within a message's body")
@@ -206,11 +190,7 @@ def _read_field(flat_field: FlatTable, depth: int) -> Field:
     if flat_field.has_field(4):
         raise UnsupportedStream(f"column {name!r} is dictionary-encoded: send it plain")
     children = flat_field.read_tables(5, _FIELDS_MAX)
-    if (
-        type_id in (arrow.LIST_TYPE_ID, arrow.FIXED_LIST_TYPE_ID)
-        and len(children) == 1
-        and depth < _LIST_DEPTH_MAX
-    ):
+    if type_id in (arrow.LIST_TYPE_ID, arrow.FIXED_LIST_TYPE_ID) and len(children) == 1 and depth < _LIST_DEPTH_MAX:
         child_field = _read_field(children[0], depth + 1)
         if type_id == arrow.LIST_TYPE_ID:
             return Field(name, "list", nullable, child_field)
@@ -244,9 +224,7 @@ def _column_kind(flat_field: FlatTable, type_id: int) -> ColumnKind | None:
 class _BatchReader:
     """Hands out a record batch's nodes and buffers in the order of its columns."""
 
-    def __init__(
-        self, layout: BatchLayout, body: memoryview, returns_bytes: bool, cutter: TextCutter | None
-    ) -> None:
+    def __init__(self, layout: BatchLayout, body: memoryview, returns_bytes: bool, cutter: TextCutter | None) -> None:
         self._remaining_nodes = iter(layout.nodes)
         self._remaining_buffers = iter(layout.buffers)
         self._body = body
@@ -260,16 +238,12 @@ class _BatchReader:
         if validity is None:
             return column_values
         return [
-            column_value if is_valid else None
-            for column_value, is_valid in zip(column_values, validity, strict=True)
+            column_value if is_valid else None for column_value, is_valid in zip(column_values, validity, strict=True)
         ]
 
     def check_end(self) -> None:
         """Raises Malformed if there is more than the columns have."""
-        if (
-            next(self._remaining_nodes, None) is not None
-            or next(self._remaining_buffers, None) is not None
-        ):
+        if next(self._remaining_nodes, None) is not None or next(self._remaining_buffers, None) is not None:
             raise MalformedStream("a record batch has more than the schema's columns")
 
     def _read_values(self, field: Field, row_count: int) -> list[Any]:
@@ -292,9 +266,7 @@ class _BatchReader:
         child_field = field.child
         cut_positions: list[int] = list_ends.tolist()
         if child_field is None or child_field.kind not in ("f4", "utf8"):
-            raise UnsupportedStream(
-                f"column {field.name!r} has lists of a type that is not read here"
-            )
+            raise UnsupportedStream(f"column {field.name!r} has lists of a type that is not read here")
         value_count, _ = node = self._next_node()
         if value_count < cut_positions[-1]:
             raise MalformedStream("a list reaches beyond its values")
@@ -360,9 +332,7 @@ class _BatchReader:
         """Return the validity of each row, True if it is not null; None = all are valid."""
         node_row_count, null_count = self._next_node()
         if node_row_count != row_count or not 0 <= null_count <= row_count:
-            raise MalformedStream(
-                f"a column has {node_row_count} of {row_count} rows, {null_count} of them null"
-            )
+            raise MalformedStream(f"a column has {node_row_count} of {row_count} rows, {null_count} of them null")
         if null_count == 0:
             self._next_buffer()
             return None

@@ -58,18 +58,14 @@ def schema_message(fields: tuple[Field, ...], metadata: tuple[tuple[str, str], .
     """Return the encapsulated message that begins a stream."""
     builder = flatbuffers.Builder(1024)
     fields_offset = _write_offsets(builder, [_write_field(builder, field) for field in fields])
-    metadata_offset = _write_offsets(
-        builder, [_write_pair(builder, *key_value) for key_value in metadata]
-    )
+    metadata_offset = _write_offsets(builder, [_write_pair(builder, *key_value) for key_value in metadata])
     builder.StartObject(4)
     builder.PrependUOffsetTRelativeSlot(1, fields_offset, 0)
     builder.PrependUOffsetTRelativeSlot(2, metadata_offset, 0)
     return encapsulate(finish_message(builder, SCHEMA_MESSAGE_KIND, builder.EndObject(), 0))
 
 
-def finish_message(
-    builder: flatbuffers.Builder, message_kind: int, header_offset: int, body_bytes: int
-) -> bytes:
+def finish_message(builder: flatbuffers.Builder, message_kind: int, header_offset: int, body_bytes: int) -> bytes:
     """Finish a flatbuffer `Message` around its header."""
     builder.StartObject(5)
     builder.PrependInt64Slot(3, body_bytes, 0)
@@ -105,9 +101,7 @@ def _write_field(builder: flatbuffers.Builder, field: Field) -> int:
 
 def _put_type(builder: flatbuffers.Builder, field: Field) -> None:
     put_by_kind: dict[str, Callable[[], None]] = {
-        "i4": lambda: (builder.PrependInt32Slot(0, 32, 0), builder.PrependBoolSlot(1, True, False))[
-            0
-        ],
+        "i4": lambda: (builder.PrependInt32Slot(0, 32, 0), builder.PrependBoolSlot(1, True, False))[0],
         "f4": lambda: builder.PrependInt16Slot(0, 1, 0),
         "f8": lambda: builder.PrependInt16Slot(0, 2, 0),
         "fixed": lambda: builder.PrependInt32Slot(0, field.width, 0),
@@ -165,9 +159,7 @@ class FlatTable:
         pointer_offset = self.field_offset(slot)
         if not pointer_offset:
             raise MalformedStream(f"a message lacks what belongs into its slot {slot}")
-        return FlatTable(
-            self._message_bytes, pointer_offset + self._unpack_at(_UINT32, pointer_offset)
-        )
+        return FlatTable(self._message_bytes, pointer_offset + self._unpack_at(_UINT32, pointer_offset))
 
     def has_field(self, slot: int) -> bool:
         """True if the field is present."""
@@ -191,9 +183,7 @@ class FlatTable:
             raise MalformedStream(f"{table_count} where at most {count_max} are read")
         offset_positions = range(first_offset, first_offset + 4 * table_count, 4)
         return [
-            FlatTable(
-                self._message_bytes, pointer_offset + self._unpack_at(_UINT32, pointer_offset)
-            )
+            FlatTable(self._message_bytes, pointer_offset + self._unpack_at(_UINT32, pointer_offset))
             for pointer_offset in offset_positions
         ]
 

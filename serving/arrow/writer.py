@@ -35,9 +35,7 @@ class Column(NamedTuple):
     buffers: tuple[bytes, ...]
 
 
-AssembleStream = Callable[
-    [bytes, bytes, int, int, int, int, int, list[int], list[bytes], bytes], bytes | None
-]
+AssembleStream = Callable[[bytes, bytes, int, int, int, int, int, list[int], list[bytes], bytes], bytes | None]
 
 
 class _BatchTemplate(NamedTuple):
@@ -148,9 +146,7 @@ def text_column(text_values: Sequence[bytes | None]) -> Column:
         pass
     is_valid = [text_value is not None for text_value in text_values]
     column = whole_text_column([text_value or b"" for text_value in text_values])
-    return Column(
-        ((len(text_values), is_valid.count(False)),), (pack_bits(is_valid), *column.buffers[1:])
-    )
+    return Column(((len(text_values), is_valid.count(False)),), (pack_bits(is_valid), *column.buffers[1:]))
 
 
 def whole_text_column(text_values: Sequence[bytes]) -> Column:
@@ -171,14 +167,10 @@ def repeated_text_column(text_value: bytes, row_count: int) -> Column:
 @functools.lru_cache(maxsize=64)
 def null_text_column(row_count: int) -> Column:
     """Column of utf8, null in each row."""
-    return Column(
-        ((row_count, row_count),), (bytes((row_count + 7) // 8), bytes(4 * row_count + 4), b"")
-    )
+    return Column(((row_count, row_count),), (bytes((row_count + 7) // 8), bytes(4 * row_count + 4), b""))
 
 
-def number_column(
-    number_values: NDArray[np.generic], is_valid: Sequence[bool] | None = None
-) -> Column:
+def number_column(number_values: NDArray[np.generic], is_valid: Sequence[bool] | None = None) -> Column:
     """Column of the array's own dtype; null where `is_valid` is False."""
     null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
     validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
@@ -204,9 +196,7 @@ def flag_column(flag_values: Sequence[bool], is_valid: Sequence[bool] | None = N
     return Column(((len(flag_values), null_count),), (validity_bits, pack_bits(flag_values)))
 
 
-def list_column(
-    list_ends: NDArray[np.int32], child_column: Column, is_valid: Sequence[bool] | None = None
-) -> Column:
+def list_column(list_ends: NDArray[np.int32], child_column: Column, is_valid: Sequence[bool] | None = None) -> Column:
     """Column of lists of `child_column`, cut at `list_ends` int32[row_count + 1], which begin with 0."""
     null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
     validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
@@ -216,15 +206,11 @@ def list_column(
     )
 
 
-def fixed_list_column(
-    row_count: int, child_column: Column, is_valid: Sequence[bool] | None = None
-) -> Column:
+def fixed_list_column(row_count: int, child_column: Column, is_valid: Sequence[bool] | None = None) -> Column:
     """Column of lists of one size, each of which has its numbers in `child_column`, also a null one."""
     null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
     validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
-    return Column(
-        ((row_count, null_count), *child_column.nodes), (validity_bits, *child_column.buffers)
-    )
+    return Column(((row_count, null_count), *child_column.nodes), (validity_bits, *child_column.buffers))
 
 
 def pack_bits(flag_values: Sequence[bool]) -> bytes:

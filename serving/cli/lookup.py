@@ -52,13 +52,9 @@ def answer_lines(answer: Mapping[str, Any]) -> Iterator[str]:
     """Yield an answer as lines: a summary with its source, then an item or a number a line."""
     answer_rows = list(_answer_rows(answer))
     count_text = f"{len(answer_rows)} items" if "items" in answer else f"{len(answer_rows)} numbers"
-    note_texts = [
-        f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)
-    ]
+    note_texts = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
     age_text = f"{answer['age_seconds']:,.0f} s old"
-    summary_text = ", ".join(
-        [f"{count_text} from {answer['source']}", *note_texts, answer["generation"], age_text]
-    )
+    summary_text = ", ".join([f"{count_text} from {answer['source']}", *note_texts, answer["generation"], age_text])
     yield f"{answer['table']} {answer['id']}: {summary_text}"
     if (near := answer.get("near")) is not None:
         yield f"       the answer to an input {near:.3g} away was reused ([serving.near])"
@@ -66,23 +62,15 @@ def answer_lines(answer: Mapping[str, Any]) -> Iterator[str]:
         yield f"       {dropped_count} of the history are no items of this generation, and count for nothing"
     if answer["source"] == "default" and answer.get("reason") == "not_in_generation":
         input_clause = (
-            "what was sent is nothing to compute from"
-            if answer.get("live")
-            else "nothing was sent to compute from"
+            "what was sent is nothing to compute from" if answer.get("live") else "nothing was sent to compute from"
         )
-        instead_text = (
-            "these items suit most users" if answer.get("items") else "there is no answer"
-        )
+        instead_text = "these items suit most users" if answer.get("items") else "there is no answer"
         yield f"       nothing is known of this id (is it right?), and {input_clause}: {instead_text}"
     for row_number, (row_name, row_value) in enumerate(answer_rows, 1):
         if "vector" in answer and row_number > _SHOWN_NUMBERS_MAX:
             yield f"  ... and {len(answer_rows) - _SHOWN_NUMBERS_MAX} more (--json)"
             return
-        yield (
-            f"{row_number:>5}  {row_name}  {row_value:.6g}"
-            if row_name
-            else f"{row_number:>5}  {row_value:.6g}"
-        )
+        yield (f"{row_number:>5}  {row_name}  {row_value:.6g}" if row_name else f"{row_number:>5}  {row_value:.6g}")
 
 
 def _answer_rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -108,19 +96,11 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
     add_tls_options(parser)
     parser.add_argument("--k", type=int, help="items of the list (default: all)")
     parser.add_argument("--generation", help="one that the service holds (default: the live one)")
-    parser.add_argument(
-        "--history", help="item ids to compute from, oldest first, with commas; @FILE: one a line"
-    )
+    parser.add_argument("--history", help="item ids to compute from, oldest first, with commas; @FILE: one a line")
     parser.add_argument("--features", metavar="JSON", help="feature columns to compute from")
-    parser.add_argument(
-        "--filter", metavar="JSON", help='a declared one\'s name, or {"<": ["price", 20]}'
-    )
-    parser.add_argument(
-        "--rerank", metavar="JSON", help='a declared one\'s name, or {"diversify": {"mmr": 0.7}}'
-    )
-    parser.add_argument(
-        "--as-of", help="count newer events up to this position or time (default: all)"
-    )
+    parser.add_argument("--filter", metavar="JSON", help='a declared one\'s name, or {"<": ["price", 20]}')
+    parser.add_argument("--rerank", metavar="JSON", help='a declared one\'s name, or {"diversify": {"mmr": 0.7}}')
+    parser.add_argument("--as-of", help="count newer events up to this position or time (default: all)")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds (default: 10)")
     parser.add_argument("--json", action="store_true", help="what the service says, as it is")
     return parser
@@ -165,8 +145,7 @@ def _parse_url(url: str) -> tuple[str, str, int, str]:
 def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Request body to post; None where a GET says all. Raises ValueError."""
     if all(
-        argument is None
-        for argument in (arguments.history, arguments.features, arguments.filter, arguments.rerank)
+        argument is None for argument in (arguments.history, arguments.features, arguments.filter, arguments.rerank)
     ):
         return None
     entity: dict[str, Any] = {"id": arguments.entity}
@@ -181,14 +160,10 @@ def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
     }
     if arguments.filter is not None:
         is_name = NAME_PATTERN.fullmatch(arguments.filter)
-        options["filter"] = (
-            arguments.filter if is_name else _parse_json(arguments.filter, "--filter")
-        )
+        options["filter"] = arguments.filter if is_name else _parse_json(arguments.filter, "--filter")
     if arguments.rerank is not None:
         is_json = arguments.rerank.startswith("{")
-        options["rerank"] = (
-            _parse_json(arguments.rerank, "--rerank") if is_json else arguments.rerank
-        )
+        options["rerank"] = _parse_json(arguments.rerank, "--rerank") if is_json else arguments.rerank
     return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
 
 
@@ -226,15 +201,11 @@ def send_question(
     request_path = f"{root_path}/v1/{route}/{quote(arguments.table, safe='')}"
     if body is None:
         options = {"k": arguments.k, "generation": arguments.generation, "as_of": arguments.as_of}
-        query = "&".join(
-            f"{k}={quote(str(v), safe='')}" for k, v in options.items() if v is not None
-        )
+        query = "&".join(f"{k}={quote(str(v), safe='')}" for k, v in options.items() if v is not None)
         request_path += f"/{quote(arguments.entity, safe='')}" + (f"?{query}" if query else "")
     http_connection: http.client.HTTPConnection
     if scheme == "https":
-        http_connection = http.client.HTTPSConnection(
-            host, port, timeout=arguments.timeout, context=tls
-        )
+        http_connection = http.client.HTTPSConnection(host, port, timeout=arguments.timeout, context=tls)
     else:
         http_connection = http.client.HTTPConnection(host, port, timeout=arguments.timeout)
     try:
@@ -248,9 +219,7 @@ def send_question(
             response = connection.getresponse()
             response_body = response.read(_BODY_BYTES_MAX)
     except TimeoutError as error:
-        raise QuestionFailed(
-            f"{service_url} did not answer within {arguments.timeout:g} s (--timeout)"
-        ) from error
+        raise QuestionFailed(f"{service_url} did not answer within {arguments.timeout:g} s (--timeout)") from error
     except (OSError, http.client.HTTPException) as error:
         raise QuestionFailed(
             f"{service_url} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
@@ -258,9 +227,7 @@ def send_question(
     return _checked_answer(service_url, response.status, response_body, has_token=bool(token))
 
 
-def _checked_answer(
-    service_url: str, http_status: int, response_body: bytes, *, has_token: bool
-) -> dict[str, Any]:
+def _checked_answer(service_url: str, http_status: int, response_body: bytes, *, has_token: bool) -> dict[str, Any]:
     try:
         document = orjson.loads(response_body)
     except orjson.JSONDecodeError:
@@ -269,9 +236,7 @@ def _checked_answer(
         return document
     error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, Mapping):
-        raise QuestionFailed(
-            f"{service_url} answered {http_status} with what is no answer of Larder; is --url right?"
-        )
+        raise QuestionFailed(f"{service_url} answered {http_status} with what is no answer of Larder; is --url right?")
     if error.get("code") == "unauthorized" and has_token:
         raise QuestionFailed(f"{service_url} does not know this token (--token, or LARDER_TOKEN)")
     raise QuestionFailed(f"{service_url}: {error.get('message', http_status)}{_remedy(error)}")
@@ -286,9 +251,7 @@ def _remedy(error: Mapping[str, Any]) -> str:
         case "unknown_table":
             return f"; there are {', '.join(error.get('tables', ()))}"
         case "not_found":
-            return (
-                "; this service is of a version that does not do this, or --url has a path too many"
-            )
+            return "; this service is of a version that does not do this, or --url has a path too many"
         case "not_ready":
             return "; publish a generation, or wait until it is loaded (/readyz)"
         case "generation_gone":

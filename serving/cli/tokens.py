@@ -42,9 +42,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
         config = ServingConfig.load(os.environ)
         tokens_path = Path(options.file).absolute() if options.file else Path(config.tokens_file)
         if not (options.file or config.tokens_file):
-            raise ConfigError(
-                "name the file: tokens_file in [serving], LARDER_TOKENS_FILE or --file"
-            )
+            raise ConfigError("name the file: tokens_file in [serving], LARDER_TOKENS_FILE or --file")
         if options.command == "list":
             print(printable_lines(_format_tokens(read_tokens(tokens_path), as_json=options.json)))
         elif options.command == "add":
@@ -115,9 +113,7 @@ def _add_token(config: "ServingConfig", tokens_path: Path, options: argparse.Nam
     token_entry = TokenEntry(
         sha256=hashlib.sha256(token.encode()).hexdigest(),
         scopes=tuple(dict.fromkeys(options.scope)),
-        expires_at=""
-        if expiry_days is None
-        else (created_at + timedelta(days=expiry_days)).isoformat(),
+        expires_at="" if expiry_days is None else (created_at + timedelta(days=expiry_days)).isoformat(),
         requests_per_s=options.requests_per_s,
         entities_per_s=options.entities_per_s,
         in_flight=options.in_flight,
@@ -138,13 +134,9 @@ def _add_token(config: "ServingConfig", tokens_path: Path, options: argparse.Nam
 
 def _revoke_token(config: "ServingConfig", tokens_path: Path, options: argparse.Namespace) -> None:
     token_name = options.name
-    check_token_name(
-        token_name, "tokens revoke"
-    )  # a token that was pasted here is not written down
+    check_token_name(token_name, "tokens revoke")  # a token that was pasted here is not written down
     with (
-        audited(
-            config.store(), "token_revoke", token_name, actor=config.actor, reason=options.reason
-        ),
+        audited(config.store(), "token_revoke", token_name, actor=config.actor, reason=options.reason),
         lock_tokens(tokens_path),
     ):
         tokens = dict(read_tokens(tokens_path))
@@ -155,25 +147,17 @@ def _revoke_token(config: "ServingConfig", tokens_path: Path, options: argparse.
 
 def _format_tokens(tokens: TokenEntries, *, as_json: bool) -> str:
     if as_json:
-        shown_fields = [
-            field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"
-        ]
+        shown_fields = [field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"]
         fields_by_name = {
-            token_name: {
-                field_name: getattr(token_entry, field_name) for field_name in shown_fields
-            }
+            token_name: {field_name: getattr(token_entry, field_name) for field_name in shown_fields}
             for token_name, token_entry in tokens.items()
         }
         return json_text(fields_by_name)
     table_rows = [("name", "scopes", "requests/s", "entities/s", "in flight", "expires")]
-    table_rows += [
-        _token_row(token_name, token_entry) for token_name, token_entry in sorted(tokens.items())
-    ]
+    table_rows += [_token_row(token_name, token_entry) for token_name, token_entry in sorted(tokens.items())]
     column_widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
     return "\n".join(
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, column_widths, strict=True)
-        ).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(row, column_widths, strict=True)).rstrip()
         for row in table_rows
     )
 

@@ -41,9 +41,7 @@ class Held:
         """Reads a held generation from JSON; null stays None."""
         if body is None:
             return None
-        return cls(
-            body["generation"], body["epoch"], body["published_at"], body["data_until"], body
-        )
+        return cls(body["generation"], body["epoch"], body["published_at"], body["data_until"], body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +98,11 @@ def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
     try:
         frame = read_frame(response_body, entity_count)
     except (MalformedStream, UnsupportedStream) as error:
-        raise Garbled(
-            f"the body is no Arrow IPC stream: {error}; it begins {response_body[:80]!r}"
-        ) from error
+        raise Garbled(f"the body is no Arrow IPC stream: {error}; it begins {response_body[:80]!r}") from error
     if frame.rows != entity_count:
         raise Garbled(f"{entity_count} entities were asked, and {frame.rows} answers came")
     answer_fields = Answer.__dataclass_fields__
-    field_names = [
-        field_name
-        for field_name in frame.columns
-        if field_name in answer_fields and field_name != "id"
-    ]
+    field_names = [field_name for field_name in frame.columns if field_name in answer_fields and field_name != "id"]
     table = frame.metadata.get("table")
 
     def answer(entity_id: str | None, *values: Any) -> Answer:
@@ -126,9 +118,7 @@ def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
         return list(
             starmap(
                 answer,
-                zip(
-                    *(frame.columns[field_name] for field_name in ("id", *field_names)), strict=True
-                ),
+                zip(*(frame.columns[field_name] for field_name in ("id", *field_names)), strict=True),
             )
         )
     except (KeyError, TypeError) as error:
@@ -153,19 +143,14 @@ def read_generations(response_body: bytes) -> Generations:
     """The generations and state of a replica. Raises Garbled."""
     body = read_json(response_body)
     try:
-        live, previous, next_generation = (
-            Held.of(body[field_name]) for field_name in ("live", "previous", "next")
-        )
+        live, previous, next_generation = (Held.of(body[field_name]) for field_name in ("live", "previous", "next"))
         if live is None:
             raise Garbled("a service that answers holds a live generation, and this one names none")
         return Generations(
             live,
             previous,
             next_generation,
-            *(
-                body[field_name]
-                for field_name in ("canary", "blocklist", "ready", "stale", "degraded")
-            ),
+            *(body[field_name] for field_name in ("canary", "blocklist", "ready", "stale", "degraded")),
         )
     except (KeyError, TypeError) as error:
         raise Garbled(f"this is no overview of generations: {error!r}") from error

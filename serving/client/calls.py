@@ -81,9 +81,7 @@ class Options:
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of the options that are set."""
-        body = {
-            option_field.name: getattr(self, option_field.name) for option_field in fields(self)
-        }
+        body = {option_field.name: getattr(self, option_field.name) for option_field in fields(self)}
         if self.exclude is not None:
             body["exclude"] = as_ids(self.exclude)
         if self.canary_key is not None:
@@ -115,9 +113,7 @@ class NewEvent:
     def to_json(self) -> dict[str, Any]:
         """JSON object of the fields that are set."""
         body: dict[str, Any] = {
-            name: as_id(value)
-            for name in ("id", "user", "item")
-            if (value := getattr(self, name)) is not None
+            name: as_id(value) for name in ("id", "user", "item") if (value := getattr(self, name)) is not None
         }
         for name in ("time", "type", "weight", "attributes", "features", "vector"):
             if (value := getattr(self, name)) is not None:
@@ -156,10 +152,7 @@ def build_get(table: str, entity: Id, options: Options) -> Call:
 
 def build_post(table: str | None, entities: IdsOrEntities, options: Options) -> Call:
     """POST entities of one table, or without `table` entities that each name their own."""
-    entity_bodies = [
-        entity.to_json() if isinstance(entity, Entity) else {"id": as_id(entity)}
-        for entity in entities
-    ]
+    entity_bodies = [entity.to_json() if isinstance(entity, Entity) else {"id": as_id(entity)} for entity in entities]
     return _build_json_post(_lookup_path(table), {"entities": entity_bodies, **options.to_json()})
 
 
@@ -188,14 +181,10 @@ def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
 def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
     """POST one user's candidates."""
     user_json = user.to_json() if isinstance(user, Entity) else as_id(user)
-    return _build_json_post(
-        "/v1/score", {"user": user_json, "items": as_ids(items), **options.to_json()}
-    )
+    return _build_json_post("/v1/score", {"user": user_json, "items": as_ids(items), **options.to_json()})
 
 
-def feedback(
-    event: str, generation: str | None, canary_key: Id | None, arm: str | None, count: int
-) -> Call:
+def feedback(event: str, generation: str | None, canary_key: Id | None, arm: str | None, count: int) -> Call:
     """POST feedback on answers; counted each time it arrives, so never to be sent twice."""
     body: dict[str, Any] = {"event": event, "count": count}
     if generation is not None:
@@ -224,9 +213,7 @@ def split(
     for index, entity in enumerate(entities):
         entity_id_count = len(entity.history or ()) if isinstance(entity, Entity) else 0
         entity_number_count = _count_feature_values(entity) if isinstance(entity, Entity) else 0
-        is_full = (
-            id_count + entity_id_count > max_ids or number_count + entity_number_count > max_numbers
-        )
+        is_full = id_count + entity_id_count > max_ids or number_count + entity_number_count > max_numbers
         if index > part_start and (index - part_start == max_batch or is_full):
             yield entities[part_start:index]
             part_start, id_count, number_count = index, excluded_count, 0
@@ -249,9 +236,7 @@ def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
             event_body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
         except orjson.JSONEncodeError as error:
             raise TypeError(f"events[{index}] cannot be written as JSON: {error}") from error
-        if event_bodies and (
-            len(event_bodies) == max_batch or size_bytes + len(event_body) > EVENT_BODY_BYTES
-        ):
+        if event_bodies and (len(event_bodies) == max_batch or size_bytes + len(event_body) > EVENT_BODY_BYTES):
             calls.append(_build_events_call(index, event_bodies))
             event_bodies, size_bytes = [], 0
         event_bodies.append(event_body)
@@ -285,10 +270,7 @@ def _count_feature_values(entity: Entity) -> int:
 
 
 def _option_texts(options: Options) -> dict[str, str]:
-    return {
-        option_name: _option_text(option_value)
-        for option_name, option_value in options.to_json().items()
-    }
+    return {option_name: _option_text(option_value) for option_name, option_value in options.to_json().items()}
 
 
 def _option_text(option_value: object) -> str:

@@ -84,21 +84,15 @@ class AsyncClient:
         call = calls.build_get(table, entity, options)
         return read_answer(await self._sender.send(call, self._deadline(options)))
 
-    async def lookup_many(
-        self, table: str, entities: IdsOrEntities, options: Options = _NONE
-    ) -> list[Answer]:
+    async def lookup_many(self, table: str, entities: IdsOrEntities, options: Options = _NONE) -> list[Answer]:
         """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
         return await self._lookup(table, entities, options)
 
-    async def lookup_tables(
-        self, entities: Sequence[Entity], options: Options = _NONE
-    ) -> list[Answer]:
+    async def lookup_tables(self, entities: Sequence[Entity], options: Options = _NONE) -> list[Answer]:
         """Looks up entities that each name their table, answered in order from one generation (but for `previous`)."""
         return await self._lookup(None, entities, options)
 
-    async def score(
-        self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE
-    ) -> Ranking:
+    async def score(self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE) -> Ranking:
         """Ranks a user's candidates, at most as many as the service takes in one request."""
         call = calls.score(user, items, options)
         return read_ranking(await self._sender.send(call, self._deadline(options)))
@@ -119,16 +113,12 @@ class AsyncClient:
         call = calls.feedback(event, generation, canary_key, arm, count)
         return read_arm(await self._sender.send(call, self._deadline(_NONE)))
 
-    async def send_events(
-        self, events: Sequence[NewEvent], *, deadline_ms: float | None = None
-    ) -> EventReceipt:
+    async def send_events(self, events: Sequence[NewEvent], *, deadline_ms: float | None = None) -> EventReceipt:
         """Sends any number of events, in their order; sent again under their ids, after any error, they count once.
 
         `deadline_ms` is for each request: there are as many as it takes.
         """
-        return await self._send_events(
-            event_calls(events, self._policy.max_batch), Options(deadline_ms=deadline_ms)
-        )
+        return await self._send_events(event_calls(events, self._policy.max_batch), Options(deadline_ms=deadline_ms))
 
     async def generations(self) -> Generations:
         """Generations and state of the replica that answers."""
@@ -151,9 +141,7 @@ class AsyncClient:
     async def _send_events(self, calls: Sequence[EventsCall], options: Options) -> EventReceipt:
         return await send_events(self._sender, calls, lambda: self._deadline(options))
 
-    async def _lookup(
-        self, table: str | None, entities: IdsOrEntities, options: Options
-    ) -> list[Answer]:
+    async def _lookup(self, table: str | None, entities: IdsOrEntities, options: Options) -> list[Answer]:
         deadline_at = self._deadline(options)
         return await lookup_batch(
             self._sender, self._policy, table, entities, options, deadline_at, binary=self._binary
@@ -188,9 +176,7 @@ class Client:
         """Looks up one entity by id."""
         return self._run(self._client.lookup(table, entity, options), options)
 
-    def lookup_many(
-        self, table: str, entities: IdsOrEntities, options: Options = _NONE
-    ) -> list[Answer]:
+    def lookup_many(self, table: str, entities: IdsOrEntities, options: Options = _NONE) -> list[Answer]:
         """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
         return self._run(self._client.lookup_many(table, entities, options), options)
 
@@ -212,14 +198,10 @@ class Client:
         count: int = 1,
     ) -> str | None:
         """Reports what came of answers, as `AsyncClient.feedback` does; the arm that it was counted for, if any."""
-        work = self._client.feedback(
-            event, generation=generation, canary_key=canary_key, arm=arm, count=count
-        )
+        work = self._client.feedback(event, generation=generation, canary_key=canary_key, arm=arm, count=count)
         return self._run(work, _NONE)
 
-    def send_events(
-        self, events: Sequence[NewEvent], *, deadline_ms: float | None = None
-    ) -> EventReceipt:
+    def send_events(self, events: Sequence[NewEvent], *, deadline_ms: float | None = None) -> EventReceipt:
         """Sends any number of events, as `AsyncClient.send_events` does."""
         options = Options(deadline_ms=deadline_ms)
         calls = event_calls(events, self._policy.max_batch)
@@ -255,9 +237,7 @@ class LoopThread:
         self._closing = threading.Lock()
         self._is_closed = False
         # A daemon: a client that nobody closed keeps no program from ending.
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="larder-client", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="larder-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T], within_s: float) -> _T:
@@ -318,9 +298,7 @@ async def lookup_batch(
 
     `binary` counts where one table is asked.
     """
-    entity_parts = list(
-        split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers)
-    )
+    entity_parts = list(split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers))
     request_slots = asyncio.Semaphore(policy.at_once)
 
     async def send_part(entity_part: IdsOrEntities, options: Options) -> list[Answer]:
@@ -331,9 +309,7 @@ async def lookup_batch(
         async with request_slots:
             return read_part_answers(await sender.send(call, deadline_at), len(entity_part))
 
-    answers_by_part = await _gather_all(
-        [send_part(entity_part, options) for entity_part in entity_parts]
-    )
+    answers_by_part = await _gather_all([send_part(entity_part, options) for entity_part in entity_parts])
     generation_by_part = [_common_generation(part_answers) for part_answers in answers_by_part]
 
     def repeat_parts(generation: str) -> _PartCoroutines:
@@ -346,9 +322,7 @@ async def lookup_batch(
             )
         ]
 
-    distinct_generations = sorted(
-        {generation_id for generation_id in generation_by_part if generation_id is not None}
-    )
+    distinct_generations = sorted({generation_id for generation_id in generation_by_part if generation_id is not None})
     if len(distinct_generations) > 1:
         answers_by_part = await _answers_of_one_generation(distinct_generations, repeat_parts)
     return [answer for part_answers in answers_by_part for answer in part_answers]
@@ -390,9 +364,7 @@ async def _gather_all(coroutines: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def send_events(
-    sender: Sender, calls: Sequence[EventsCall], get_deadline: Callable[[], float]
-) -> EventReceipt:
+async def send_events(sender: Sender, calls: Sequence[EventsCall], get_deadline: Callable[[], float]) -> EventReceipt:
     """Sends events, one request behind the other; `get_deadline` is the deadline of one that goes out now.
 
     Raises Unanswered, after which some may have been accepted: send all of them again.
@@ -401,8 +373,7 @@ async def send_events(
     for first_index, call in calls:
         part_receipt = read_receipt(await sender.send(call, get_deadline()))
         moved_rejections = tuple(
-            replace(rejection, index=rejection.index + first_index)
-            for rejection in part_receipt.rejected
+            replace(rejection, index=rejection.index + first_index) for rejection in part_receipt.rejected
         )
         receipt = EventReceipt(
             receipt.accepted + part_receipt.accepted,
@@ -427,9 +398,7 @@ def _create_http_client(
         raise ValueError(f"{url!r} is no URL: {error}") from error
     if base_url.scheme not in ("http", "https") or not base_url.host:
         raise ValueError(f"{url!r} names no HTTP server; it begins with http:// or https://")
-    if token is not None and (
-        not token.isprintable() or any(character.isspace() for character in token)
-    ):
+    if token is not None and (not token.isprintable() or any(character.isspace() for character in token)):
         raise ValueError("a token is printable characters without spaces")
     if isinstance(verify, str):
         verify = ssl.create_default_context(cafile=verify)

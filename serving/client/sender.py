@@ -114,9 +114,7 @@ class Sender:
         self._http = http
         self._policy = policy
         self._pace = pace
-        self._retry_budget = ExtraRequestBudget(
-            policy.retry_share, _SAVED_RETRIES_MAX, _SAVED_RETRIES_MAX
-        )
+        self._retry_budget = ExtraRequestBudget(policy.retry_share, _SAVED_RETRIES_MAX, _SAVED_RETRIES_MAX)
         self._hedge_budget = ExtraRequestBudget(policy.hedge_share, _SAVED_HEDGES_MAX)
         self._abandoned_tasks: set[asyncio.Task[httpx.Response]] = set()
 
@@ -141,24 +139,15 @@ class Sender:
                 if response.status_code in _SUCCESS_STATUSES:
                     return response.content
                 last_error = refusal(response.status_code, response.content)
-                is_passing = response.status_code in _RETRY_STATUSES or isinstance(
-                    last_error, QuotaExceeded
-                )
+                is_passing = response.status_code in _RETRY_STATUSES or isinstance(last_error, QuotaExceeded)
                 may_retry = call.is_repeatable and is_passing
                 retry_after_s = _retry_after_s(response)
             pause_s = max(self._spread_wait_s(retry_after_s), self._backoff_s(attempt))
             is_in_time = timer() + pause_s < deadline_at
-            if not (
-                may_retry
-                and is_in_time
-                and attempt < policy.attempts
-                and self._retry_budget.try_spend()
-            ):
+            if not (may_retry and is_in_time and attempt < policy.attempts and self._retry_budget.try_spend()):
                 raise last_error
             await self._pace.sleep(pause_s)
-        raise DeadlineExceeded(
-            f"{call.method} {call.path}: no answer by the deadline"
-        ) from last_error
+        raise DeadlineExceeded(f"{call.method} {call.path}: no answer by the deadline") from last_error
 
     async def aclose(self) -> None:
         """Close the connections, those of abandoned requests included."""
@@ -224,9 +213,7 @@ async def _first_usable(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Resp
     failed_tasks: list[asyncio.Task[httpx.Response]] = []
     pending_tasks = set(tasks)
     while pending_tasks:
-        finished_tasks, pending_tasks = await asyncio.wait(
-            pending_tasks, return_when=asyncio.FIRST_COMPLETED
-        )
+        finished_tasks, pending_tasks = await asyncio.wait(pending_tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in finished_tasks:
             if task.exception() is None and task.result().status_code not in _RETRY_STATUSES:
                 return task.result()

@@ -47,9 +47,7 @@ class TlsFiles:
         for path in filter(None, (self.certificate_path, self.key, self.client_ca_path)):
             _check_file_readable(path)
         try:
-            ssl_context.load_cert_chain(
-                self.certificate_path, self.key, password=""
-            )  # asks nobody for one
+            ssl_context.load_cert_chain(self.certificate_path, self.key, password="")  # asks nobody for one
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
                 f"tls_certificate {self.certificate_path} and tls_key {self.key} are no pair in PEM without a "
@@ -72,10 +70,7 @@ class TlsFiles:
 
     def version(self) -> FileVersions:
         """Changes whenever one of the files does."""
-        return tuple(
-            file_version(Path(path))
-            for path in (self.certificate_path, self.key, self.client_ca_path)
-        )
+        return tuple(file_version(Path(path)) for path in (self.certificate_path, self.key, self.client_ca_path))
 
 
 class TlsWatch(Collector):
@@ -117,10 +112,6 @@ def _check_file_readable(path: str) -> None:
     try:
         size_bytes = Path(path).stat().st_size
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror}", field="tls_certificate"
-        ) from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="tls_certificate") from None
     if size_bytes > _TLS_FILE_BYTES_MAX:
-        raise ConfigError(
-            f"{path} is larger than {_TLS_FILE_BYTES_MAX:,} bytes", field="tls_certificate"
-        )
+        raise ConfigError(f"{path} is larger than {_TLS_FILE_BYTES_MAX:,} bytes", field="tls_certificate")

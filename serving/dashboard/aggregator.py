@@ -122,18 +122,12 @@ class FleetView:
         oldest_start = newest_start - (BINS_MAX - 1) * BIN_S
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                workers, registry, worker_blobs_by_start = await self._read(
-                    oldest_start, newest_start
-                )
+                workers, registry, worker_blobs_by_start = await self._read(oldest_start, newest_start)
                 infos = await self._control.infos()
         except (TierUnavailable, TimeoutError) as error:
             self._full_read_at = None
-            own_blobs_by_start = {
-                start: [blob] for start, blob in self._publisher.bins.packed.items()
-            }
-            await asyncio.to_thread(
-                self._own_bins.merge_bins, own_blobs_by_start, oldest_start, newest_start
-            )
+            own_blobs_by_start = {start: [blob] for start, blob in self._publisher.bins.packed.items()}
+            await asyncio.to_thread(self._own_bins.merge_bins, own_blobs_by_start, oldest_start, newest_start)
             trouble = str(error) or f"no reply within {READ_TIMEOUT_S} s"
             shown_workers = {self._publisher.name: own_row}
             return FleetReading(
@@ -151,9 +145,7 @@ class FleetView:
             for start, blob_by_worker in worker_blobs_by_start.items()
             if blob_by_worker
         }
-        await asyncio.to_thread(
-            self._fleet_bins.merge_bins, blobs_by_start, oldest_start, newest_start
-        )
+        await asyncio.to_thread(self._fleet_bins.merge_bins, blobs_by_start, oldest_start, newest_start)
         # Another version may tell less of itself.
         unknown_row = dict.fromkeys(own_row)
         shown_workers = {
@@ -172,9 +164,7 @@ class FleetView:
     ) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[int, dict[bytes, bytes]]]:
         """The workers' table, the registry, and the bins that may have changed."""
         chunk_index = self._timer()
-        is_full_read = (
-            self._full_read_at is None or chunk_index - self._full_read_at >= _FULL_READ_INTERVAL_S
-        )
+        is_full_read = self._full_read_at is None or chunk_index - self._full_read_at >= _FULL_READ_INTERVAL_S
         first_start = oldest_start if is_full_read else newest_start - _FRESH_BIN_COUNT * BIN_S
         bin_starts = range(first_start, newest_start + 1, BIN_S)
         table_commands = [
@@ -183,13 +173,9 @@ class FleetView:
         ]
         workers, registry = await self._control.execute_all(table_commands)
         worker_blobs_by_start: dict[int, dict[bytes, bytes]] = {}
-        for start_chunk in (
-            bin_starts[at : at + _BINS_PER_READ] for at in range(0, len(bin_starts), _BINS_PER_READ)
-        ):
+        for start_chunk in (bin_starts[at : at + _BINS_PER_READ] for at in range(0, len(bin_starts), _BINS_PER_READ)):
             commands = [("HGETALL", self._keyspace.bin(bin_start)) for bin_start in start_chunk]
-            worker_blobs_by_start |= zip(
-                start_chunk, await self._control.execute_all(commands), strict=True
-            )
+            worker_blobs_by_start |= zip(start_chunk, await self._control.execute_all(commands), strict=True)
         if is_full_read:
             self._full_read_at = chunk_index
         return workers, registry, worker_blobs_by_start
@@ -204,9 +190,7 @@ class _DrawnBins:
     bin_by_start: dict[int, DrawnBin] = field(default_factory=dict)
     recent_counts_by_start: dict[int, Counts] = field(default_factory=dict)
 
-    def merge_bins(
-        self, blobs_by_start: Mapping[int, Sequence[bytes]], oldest_start: int, newest_start: int
-    ) -> None:
+    def merge_bins(self, blobs_by_start: Mapping[int, Sequence[bytes]], oldest_start: int, newest_start: int) -> None:
         """Adds up what each bin holds, unless it is as before."""
         for start, blobs in blobs_by_start.items():
             is_recent = start > newest_start - RECENT_BIN_COUNT * BIN_S
@@ -227,11 +211,7 @@ class _DrawnBins:
             (self.bin_by_start, oldest_start),
             (self.recent_counts_by_start, newest_start - RECENT_BIN_COUNT * BIN_S + 1),
         ):
-            for start in [
-                bin_start
-                for bin_start in entries_by_start
-                if not first_start <= bin_start <= newest_start
-            ]:
+            for start in [bin_start for bin_start in entries_by_start if not first_start <= bin_start <= newest_start]:
                 del entries_by_start[start]
 
 
@@ -262,9 +242,7 @@ def _can_be_shown(worker_row: Mapping[str, Any]) -> bool:
     )
 
 
-def _has_kinds(
-    row: Mapping[str, Any], text_fields: Sequence[str], number_fields: Sequence[str]
-) -> bool:
+def _has_kinds(row: Mapping[str, Any], text_fields: Sequence[str], number_fields: Sequence[str]) -> bool:
     return all(isinstance(row.get(field_name), str | None) for field_name in text_fields) and all(
         row.get(field_name) is None or is_count(row[field_name]) for field_name in number_fields
     )
@@ -284,47 +262,31 @@ def build_series(bin_by_start: Mapping[int, DrawnBin], end_bin_start: int) -> di
     drawn_bins = [bin_by_start.get(bin_start, EMPTY_BIN) for bin_start in bin_starts]
     shown_reasons = _most_frequent_reasons(drawn_bins)
     misses_by_reason = {
-        miss_reason: [drawn_bin.misses.get(miss_reason, 0) for drawn_bin in drawn_bins]
-        for miss_reason in shown_reasons
+        miss_reason: [drawn_bin.misses.get(miss_reason, 0) for drawn_bin in drawn_bins] for miss_reason in shown_reasons
     }
-    event_results = (
-        (ACCEPTED, REPEATED, REJECTED) if any(drawn_bin.events for drawn_bin in drawn_bins) else ()
-    )
+    event_results = (ACCEPTED, REPEATED, REJECTED) if any(drawn_bin.events for drawn_bin in drawn_bins) else ()
     other_misses = [
-        sum(
-            n
-            for quantile_or_event, n in drawn_bin.misses.items()
-            if quantile_or_event not in misses_by_reason
-        )
+        sum(n for quantile_or_event, n in drawn_bin.misses.items() if quantile_or_event not in misses_by_reason)
         for drawn_bin in drawn_bins
     ]
     return {
         "step_s": BIN_S,
         "at": list(bin_starts),
         "requests": [drawn_bin.requests for drawn_bin in drawn_bins],
-        "answers": {
-            source.value: [drawn_bin.answers.get(source, 0) for drawn_bin in drawn_bins]
-            for source in Source
-        },
+        "answers": {source.value: [drawn_bin.answers.get(source, 0) for drawn_bin in drawn_bins] for source in Source},
         "seconds": {
             source.value: {
                 quantile_or_event: [
-                    drawn_bin.seconds.get(source, {}).get(quantile_or_event)
-                    for drawn_bin in drawn_bins
+                    drawn_bin.seconds.get(source, {}).get(quantile_or_event) for drawn_bin in drawn_bins
                 ]
                 for quantile_or_event in FRACTION_BY_QUANTILE
             }
             for source in Source
         },
-        "stages": {
-            stage: [drawn_bin.stages.get(stage, 0.0) for drawn_bin in drawn_bins]
-            for stage in STAGE_NAMES
-        },
+        "stages": {stage: [drawn_bin.stages.get(stage, 0.0) for drawn_bin in drawn_bins] for stage in STAGE_NAMES},
         "misses": misses_by_reason | ({"other": other_misses} if any(other_misses) else {}),
         "events": {
-            quantile_or_event: [
-                drawn_bin.events.get(quantile_or_event, 0) for drawn_bin in drawn_bins
-            ]
+            quantile_or_event: [drawn_bin.events.get(quantile_or_event, 0) for drawn_bin in drawn_bins]
             for quantile_or_event in event_results
         },
     }
@@ -335,9 +297,7 @@ def _most_frequent_reasons(drawn_bins: Sequence[DrawnBin]) -> list[str]:
     for drawn_bin in drawn_bins:
         for reason, n in drawn_bin.misses.items():
             miss_count_by_reason[reason] = miss_count_by_reason.get(reason, 0) + n
-    return sorted(miss_count_by_reason, key=lambda reason: (-miss_count_by_reason[reason], reason))[
-        :SHOWN_REASONS_MAX
-    ]
+    return sorted(miss_count_by_reason, key=lambda reason: (-miss_count_by_reason[reason], reason))[:SHOWN_REASONS_MAX]
 
 
 def draw_bin(count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]) -> DrawnBin:
@@ -346,10 +306,7 @@ def draw_bin(count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]) 
         count_by_field.get(REQUESTS_FIELD, 0),
         counts_of_kind(count_by_field, ANSWER_PREFIX),
         quantiles_by_source(count_by_field, bucket_bounds),
-        {
-            stage: microseconds / 1e6
-            for stage, microseconds in counts_of_kind(count_by_field, STAGE_PREFIX).items()
-        },
+        {stage: microseconds / 1e6 for stage, microseconds in counts_of_kind(count_by_field, STAGE_PREFIX).items()},
         counts_of_kind(count_by_field, MISS_PREFIX),
         events_in(count_by_field),
     )
@@ -364,9 +321,7 @@ def events_in(count_by_field: Mapping[str, int]) -> dict[str, int]:
     return {**event_counts, REJECTED: sum(count_by_result.values())}
 
 
-def quantiles_by_source(
-    count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]
-) -> dict[str, Quantiles]:
+def quantiles_by_source(count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]) -> dict[str, Quantiles]:
     """Quantiles in seconds by source; only sources that answered."""
     return {
         source: {

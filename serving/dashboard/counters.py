@@ -92,25 +92,17 @@ def collect_counts(metrics: Metrics, shed_count: int = 0) -> Counts:
         (metrics.misses, MISS_PREFIX, "reason"),
     ):
         for labels, count in counts_of(counter):
-            count_by_field[field_or_prefix + (labels[label_name] if label_name else "")] += int(
-                count
-            )
+            count_by_field[field_or_prefix + (labels[label_name] if label_name else "")] += int(count)
     for stage, spent_time in metrics.stage_seconds.histogram_by_label_value.items():
         count_by_field[STAGE_PREFIX + stage] = round(spent_time.seconds_sum * 1e6)
     for source, spent_time in metrics.answer_seconds.histogram_by_label_value.items():
         count_by_field.update(
-            {
-                f"{TIME_PREFIX}{source}:{bucket_index}": n
-                for bucket_index, n in enumerate(spent_time.bucket_counts)
-                if n
-            }
+            {f"{TIME_PREFIX}{source}:{bucket_index}": n for bucket_index, n in enumerate(spent_time.bucket_counts) if n}
         )
     return dict(count_by_field)
 
 
-def count_difference(
-    current_counts: Mapping[str, int], earlier_counts: Mapping[str, int]
-) -> Counts:
+def count_difference(current_counts: Mapping[str, int], earlier_counts: Mapping[str, int]) -> Counts:
     """Return the counts since `earlier_counts`; unchanged fields are left out."""
     return {
         field: n - earlier_counts.get(field, 0)
@@ -135,9 +127,7 @@ def shown_totals(count_by_field: Mapping[str, int]) -> Counts:
 
 def counts_of_kind(count_by_field: Mapping[str, int], prefix: str) -> dict[str, int]:
     """Return the fields that begin with the prefix, without it."""
-    return {
-        field[len(prefix) :]: n for field, n in count_by_field.items() if field.startswith(prefix)
-    }
+    return {field[len(prefix) :]: n for field, n in count_by_field.items() if field.startswith(prefix)}
 
 
 def buckets_of_sources(count_by_field: Mapping[str, int]) -> dict[str, dict[int, int]]:
@@ -151,17 +141,13 @@ def buckets_of_sources(count_by_field: Mapping[str, int]) -> dict[str, dict[int,
 
 def pack(count_by_field: Mapping[str, int]) -> bytes:
     """Encode counts as JSON; a histogram is its first bucket and a run of counts: a third of the size."""
-    plain_counts = {
-        field: n for field, n in count_by_field.items() if not field.startswith(TIME_PREFIX)
-    }
+    plain_counts = {field: n for field, n in count_by_field.items() if not field.startswith(TIME_PREFIX)}
     run_by_source = {}
     for source, count_by_bucket in buckets_of_sources(count_by_field).items():
         bucket_indexes = sorted(count_by_bucket)
         bucket_run = [bucket_indexes[0], count_by_bucket[bucket_indexes[0]]]
         for previous_index, bucket_index in pairwise(bucket_indexes):
-            bucket_run += [0] * (bucket_index - previous_index - 1) + [
-                count_by_bucket[bucket_index]
-            ]
+            bucket_run += [0] * (bucket_index - previous_index - 1) + [count_by_bucket[bucket_index]]
         run_by_source[source] = bucket_run
     return orjson.dumps([plain_counts, run_by_source])
 
@@ -177,18 +163,10 @@ def unpack(blob: bytes) -> Counts:
                 for bucket_offset, n in enumerate(bucket_run)
                 if n
             }
-        bucket_counts = [
-            bucket_count
-            for run in buckets_of_sources(count_by_field).values()
-            for bucket_count in run
-        ]
+        bucket_counts = [bucket_count for run in buckets_of_sources(count_by_field).values() for bucket_count in run]
     except (ValueError, TypeError, AttributeError):
         return {}
-    return (
-        count_by_field
-        if min(bucket_counts, default=0) >= 0 and all(map(is_count, count_by_field.values()))
-        else {}
-    )
+    return count_by_field if min(bucket_counts, default=0) >= 0 and all(map(is_count, count_by_field.values())) else {}
 
 
 def is_count(value: object) -> bool:
@@ -253,9 +231,7 @@ class MetricsPublisher:
     def note(self) -> dict[str, Any]:
         """Add the counts since the last call to the bin of the time between; return this worker's current row."""
         now_s, count_by_field = self._clock(), self._collect_counts()
-        self.bins.add(
-            (self._noted_at + now_s) / 2, count_difference(count_by_field, self._noted_counts)
-        )
+        self.bins.add((self._noted_at + now_s) / 2, count_difference(count_by_field, self._noted_counts))
         self._noted_at, self._noted_counts = now_s, count_by_field
         return {
             "at": now_s,
@@ -269,8 +245,7 @@ class MetricsPublisher:
         worker_row, bins = self.note(), self.bins
         # A copy: what is noted while Redis answers is not told yet.
         blob_by_start = {
-            start: bins.packed[start]
-            for start in sorted(bins.unpublished_starts, reverse=True)[:BINS_AT_ONCE]
+            start: bins.packed[start] for start in sorted(bins.unpublished_starts, reverse=True)[:BINS_AT_ONCE]
         }
         commands: list[tuple[CommandArgument, ...]] = [
             ("HSET", self._keyspace.workers, self.name, orjson.dumps(worker_row)),
@@ -286,9 +261,7 @@ class MetricsPublisher:
         except (TierUnavailable, TimeoutError) as error:
             self._note_trouble(str(error) or f"no reply within {PUBLISH_TIMEOUT_S} s")
             return
-        bins.unpublished_starts -= {
-            start for start, blob in blob_by_start.items() if bins.packed.get(start) is blob
-        }
+        bins.unpublished_starts -= {start for start, blob in blob_by_start.items() if bins.packed.get(start) is blob}
         if self.trouble is not None or (is_new and self._has_published):
             bins.mark_unpublished()  # it may be another Redis, or an emptied one
         self.trouble, self._has_published = None, True
@@ -302,9 +275,7 @@ class MetricsPublisher:
         self._publish_count += 1
         if self._publish_count % _PUBLICATIONS_PER_SWEEP:
             return
-        (raw_row_by_worker,) = await self._control.execute_all(
-            [("HGETALL", self._keyspace.workers)]
-        )
+        (raw_row_by_worker,) = await self._control.execute_all([("HGETALL", self._keyspace.workers)])
         gone_workers = [
             worker_name
             for worker_name, raw_row in raw_row_by_worker.items()
@@ -337,8 +308,7 @@ def merge_event_rows(worker_rows: Sequence[_EventsRow | None]) -> dict[str, Any]
         return None
     worst_row = min(rows, key=lambda row: 1.0 if row.get("up") is None else float(row["up"]))
     number_fields = {
-        field_name: max(_present_values(rows, field_name), default=None)
-        for field_name in EVENT_NUMBER_FIELDS
+        field_name: max(_present_values(rows, field_name), default=None) for field_name in EVENT_NUMBER_FIELDS
     }
     return number_fields | {
         "up": None if worst_row.get("up") is None else bool(worst_row["up"]),

@@ -67,9 +67,7 @@ INBOX_WARN_S = 60
 REJECTED_WARN = 0.05
 """Share of the events that may be rejected, those of who was erased apart."""
 
-_STREAM_ADVICE = (
-    "A night makes room: larder night. If it fills again: [events] stream_bytes, and its maxmemory."
-)
+_STREAM_ADVICE = "A night makes room: larder night. If it fills again: [events] stream_bytes, and its maxmemory."
 
 _NUMBERS_SCHEMA: Json = {"type": "array", "items": {"type": ["number", "null"]}}
 
@@ -114,9 +112,7 @@ def _list_schema(element_schema: Json) -> Json:
     return {"type": "array", "items": element_schema}
 
 
-_ANSWER_COUNTS_SCHEMA = _by_name_schema(
-    "AnswerCounts", "Counts of answers by source", {"type": "integer"}
-)
+_ANSWER_COUNTS_SCHEMA = _by_name_schema("AnswerCounts", "Counts of answers by source", {"type": "integer"})
 
 _REUSE_SCHEMA = _object_schema(
     "Reuse",
@@ -326,9 +322,7 @@ def build_document(
             "misses": counters.counts_of_kind(recent_counts, counters.MISS_PREFIX),
             "latency": quantiles_by_source(recent_counts, bucket_bounds),
         },
-        "earlier": {
-            "answers": _earlier_answers(reading.bin_by_start, reading.recent_counts_by_start)
-        },
+        "earlier": {"answers": _earlier_answers(reading.bin_by_start, reading.recent_counts_by_start)},
         "totals": {
             "requests": total_counts.get(counters.REQUESTS_FIELD, 0),
             "answers": _answers_by_source(total_counts),
@@ -340,15 +334,12 @@ def build_document(
         "schedule": dict(schedule),
         "nights": list(nights),
         "redis": summarise_redis(reading.redis_infos),
-        "breakers": {"closed": 0, "half_open": 0, "open": 0}
-        | Counter(str(worker["breaker"]) for worker in workers),
+        "breakers": {"closed": 0, "half_open": 0, "open": 0} | Counter(str(worker["breaker"]) for worker in workers),
         "queue": {
             "live_queued": _sum_field(workers, "live_queued"),
             "under_way": _sum_field(workers, "under_way"),
             "requests_max": _sum_field(workers, "requests_max"),
-            "queue_seconds": max(
-                (worker["queue_seconds"] or 0.0 for worker in workers), default=0.0
-            ),
+            "queue_seconds": max((worker["queue_seconds"] or 0.0 for worker in workers), default=0.0),
             "shed": total_counts.get(counters.SHED_FIELD, 0),
             "shed_lately": recent_counts.get(counters.SHED_FIELD, 0),
         },
@@ -366,14 +357,10 @@ def build_document(
 
 
 def _answers_by_source(count_by_field: Mapping[str, int]) -> dict[str, int]:
-    return {
-        source.value: count_by_field.get(counters.ANSWER_PREFIX + source, 0) for source in Source
-    }
+    return {source.value: count_by_field.get(counters.ANSWER_PREFIX + source, 0) for source in Source}
 
 
-def _earlier_answers(
-    bin_by_start: Mapping[int, DrawnBin], recent_counts_by_start: Mapping[int, Any]
-) -> dict[str, int]:
+def _earlier_answers(bin_by_start: Mapping[int, DrawnBin], recent_counts_by_start: Mapping[int, Any]) -> dict[str, int]:
     """Answers by source in the bins before those of `recent_counts_by_start`."""
     answer_counts = Counter[str]()
     for bin_start, drawn_bin in bin_by_start.items():
@@ -403,9 +390,7 @@ def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str
                 "ready": all(worker["ready"] for worker in replica_workers),
                 "stale": _first_value(replica_workers, "stale"),
                 "degraded": _first_value(replica_workers, "degraded"),
-                "seen_s": round(
-                    max(max(0.0, now_s - worker["at"]) for worker in replica_workers), 3
-                ),
+                "seen_s": round(max(max(0.0, now_s - worker["at"]) for worker in replica_workers), 3),
                 "failed": _first_value(replica_workers, "failed"),
             }
         )
@@ -460,8 +445,7 @@ def summarise_redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "used_bytes": used_bytes,
         "limit_bytes": limit_bytes or None,
-        "policy": next((policy for policy in policies if policy.startswith("allkeys")), policies[0])
-        or None,
+        "policy": next((policy for policy in policies if policy.startswith("allkeys")), policies[0]) or None,
         "clients": sum(int(info.get("connected_clients", 0)) for info in infos),
         "evicted": sum(int(info.get("evicted_keys", 0)) for info in infos),
     }
@@ -504,9 +488,7 @@ def _arm_row(
     requests_by_arm: Mapping[str, int],
     events_by_arm: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
-    control_key, arm_key = (
-        f"{experiment}={compared_arm['arm']}" for compared_arm in (arms[0], arm)
-    )
+    control_key, arm_key = (f"{experiment}={compared_arm['arm']}" for compared_arm in (arms[0], arm))
     control_counts, arm_counts = events_by_arm.get(control_key, {}), events_by_arm.get(arm_key, {})
     figures_by_event = {}
     for event_name in sorted({*control_counts, *arm_counts}):
@@ -520,9 +502,7 @@ def _arm_row(
             )
         figures_by_event[event_name] = {
             "count": count_and_requests[0],
-            "rate": count_and_requests[0] / count_and_requests[1]
-            if count_and_requests[1]
-            else None,
+            "rate": count_and_requests[0] / count_and_requests[1] if count_and_requests[1] else None,
             "ratio": None if ratio is None else ratio._asdict(),
         }
     return {**arm, "requests": requests_by_arm.get(arm_key, 0), "events": figures_by_event}
@@ -556,20 +536,14 @@ def _well_sentence(body: Body) -> str:
         _live_generation(body),
         _share_of_sources(body["lately"]["answers"], STORED_SOURCES),
     )
-    sentence_parts = [
-        f"generation {live_generation} is live on {_count_text(len(body['replicas']), 'replica')}"
-    ]
+    sentence_parts = [f"generation {live_generation} is live on {_count_text(len(body['replicas']), 'replica')}"]
     if cache_share is not None:
-        sentence_parts.append(
-            f"{cache_share:.1%} of the answers of the last minutes came from cache"
-        )
+        sentence_parts.append(f"{cache_share:.1%} of the answers of the last minutes came from cache")
     return f"All is well: {' and '.join(sentence_parts)}."
 
 
 def _live_generation(body: Body) -> str | None:
-    return next(
-        (replica["generation"] for replica in body["replicas"] if replica["generation"]), None
-    )
+    return next((replica["generation"] for replica in body["replicas"] if replica["generation"]), None)
 
 
 def _share_of_sources(answers_by_source: Mapping[str, int], sources: Sequence[str]) -> float | None:
@@ -588,9 +562,7 @@ def _count_text(n: int, noun: str) -> str:
 def _check_ready(body: Body) -> Iterator[Finding]:
     unready_replicas = [replica for replica in body["replicas"] if not replica["ready"]]
     if unready_replicas:
-        failure_text = next(
-            (replica["failed"] for replica in unready_replicas if replica["failed"]), "see /readyz"
-        )
+        failure_text = next((replica["failed"] for replica in unready_replicas if replica["failed"]), "see /readyz")
         replica_of_other_store = next(
             (
                 unready_replica["replica"]
@@ -608,9 +580,7 @@ def _check_ready(body: Body) -> Iterator[Finding]:
             advice = "Publish a generation: larder night."
         else:
             replica_name = unready_replicas[0]["replica"]
-            advice = (
-                f"Look at the log of {replica_name}; larder roll-back returns to the last good one."
-            )
+            advice = f"Look at the log of {replica_name}; larder roll-back returns to the last good one."
         share_text = f"{len(unready_replicas)} of {_count_text(len(body['replicas']), 'replica')}"
         yield Finding("bad", f"{share_text} cannot be asked: {failure_text.rstrip('.')}.", advice)
 
@@ -623,9 +593,7 @@ def _check_redis(body: Body) -> Iterator[Finding]:
             "defaults, and these figures are of one worker alone.",
             "Start Redis again or repair the network; if it came back empty, run larder restore.",
         )
-    elif open_breaker_count := body["breakers"].get("open", 0) + body["breakers"].get(
-        "half_open", 0
-    ):
+    elif open_breaker_count := body["breakers"].get("open", 0) + body["breakers"].get("half_open", 0):
         yield Finding(
             "bad",
             f"{_count_text(open_breaker_count, 'worker')} left Redis alone after failures (breaker open).",
@@ -662,11 +630,7 @@ def _stale_reasons(body: Body) -> set[str]:
 def _check_missing(body: Body) -> Iterator[Finding]:
     schedule = body["schedule"]
     if schedule["missing"] and _live_generation(body) is not None:
-        age_text = (
-            ""
-            if schedule["age_s"] is None
-            else f": what is served is {_age_text(schedule['age_s'])} old"
-        )
+        age_text = "" if schedule["age_s"] is None else f": what is served is {_age_text(schedule['age_s'])} old"
         yield Finding(
             "bad",
             f"The last night brought no generation{age_text}.",
@@ -690,21 +654,13 @@ def _check_failed(body: Body) -> Iterator[Finding]:
 def _check_refused(body: Body) -> Iterator[Finding]:
     # One of the live one's cut is no older, wherever its digest sorts it.
     live_cut = (_live_generation(body) or "")[:CUT_CHARS]
-    refused_generations = (
-        generation for generation in body["generations"] if generation["state"] == "refused"
-    )
+    refused_generations = (generation for generation in body["generations"] if generation["state"] == "refused")
     newest_refused = next(
-        (
-            generation
-            for generation in refused_generations
-            if generation["generation"][:CUT_CHARS] >= live_cut
-        ),
+        (generation for generation in refused_generations if generation["generation"][:CUT_CHARS] >= live_cut),
         None,
     )
     if newest_refused is not None:
-        failed_rules = [
-            gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"
-        ]
+        failed_rules = [gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"]
         yield Finding(
             "warn",
             f"Generation {newest_refused['generation']} was refused by {', '.join(failed_rules) or 'a gate'}, "
@@ -714,9 +670,7 @@ def _check_refused(body: Body) -> Iterator[Finding]:
 
 
 def _check_apart(body: Body) -> Iterator[Finding]:
-    served_generations = sorted(
-        {replica["generation"] for replica in body["replicas"] if replica["generation"]}
-    )
+    served_generations = sorted({replica["generation"] for replica in body["replicas"] if replica["generation"]})
     if len(served_generations) > 1:
         yield Finding(
             "warn",
@@ -735,9 +689,7 @@ def _check_fallback(body: Body) -> Iterator[Finding]:
             key=lambda reason_and_count: reason_and_count[1],
             default=None,
         )
-        cause_text = (
-            "" if top_reason_and_count is None else f", mostly because of {top_reason_and_count[0]}"
-        )
+        cause_text = "" if top_reason_and_count is None else f", mostly because of {top_reason_and_count[0]}"
         yield Finding(
             level,
             f"{recent_share:.1%} of the answers are from the previous generation or defaults ({earlier_share:.1%} "
@@ -751,11 +703,7 @@ def _check_hits(body: Body) -> Iterator[Finding]:
         _share_of_sources(body["lately"]["answers"], STORED_SOURCES),
         _share_of_sources(body["earlier"]["answers"], STORED_SOURCES),
     )
-    if (
-        recent_share is not None
-        and earlier_share is not None
-        and earlier_share - recent_share >= HIT_RATE_DROP
-    ):
+    if recent_share is not None and earlier_share is not None and earlier_share - recent_share >= HIT_RATE_DROP:
         yield Finding(
             "warn",
             f"The hit rate fell to {recent_share:.1%} from {earlier_share:.1%}.",
@@ -764,9 +712,7 @@ def _check_hits(body: Body) -> Iterator[Finding]:
 
 
 def _check_degraded(body: Body) -> Iterator[Finding]:
-    degraded_reasons = sorted(
-        {replica["degraded"] for replica in body["replicas"] if replica["degraded"]}
-    )
+    degraded_reasons = sorted({replica["degraded"] for replica in body["replicas"] if replica["degraded"]})
     if degraded_reasons:
         yield Finding(
             "warn",
@@ -829,9 +775,7 @@ def _check_events(body: Body) -> Iterator[Finding]:
             "minutes.",
             _STREAM_ADVICE,
         )
-    elif (
-        stream_share := _share(event_fields["stream_bytes"], event_fields["stream_max_bytes"])
-    ) >= STREAM_WARN:
+    elif (stream_share := _share(event_fields["stream_bytes"], event_fields["stream_max_bytes"])) >= STREAM_WARN:
         yield Finding("warn", f"The stream of events is {stream_share:.0%} full.", _STREAM_ADVICE)
     if EVENTS_BEHIND in _stale_reasons(body):
         memory_share = _share(event_fields["held_bytes"], event_fields["held_max_bytes"])

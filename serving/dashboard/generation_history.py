@@ -49,9 +49,7 @@ _UNKNOWN_FIELDS: Mapping[str, Any] = {
 class GenerationHistory:
     """History of generations and nights, for one thread at a time; `read_releases` returns the records, or raises."""
 
-    def __init__(
-        self, store: ArtefactStore, read_releases: Callable[[], Sequence[Release]]
-    ) -> None:
+    def __init__(self, store: ArtefactStore, read_releases: Callable[[], Sequence[Release]]) -> None:
         self._store = store
         self._read_releases = read_releases
         self._facts_by_generation: dict[str, GenerationFacts] = {}
@@ -91,12 +89,7 @@ class GenerationHistory:
 
     def _read_facts(self, generation_name: str, state: str | None) -> GenerationFacts | None:
         earlier_facts = self._facts_by_generation.get(generation_name)
-        if (
-            earlier_facts is not None
-            and earlier_facts.state == state
-            and state not in _BUSY_STATES
-            and state != "live"
-        ):
+        if earlier_facts is not None and earlier_facts.state == state and state not in _BUSY_STATES and state != "live":
             return earlier_facts
         try:
             manifest = read_manifest(self._store, generation_name)
@@ -111,9 +104,7 @@ class GenerationHistory:
     def _read_step_times(self, generation_name: str) -> Iterable[tuple[str, float, float]]:
         for step in STEPS_TIMED_APART:
             with suppress(LarderError, OSError, ValueError, TypeError, KeyError):
-                report_bytes = self._store.read(
-                    generation_path(generation_name, f"times/{step}.json")
-                )
+                report_bytes = self._store.read(generation_path(generation_name, f"times/{step}.json"))
                 if report_bytes is not None:
                     step_times = orjson.loads(report_bytes)
                     yield step, float(step_times["began_at"]), float(step_times["seconds"])
@@ -122,35 +113,21 @@ class GenerationHistory:
 def _build_facts(
     state: str | None, manifest: Manifest, step_times: Sequence[tuple[str, float, float]]
 ) -> GenerationFacts:
-    seconds_by_step = dict(manifest.timings) | {
-        step: step_seconds for step, _, step_seconds in step_times
-    }
+    seconds_by_step = dict(manifest.timings) | {step: step_seconds for step, _, step_seconds in step_times}
     reuse = Reuse.of(manifest.facts)
-    seconds_before_seal = sum(
-        step_seconds for step, step_seconds in manifest.timings.items() if step != "verify"
-    )
+    seconds_before_seal = sum(step_seconds for step, step_seconds in manifest.timings.items() if step != "verify")
     return GenerationFacts(
         state,
         {
             "data_until": manifest.data_until,
-            "bytes": sum(
-                artefact.size_bytes for artefact in (*manifest.artefacts(), *manifest.pages())
-            ),
-            "records": sum(
-                table_part.count
-                for table in manifest.stored_tables.values()
-                for table_part in table.parts
-            ),
+            "bytes": sum(artefact.size_bytes for artefact in (*manifest.artefacts(), *manifest.pages())),
+            "records": sum(table_part.count for table in manifest.stored_tables.values() for table_part in table.parts),
             "gates": [_gate_row(gate) for gate in manifest.gates],
             "remarks": [str(remark) for remark in manifest.facts.get("remarks", [])],
             "events_until": None if manifest.events is None else manifest.events.until,
         },
         manifest.created_at - seconds_before_seal,
-        [
-            {"step": step, "seconds": round(seconds_by_step[step], 3)}
-            for step in NIGHT_STEPS
-            if step in seconds_by_step
-        ],
+        [{"step": step, "seconds": round(seconds_by_step[step], 3)} for step in NIGHT_STEPS if step in seconds_by_step],
         None if reuse is None else reuse.to_json(),
     )
 
@@ -170,9 +147,7 @@ def _state_and_reason(
     own_releases = [release for release in releases if release.generation == generation_name]
     reason = next((release.reason for release in reversed(own_releases) if release.reason), None)
     if registry_row is not None:
-        return str(registry_row.get("state")), str(registry_row["reason"]) if registry_row.get(
-            "reason"
-        ) else reason
+        return str(registry_row.get("state")), str(registry_row["reason"]) if registry_row.get("reason") else reason
     return _proven_states(releases).get(generation_name), reason
 
 
@@ -211,11 +186,7 @@ def _generation_row(
 ) -> dict[str, Any]:
     """Return a generation's row without its role, which the caller adds, as it knows the held generations."""
     last_move = next(
-        (
-            release
-            for release in reversed(releases)
-            if release.generation == generation_name and _is_move(release)
-        ),
+        (release for release in reversed(releases) if release.generation == generation_name and _is_move(release)),
         None,
     )
     return {
@@ -223,9 +194,7 @@ def _generation_row(
         "state": state,
         "epoch": None if last_move is None else last_move.epoch,
         "role": None,
-        "published_at": None
-        if last_move is None
-        else publication_time(releases, generation_name) or last_move.at,
+        "published_at": None if last_move is None else publication_time(releases, generation_name) or last_move.at,
         **(_UNKNOWN_FIELDS if facts is None else facts.document_fields),
         "reason": reason,
     }

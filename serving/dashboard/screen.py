@@ -40,9 +40,7 @@ def _verdict_panel(body: DashboardBody) -> Panel:
     verdict_lines += verdict.get("also", [])
     time_text = f"{datetime.fromtimestamp(body['now'], UTC):%H:%M:%S} UTC"
     title = f"Larder {time_text}" + ("" if body["whole"] else ", this worker alone")
-    return Panel(
-        Text("\n".join(verdict_lines)), title=title, border_style=_COLOUR_BY_LEVEL[verdict["level"]]
-    )
+    return Panel(Text("\n".join(verdict_lines)), title=title, border_style=_COLOUR_BY_LEVEL[verdict["level"]])
 
 
 def _sources_table(body: DashboardBody) -> Table:
@@ -67,11 +65,7 @@ def _sources_table(body: DashboardBody) -> Table:
 def _replicas_table(body: DashboardBody) -> Table:
     table = Table("replica", "workers", "generation", "ready", "notes", "seen", expand=True)
     for replica in body["replicas"]:
-        notes = [
-            str(replica[field_name])
-            for field_name in ("failed", "stale", "degraded")
-            if replica[field_name]
-        ]
+        notes = [str(replica[field_name]) for field_name in ("failed", "stale", "degraded") if replica[field_name]]
         table.add_row(
             str(replica["replica"]), str(replica["workers"]), replica["generation"] or "-",
             "yes" if replica["ready"] else "NO", ", ".join(notes) or "-", f"{replica['seen_s']:.0f} s",
@@ -83,17 +77,11 @@ def _generations_table(body: DashboardBody) -> Table:
     read_at = body.get("generations_at")
     age_s = 0.0 if read_at is None else body["now"] - read_at
     title = f"generations as of {age_s:,.0f} s ago" if age_s >= _TABLE_OLD_S else None
-    table = Table(
-        "generation", "state", "role", "gates", "size", "records", expand=True, title=title
-    )
+    table = Table("generation", "state", "role", "gates", "size", "records", expand=True, title=title)
     for generation in body["generations"][:_SHOWN_GENERATIONS_MAX]:
         failed_rules = [gate["rule"] for gate in generation["gates"] if gate["verdict"] == "failed"]
-        unjudged_count = sum(
-            gate["value"] is None for gate in generation["gates"]
-        )  # nothing to judge by
-        gates_text = (
-            f"{len(generation['gates']) - unjudged_count} passed" if generation["gates"] else "-"
-        )
+        unjudged_count = sum(gate["value"] is None for gate in generation["gates"])  # nothing to judge by
+        gates_text = f"{len(generation['gates']) - unjudged_count} passed" if generation["gates"] else "-"
         gates_text += f", {unjudged_count} not judged" if unjudged_count else ""
         table.add_row(
             generation["generation"], generation["state"] or "-", generation["role"] or "-",
@@ -104,12 +92,8 @@ def _generations_table(body: DashboardBody) -> Table:
 
 
 def _misses_line(body: DashboardBody) -> str:
-    top_misses = sorted(
-        body["lately"]["misses"].items(), key=lambda name_and_count: -name_and_count[1]
-    )[:6]
-    return "misses: " + (
-        ", ".join(f"{miss_reason} {n:,}" for miss_reason, n in top_misses) or "none"
-    )
+    top_misses = sorted(body["lately"]["misses"].items(), key=lambda name_and_count: -name_and_count[1])[:6]
+    return "misses: " + (", ".join(f"{miss_reason} {n:,}" for miss_reason, n in top_misses) or "none")
 
 
 def _state_line(body: DashboardBody) -> str:
@@ -164,6 +148,5 @@ def draw_sparkline(series_values: Sequence[float]) -> str:
     """Draw a sparkline: one block per value, its height relative to the largest value."""
     largest_value = max(series_values, default=0) or 1
     return "".join(
-        _SPARK_BLOCKS[round((len(_SPARK_BLOCKS) - 1) * series_value / largest_value)]
-        for series_value in series_values
+        _SPARK_BLOCKS[round((len(_SPARK_BLOCKS) - 1) * series_value / largest_value)] for series_value in series_values
     )

@@ -69,9 +69,7 @@ class Dashboard:
                 "events": _call_provider(events),
             }
 
-        self.publisher = MetricsPublisher(
-            control, worker_name, clock, read_counts, read_full_worker_state
-        )
+        self.publisher = MetricsPublisher(control, worker_name, clock, read_counts, read_full_worker_state)
         self.advisor, self.quality = advisor, quality
         self._list_experiments = list_experiments
         self._fleet = FleetView(control, self.publisher, bucket_bounds, clock, timer)
@@ -96,13 +94,9 @@ class Dashboard:
             # One reading for all who look, which nobody's leaving or time-out ends: two at once would mix their bins.
             if self._read_task is None or self._read_task.done():
                 self._read_task = asyncio.create_task(self._read())
-            finished_tasks, _ = await asyncio.wait(
-                {reading := self._read_task}, timeout=DATA_WAIT_MAX_S
-            )
+            finished_tasks, _ = await asyncio.wait({reading := self._read_task}, timeout=DATA_WAIT_MAX_S)
             if not finished_tasks:
-                raise Problem(
-                    503, "overloaded", f"the dashboard was not made within {DATA_WAIT_MAX_S:g} s"
-                )
+                raise Problem(503, "overloaded", f"the dashboard was not made within {DATA_WAIT_MAX_S:g} s")
             reading.result()
         return self._document_body
 

@@ -100,9 +100,7 @@ def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[
     from cache.process.console import SafeConsole
     from serving.dashboard.screen import draw_screen
 
-    with Live(
-        draw_screen(body), console=SafeConsole(), screen=True, auto_refresh=False
-    ) as live_display:
+    with Live(draw_screen(body), console=SafeConsole(), screen=True, auto_refresh=False) as live_display:
         while True:
             live_display.refresh()
             time.sleep(every_s)
@@ -120,15 +118,11 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
         description="The dashboard of a running service, in a terminal.",
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
-    parser.add_argument(
-        "--token", default=os.environ.get("LARDER_TOKEN", ""), help="default: LARDER_TOKEN"
-    )
+    parser.add_argument("--token", default=os.environ.get("LARDER_TOKEN", ""), help="default: LARDER_TOKEN")
     add_tls_options(parser)
     parser.add_argument("--once", action="store_true", help="print and exit")
     parser.add_argument("--json", action="store_true", help="once, for programs")
-    parser.add_argument(
-        "--every", type=_parse_interval, default=2.0, help="seconds, default %(default)s"
-    )
+    parser.add_argument("--every", type=_parse_interval, default=2.0, help="seconds, default %(default)s")
     return parser
 
 

@@ -56,9 +56,7 @@ class RequestContext:
         excluded_ordinals = self._ordinals_by_generation.get(snapshot.generation)
         if excluded_ordinals is None:
             ordinals = snapshot.numbers_of(self.options.exclude)
-            excluded_ordinals = self._ordinals_by_generation[snapshot.generation] = frozenset(
-                ordinals.tolist()
-            )
+            excluded_ordinals = self._ordinals_by_generation[snapshot.generation] = frozenset(ordinals.tolist())
         return excluded_ordinals
 
     def set_filter_mask(self, snapshot: Snapshot, filter_mask: FilterMask) -> None:
@@ -80,18 +78,14 @@ class RequestContext:
     def reranking_names(self, snapshot: Snapshot) -> str | None:
         """Return the names of the re-ranking's parts for the answer; None if the order was not changed."""
         rerank = self.options.rerank
-        return (
-            rerank.part_names
-            if rerank and snapshot.generation in self._reranker_by_generation
-            else None
-        )
+        return rerank.part_names if rerank and snapshot.generation in self._reranker_by_generation else None
 
     def can_reshape(self, snapshot: Snapshot) -> bool:
         """True if a list of this generation can be filtered and re-ranked as the request asks."""
         options = self.options
-        return (
-            options.filter is None or snapshot.generation in self._filter_mask_by_generation
-        ) and (options.rerank is None or snapshot.generation in self._reranker_by_generation)
+        return (options.filter is None or snapshot.generation in self._filter_mask_by_generation) and (
+            options.rerank is None or snapshot.generation in self._reranker_by_generation
+        )
 
 
 SearchResult = tuple[NDArray[np.uint32], NDArray[np.float32]]
@@ -137,17 +131,13 @@ class AnswerBuilder:
             exclusions += (pending.history_in(snapshot).item_numbers,)
         current_values, entity_id = snapshot.changed_facets.get(table.name), pending.entity.raw
         if current_values is not None and entity_id is not None and record.items is not None:
-            outdated_ordinals = record.items[
-                ~current_values.mask_having_text(entity_id.decode(), record.items)
-            ]
+            outdated_ordinals = record.items[~current_values.mask_having_text(entity_id.decode(), record.items)]
             exclusions += (frozenset(outdated_ordinals.tolist()),)
         exclusions += self._newer_event_items(pending, snapshot, source)
         filter_mask, reranker = context.filter_mask(snapshot), context.reranker(snapshot)
         if not context.can_reshape(snapshot):
             return
-        prediction = prediction_from_record(
-            snapshot, table, record, pending.k, exclusions, filter_mask, reranker
-        )
+        prediction = prediction_from_record(snapshot, table, record, pending.k, exclusions, filter_mask, reranker)
         if record.items is not None:
             left_item_count = len(prediction["items"])
             lacks_history = (
@@ -157,9 +147,7 @@ class AnswerBuilder:
                 and pending.counted_events is None
                 and not pending.entity.history
             )
-            if filter_mask is not None and may_have_more_items(
-                prediction, record, table, lacks_history=lacks_history
-            ):
+            if filter_mask is not None and may_have_more_items(prediction, record, table, lacks_history=lacks_history):
                 pending.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
                 pending.partial = PartialList(
@@ -174,16 +162,12 @@ class AnswerBuilder:
                 return
             # What a re-ranking leaves out, no other list of the same items would have more of.
             required_count = min_items if reranker is None else 1
-            is_used_up = left_item_count == 0 or left_item_count < min(
-                required_count, len(record.items)
-            )
+            is_used_up = left_item_count == 0 or left_item_count < min(required_count, len(record.items))
             if filter_mask is None and is_used_up and not pending.is_answered_by_night(record):
                 pending.reason = MissReason.EXHAUSTED
                 return
         producer = "live" if record.live else "batch"
-        self._complete_answer(
-            pending, prediction, snapshot, source, producer, context, record.answer_flags
-        )
+        self._complete_answer(pending, prediction, snapshot, source, producer, context, record.answer_flags)
         self._offer_to_sampler(pending, snapshot, source, producer, exclusions, context)
 
     def answer_from_search(
@@ -203,30 +187,22 @@ class AnswerBuilder:
         prediction = build_list(snapshot, *search_result, pending.k, context.reranker(snapshot))
         self._complete_answer(pending, prediction, snapshot, source, producer, context, flag_fields)
 
-    def answer_partial(
-        self, pending: PendingAnswer, snapshot: Snapshot, context: RequestContext
-    ) -> None:
+    def answer_partial(self, pending: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> None:
         """Answer with the items of a list that pass the filter; `short` and the reason say that more items may pass."""
         if pending.partial is None:
             self.answer_by_default(pending, snapshot, context)
             return
         # Of the generation that the list is of, which may be the previous one, and that numbers items in its own way.
-        prediction, list_snapshot, source, producer, filter_mask, flag_fields, seen_ordinals = (
-            pending.partial
-        )
+        prediction, list_snapshot, source, producer, filter_mask, flag_fields, seen_ordinals = pending.partial
         excluded_ordinals = (
             left_out_ordinals(pending, list_snapshot, context)
             if list_snapshot is snapshot
             else _left_out_of_previous(pending, list_snapshot, context, seen_ordinals)
         )
         prediction["short"] = _is_short(filter_mask, excluded_ordinals, pending.k)
-        self._complete_answer(
-            pending, prediction, list_snapshot, source, producer, context, flag_fields
-        )
+        self._complete_answer(pending, prediction, list_snapshot, source, producer, context, flag_fields)
 
-    def answer_by_default(
-        self, pending: PendingAnswer, snapshot: Snapshot, context: RequestContext
-    ) -> None:
+    def answer_by_default(self, pending: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> None:
         """Answer with the table's defaults, which are the same for all users."""
         pending.reason = pending.reason or MissReason.NOT_IN_GENERATION
         seen_ordinals = frozenset(pending.find_seen_ordinals(snapshot).tolist())
@@ -247,22 +223,14 @@ class AnswerBuilder:
             context.reranker(snapshot),
         )
         if filter_mask is not None:
-            prediction["short"] = _is_short(
-                filter_mask, left_out_ordinals(pending, snapshot, context), pending.k
-            )
+            prediction["short"] = _is_short(filter_mask, left_out_ordinals(pending, snapshot, context), pending.k)
         producer = "defaults" if pending.table.name in snapshot.defaults else None
         self._complete_answer(pending, prediction, snapshot, Source.DEFAULT, producer, context, {})
 
     @staticmethod
-    def _newer_event_items(
-        pending: PendingAnswer, snapshot: Snapshot, source: Source
-    ) -> Exclusions:
+    def _newer_event_items(pending: PendingAnswer, snapshot: Snapshot, source: Source) -> Exclusions:
         """Return the items of newer events, for a list that was made without them."""
-        if (
-            pending.counted_events is None
-            or pending.table.kind != "topk"
-            or _counts_newer_events(pending, source)
-        ):
+        if pending.counted_events is None or pending.table.kind != "topk" or _counts_newer_events(pending, source):
             return ()
         return (frozenset(snapshot.numbers_of(pending.counted_events.items).tolist()),)
 
@@ -278,25 +246,19 @@ class AnswerBuilder:
     ) -> None:
         table = pending.table.name
         # Of a history that only kept items out of a list of the night, nothing was used to compute.
-        is_history_used = (
-            pending.counted_events is None or pending.counted_events.counts_sent
-        ) and (producer == "live" or pending.live_reason == LiveReason.NO_USABLE_INPUT)
+        is_history_used = (pending.counted_events is None or pending.counted_events.counts_sent) and (
+            producer == "live" or pending.live_reason == LiveReason.NO_USABLE_INPUT
+        )
         dropped_count = 0
         if is_history_used:
             unknown_by_live = pending.unknown_id_count if source is Source.LIVE else None
             dropped_count = (
-                pending.history_in(snapshot).unknown_id_count
-                if unknown_by_live is None
-                else unknown_by_live
+                pending.history_in(snapshot).unknown_id_count if unknown_by_live is None else unknown_by_live
             )
         if (counted_events := pending.counted_events) is not None:
             if counted_events.is_approximate or not _counts_newer_events(pending, source):
                 flag_fields = {"approximate": True, **flag_fields}
-            if (
-                pending.reason is not None
-                and pending.reason.traits.is_nowhere
-                and not pending.is_settled
-            ):
+            if pending.reason is not None and pending.reason.traits.is_nowhere and not pending.is_settled:
                 pending.reason = MissReason.NEWER_EVENTS
         if pending.is_before_night:
             flag_fields = {"approximate": True, **flag_fields}
@@ -323,9 +285,7 @@ class AnswerBuilder:
         self._metrics.answered(table, source, self._timer() - context.started)
         if source not in STORED_SOURCES:
             entity_key, reason = pending.record_key.key, pending.reason
-            counted_reason = self._observer.classify_miss(
-                snapshot.generation, table, entity_key, reason
-            )
+            counted_reason = self._observer.classify_miss(snapshot.generation, table, entity_key, reason)
             self._metrics.missed(table, counted_reason)
         elif source is Source.L2:
             self._observer.count_read(
@@ -349,15 +309,8 @@ class AnswerBuilder:
         Reused near answers have a measure of their own.
         """
         is_near = pending.near is not None and source is Source.LIVE
-        has_new_items = bool(pending.new_items) and (
-            source is Source.LIVE or pending.names_new_items
-        )
-        if (
-            context.options.is_reshaped
-            or is_near
-            or has_new_items
-            or pending.counted_events is not None
-        ):
+        has_new_items = bool(pending.new_items) and (source is Source.LIVE or pending.names_new_items)
+        if context.options.is_reshaped or is_near or has_new_items or pending.counted_events is not None:
             return
         sampler = self._observer.sampler
         sampler.countdown -= 1
@@ -366,9 +319,7 @@ class AnswerBuilder:
         sampler.draw_indices(1)
         entity_id = pending.entity.raw
         if entity_id is not None:
-            sent_input = (
-                pending.live_input if producer == "live" and pending.entity.has_input else None
-            )
+            sent_input = pending.live_input if producer == "live" and pending.entity.has_input else None
             sampler.put(AnswerSample(
                 snapshot.generation, pending.table.name, entity_id, source, producer, self._clock(),
                 fields=pending.answer, caller_input=sent_input, exclusions=exclusions,
@@ -380,14 +331,10 @@ def _counts_newer_events(pending: PendingAnswer, source: Source) -> bool:
     return not pending.is_settled and source not in FALLBACK_SOURCES
 
 
-def left_out_ordinals(
-    pending: PendingAnswer, snapshot: Snapshot, context: RequestContext
-) -> NDArray[np.int64]:
+def left_out_ordinals(pending: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> NDArray[np.int64]:
     """Return the ordinals int64 that a list leaves out, the user's history included."""
     excluded_ordinals = (
-        context.excluded_ordinals(snapshot)
-        | pending.history_in(snapshot).item_numbers
-        | snapshot.blocked
+        context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers | snapshot.blocked
     )
     if (own_ordinal := pending.own_ordinal) is not None:  # no item is similar to itself
         excluded_ordinals |= {own_ordinal}
@@ -396,9 +343,7 @@ def left_out_ordinals(
     if snapshot.new_items:  # those that this answer does not name
         nameable_count = snapshot.items.count + len(pending.new_items)
         excluded_ordinals |= frozenset(range(nameable_count, snapshot.nameable_item_count))
-    ordinals = np.concatenate(
-        [np.array(sorted(excluded_ordinals), np.int64), pending.find_seen_ordinals(snapshot)]
-    )
+    ordinals = np.concatenate([np.array(sorted(excluded_ordinals), np.int64), pending.find_seen_ordinals(snapshot)])
     return ordinals[ordinals >= 0]  # of what is excluded some may be no items
 
 
@@ -419,9 +364,7 @@ def _left_out_of_previous(
         excluded_ordinals |= frozenset(previous.numbers_of((pending.entity.raw,)).tolist())
     if pending.counted_events is not None:
         excluded_ordinals |= frozenset(previous.numbers_of(pending.counted_events.items).tolist())
-    excluded_ordinals |= frozenset(
-        range(previous.items.count, previous.nameable_item_count)
-    )  # it names no new item
+    excluded_ordinals |= frozenset(range(previous.items.count, previous.nameable_item_count))  # it names no new item
     return np.array([ordinal for ordinal in sorted(excluded_ordinals) if ordinal >= 0], np.int64)
 
 

@@ -63,9 +63,7 @@ class RecentNames(deque[EntityName]):
         """Return the entities added since the last call, as far as they are still remembered."""
         entity_names = list(self.all_names())
         new_count = (
-            entity_names[::-1].index(_REPORT_BOUNDARY)
-            if _REPORT_BOUNDARY in entity_names
-            else len(entity_names)
+            entity_names[::-1].index(_REPORT_BOUNDARY) if _REPORT_BOUNDARY in entity_names else len(entity_names)
         )
         if new_count:
             self.append(_REPORT_BOUNDARY)
@@ -105,8 +103,7 @@ class AnswerSample(NamedTuple):
             *_values_of(sent_input.features),
         )
         object_count = sum(
-            len(sampled_value) if hasattr(sampled_value, "__len__") else 1
-            for sampled_value in sampled_parts
+            len(sampled_value) if hasattr(sampled_value, "__len__") else 1 for sampled_value in sampled_parts
         )
         return sum(map(len, byte_texts)) + _OBJECT_BYTES * object_count
 
@@ -183,9 +180,7 @@ class AnswerSampler:
 class AnswerObserver:
     """Observer of answers, for the event loop of one process only: reasons of misses, and hooks for other observers."""
 
-    def __init__(
-        self, l1_misses: L1Misses, eviction_history: EvictionHistory | None = None
-    ) -> None:
+    def __init__(self, l1_misses: L1Misses, eviction_history: EvictionHistory | None = None) -> None:
         self.sampler = AnswerSampler(0)
         """Sampler whose samples a feature takes out; this one samples nothing."""
         self.on_read: list[Callable[[str, str, Sequence[int | bytes]], None]] = []
@@ -195,9 +190,7 @@ class AnswerObserver:
         self._l1_misses = l1_misses
         self._eviction_history = eviction_history or EvictionHistory(slot_count=2)
 
-    def classify_miss(
-        self, generation: str, table: str, key: int | bytes, reason: MissReason | None
-    ) -> str:
+    def classify_miss(self, generation: str, table: str, key: int | bytes, reason: MissReason | None) -> str:
         """The reason by which a miss is counted: an id that the night lacks may have had a live answer for its life."""
         if reason is None:
             return MissReason.INTERNAL_ERROR
@@ -205,9 +198,7 @@ class AnswerObserver:
             return MissReason.EXPIRED
         return reason.public
 
-    def count_read(
-        self, generation: str, table: str, key: int | bytes, is_known: bool = True
-    ) -> None:
+    def count_read(self, generation: str, table: str, key: int | bytes, is_known: bool = True) -> None:
         """Counts one entity that Redis answered, so L1 did not; `is_known` to the night."""
         self._l1_misses.add(table, {self._eviction_history.find_reason(generation, table, key): 1})
         if is_known:

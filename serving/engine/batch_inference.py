@@ -21,9 +21,7 @@ from serving.engine.micro_batcher import (
 from serving.requests.reasons import LiveReason
 
 _PrepareInputs = Callable[[], Sequence[PreparedInput | InvalidInput | None]]
-_PredictRecords = Callable[
-    [Sequence[InferenceJob], Sequence[PreparedInput]], Sequence[ComputedRecord]
-]
+_PredictRecords = Callable[[Sequence[InferenceJob], Sequence[PreparedInput]], Sequence[ComputedRecord]]
 
 
 class BatchInference:
@@ -58,17 +56,11 @@ def compute(
     if predictor is None:
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
-    def predict(
-        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
-    ) -> Sequence[ComputedRecord]:
+    def predict(batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]) -> Sequence[ComputedRecord]:
         fingerprints = [job.fingerprint for job in batch_jobs]
-        records = predictor.predict(
-            table, batch, fingerprints, scored_at, blocked=snapshot.blocked_ordinals
-        )
+        records = predictor.predict(table, batch, fingerprints, scored_at, blocked=snapshot.blocked_ordinals)
         predicted_rows = zip(records, batch, strict=True)
-        return [
-            ComputedRecord(record, prepared.unknown_id_count) for record, prepared in predicted_rows
-        ]
+        return [ComputedRecord(record, prepared.unknown_id_count) for record, prepared in predicted_rows]
 
     if reuse is not None and reuse.covers(snapshot, table):
         return run_in_halves(
@@ -86,9 +78,7 @@ def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list
     if predictor is None:
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
-    def predict(
-        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
-    ) -> Sequence[ComputedRecord]:
+    def predict(batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]) -> Sequence[ComputedRecord]:
         list_search, vectors = predictor.search(table), predictor.vectors(batch)
         metric, layout = list_search.searcher.metric, snapshot.manifest.tables[table].layout
         night_lists = list_search.lists(batch, vectors, snapshot.blocked_ordinals)
@@ -101,14 +91,10 @@ def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list
         merged_night_lists = merge_new_items(
             night_lists, vectors, [job.eligible_new_items for job in batch_jobs], metric, layout
         )
-        records = predictor.lists(
-            table, merged_night_lists, [job.fingerprint for job in batch_jobs], scored_at
-        )
+        records = predictor.lists(table, merged_night_lists, [job.fingerprint for job in batch_jobs], scored_at)
         predicted_rows = zip(records, batch, records_without_new, strict=True)
         return [
-            ComputedRecord(
-                record, prepared.unknown_id_count, record_without_new_items=record_without_new
-            )
+            ComputedRecord(record, prepared.unknown_id_count, record_without_new_items=record_without_new)
             for record, prepared, record_without_new in predicted_rows
         ]
 

@@ -109,9 +109,7 @@ class PostedLookups:
         if id_batch is None:
             if form != _JSON_FORMS:
                 return None
-            return await self._answer_from_ladder(
-                scope, body, table.name, deadline_s, served, started
-            )
+            return await self._answer_from_ladder(scope, body, table.name, deadline_s, served, started)
         if is_k_too_large(table, id_batch.k):
             return None
         try:
@@ -122,9 +120,7 @@ class PostedLookups:
         options = RequestOptions(self._service.limits.deadline_ms / 1000, id_batch.k)
         options = tighten_deadline(options, deadline_s)
         batch_request = BatchRequest(served, table, id_batch.raws, options, started)
-        answer_batch = (
-            self.batches.answer_arrow if form.response_form == "arrow" else self.batches.answer_json
-        )
+        answer_batch = self.batches.answer_arrow if form.response_form == "arrow" else self.batches.answer_json
         return await answer_batch(batch_request)
 
     def _parse_id_batch(self, scope: RequestScope, body: bytes, form: BodyForm) -> IdBatch | None:
@@ -136,9 +132,7 @@ class PostedLookups:
         except Problem:
             return None
         return (
-            id_batch_from_stream(parsed_body)
-            if form == "arrow"
-            else id_batch_from_json(parsed_body, limits.max_batch)
+            id_batch_from_stream(parsed_body) if form == "arrow" else id_batch_from_json(parsed_body, limits.max_batch)
         )
 
     async def _answer_from_ladder(
@@ -152,9 +146,7 @@ class PostedLookups:
     ) -> bytes | None:
         service, limits = self._service, self._service.limits
         try:
-            request = await run_in_thread_if_large(
-                body, lambda: lookup_from_body(scope, body, "json", table, limits)
-            )
+            request = await run_in_thread_if_large(body, lambda: lookup_from_body(scope, body, "json", table, limits))
             # No namespace but the own one is known here.
             if request.options.arm is not None or request.options.generation is not None:
                 return None
@@ -197,9 +189,7 @@ class BatchLookups:
                 lookup, batch_answers, slice(slice_start, slice_start + _ANSWERS_PER_SLICE)
             )
         if batch_answers.answers:
-            text_by_index = dict(
-                zip(batch_answers.answer_indices.tolist(), json_texts, strict=True)
-            )
+            text_by_index = dict(zip(batch_answers.answer_indices.tolist(), json_texts, strict=True))
             for request_index, answer in batch_answers.answers.items():
                 text_by_index[request_index] = orjson.dumps(answer, option=JSON_OPTIONS)
             json_texts = [text_by_index[request_index] for request_index in range(len(lookup.raws))]
@@ -212,11 +202,7 @@ class BatchLookups:
         for slice_start in range(0, len(batch_answers.answer_indices), _ANSWERS_PER_SLICE):
             if slice_start:
                 await self._yield_before_deadline(lookup)
-            id_slices.append(
-                list_items(
-                    lookup, batch_answers, slice(slice_start, slice_start + _ANSWERS_PER_SLICE)
-                )
-            )
+            id_slices.append(list_items(lookup, batch_answers, slice(slice_start, slice_start + _ANSWERS_PER_SLICE)))
         stale = self._service.follower.stale
         return render_stream(lookup, batch_answers, id_slices, self._clock(), stale)
 
@@ -234,9 +220,7 @@ class BatchLookups:
         if len(plain_indexes) == len(lookup.raws):
             return await self._resolve_stored(lookup, plain_indexes, record_keys)
         pending_by_index = {
-            request_index: _build_pending(
-                lookup, request_index, record_keys.record_key_at(request_index)
-            )
+            request_index: _build_pending(lookup, request_index, record_keys.record_key_at(request_index))
             for request_index in np.flatnonzero(~plain_mask).tolist()
         }
         if not len(plain_indexes):
@@ -251,9 +235,7 @@ class BatchLookups:
         async with asyncio.TaskGroup() as task_group:
             ladder_task = task_group.create_task(self._resolve_by_ladder(lookup, pending_by_index))
             stored_task = task_group.create_task(
-                self._resolve_stored(
-                    lookup, plain_indexes, record_keys.select(plain_indexes.tolist())
-                )
+                self._resolve_stored(lookup, plain_indexes, record_keys.select(plain_indexes.tolist()))
             )
         batch_answers = stored_task.result()
         batch_answers.answers.update(ladder_task.result())
@@ -266,9 +248,7 @@ class BatchLookups:
         hashes = hash_ids(lookup.raws, directory.seed)
         positions = directory.find_many(hashes)
         digest = live.digest_without_input(table)
-        record_keys = RecordKeys(
-            table, hashes.tolist(), fingerprints(lookup.raws), positions, digest
-        )
+        record_keys = RecordKeys(table, hashes.tolist(), fingerprints(lookup.raws), positions, digest)
         plain_mask = positions >= 0
         if live.has_blocked_entities:
             plain_mask &= [not live.blocks_entity(table, raw) for raw in lookup.raws]
@@ -279,9 +259,7 @@ class BatchLookups:
             plain_mask &= [not newer_inputs.changes(live, table, raw) for raw in lookup.raws]
         return record_keys, plain_mask
 
-    async def read_rows(
-        self, lookup: BatchRequest, record_keys: RecordKeys
-    ) -> tuple[Rows, NDArray[np.bool_]]:
+    async def read_rows(self, lookup: BatchRequest, record_keys: RecordKeys) -> tuple[Rows, NDArray[np.bool_]]:
         """Read the rows of ids that the night knows from the tiers; return also the mask of plain answers."""
         live, table = lookup.served.live, lookup.table
         deadline = None  # the tier keeps its own
@@ -303,22 +281,12 @@ class BatchLookups:
         if np.count_nonzero(plain_mask) == len(plain_mask):
             batch_answers = BatchAnswers(request_indexes, rows.records, rows.is_l2)
         else:
-            batch_answers = BatchAnswers(
-                request_indexes[plain_mask], rows.records[plain_mask], rows.is_l2[plain_mask]
-            )
-        if not (l2_count := np.count_nonzero(batch_answers.is_l2)) or l2_count == len(
-            batch_answers.is_l2
-        ):
-            self._count_tier_answers(
-                lookup, batch_answers.answer_indices, STORED_SOURCES[bool(l2_count)]
-            )
+            batch_answers = BatchAnswers(request_indexes[plain_mask], rows.records[plain_mask], rows.is_l2[plain_mask])
+        if not (l2_count := np.count_nonzero(batch_answers.is_l2)) or l2_count == len(batch_answers.is_l2):
+            self._count_tier_answers(lookup, batch_answers.answer_indices, STORED_SOURCES[bool(l2_count)])
         else:
-            self._count_tier_answers(
-                lookup, batch_answers.answer_indices[~batch_answers.is_l2], Source.L1
-            )
-            self._count_tier_answers(
-                lookup, batch_answers.answer_indices[batch_answers.is_l2], Source.L2
-            )
+            self._count_tier_answers(lookup, batch_answers.answer_indices[~batch_answers.is_l2], Source.L1)
+            self._count_tier_answers(lookup, batch_answers.answer_indices[batch_answers.is_l2], Source.L2)
         self._note_reads_and_samples(lookup, batch_answers, record_keys, plain_mask)
         if len(batch_answers.answer_indices) < len(request_indexes):
             pending_by_index = {}
@@ -336,23 +304,15 @@ class BatchLookups:
     ) -> dict[int, AnswerJson]:
         """Return the ladder's answers, by index."""
         context = RequestContext.of(lookup.options, lookup.started)
-        answers = await self._ladder.resolve(
-            lookup.served, list(pending_by_index.values()), context
-        )
+        answers = await self._ladder.resolve(lookup.served, list(pending_by_index.values()), context)
         return dict(zip(pending_by_index, self._service.attach_staleness(answers), strict=True))
 
-    def _count_tier_answers(
-        self, lookup: BatchRequest, request_indexes: NDArray[np.int64], tier: Source
-    ) -> None:
+    def _count_tier_answers(self, lookup: BatchRequest, request_indexes: NDArray[np.int64], tier: Source) -> None:
         """Count the answers from a tier."""
         if len(request_indexes):
             table_name, raws = lookup.table.name, lookup.raws
             is_all = len(request_indexes) == len(raws)
-            answered_raws = (
-                raws
-                if is_all
-                else [raws[request_index] for request_index in request_indexes.tolist()]
-            )
+            answered_raws = raws if is_all else [raws[request_index] for request_index in request_indexes.tolist()]
             self._ladder.recent_names.add(table_name, answered_raws)
             seconds = self._service.timer() - lookup.started
             self._metrics.count_fast_answers(table_name, tier, seconds, len(request_indexes))
@@ -383,9 +343,7 @@ class BatchLookups:
                 batch_answers.rows[row_index].tobytes(),
             ))  # fmt: skip
 
-    def _render_texts(
-        self, lookup: BatchRequest, batch_answers: BatchAnswers, row_slice: slice
-    ) -> list[bytes]:
+    def _render_texts(self, lookup: BatchRequest, batch_answers: BatchAnswers, row_slice: slice) -> list[bytes]:
         live, raws = lookup.served.live, lookup.raws
         static_tail = self.get_static_tail(live)
         end_by_source = static_tail.end_by_tier(static_tail.age_json(self._clock()))
@@ -393,10 +351,7 @@ class BatchLookups:
         return answer_texts(
             live,
             lookup.table,
-            [
-                raws[request_index].decode()
-                for request_index in batch_answers.answer_indices[row_slice].tolist()
-            ],
+            [raws[request_index].decode() for request_index in batch_answers.answer_indices[row_slice].tolist()],
             batch_answers.rows[row_slice],
             lookup.k,
             [ends_by_tier[is_l2] for is_l2 in batch_answers.is_l2[row_slice].tolist()],
@@ -410,25 +365,17 @@ class BatchLookups:
         return static_tail
 
 
-def _build_pending(
-    lookup: BatchRequest, request_index: int, record_key: RecordKey
-) -> PendingAnswer:
+def _build_pending(lookup: BatchRequest, request_index: int, record_key: RecordKey) -> PendingAnswer:
     raw = lookup.raws[request_index]
     entity = RequestedEntity(lookup.table.name, raw.decode(), raw, f"entities[{request_index}]")
-    return build_plain_pending_answer(
-        lookup.served.live, lookup.table, lookup.k, record_key, entity
-    )
+    return build_plain_pending_answer(lookup.served.live, lookup.table, lookup.k, record_key, entity)
 
 
 def read_result_at(rows: Rows, row_index: int) -> ReadResult:
     """Return the outcome of row `row_index` in the form of a single read."""
     read_result = rows.result_by_index.get(row_index)
     tier: Tier = "l2" if rows.is_l2[row_index] else "l1"
-    return (
-        Hit(rows.records[row_index].tobytes(), tier, False, None)
-        if read_result is None
-        else read_result
-    )
+    return Hit(rows.records[row_index].tobytes(), tier, False, None) if read_result is None else read_result
 
 
 def list_items(lookup: BatchRequest, batch_answers: BatchAnswers, row_slice: slice) -> IdBytes:

@@ -42,9 +42,7 @@ async def rank_candidates(
         served = replace(served, previous=None)  # it cannot answer this, and the live one can
     table = user_vector_table(served.live)
     user = score_request.user.with_table(table.name)
-    lookup_options = replace(
-        request_options, fresh=request_options.fresh or user.has_input, filter=None, rerank=None
-    )
+    lookup_options = replace(request_options, fresh=request_options.fresh or user.has_input, filter=None, rerank=None)
     lookup_request = LookupRequest((user,), lookup_options)
     # A copy: the sample of answers may hold the ladder's own.
     answer = dict((await ladder.lookup(served, lookup_request, started))[0])
@@ -67,9 +65,7 @@ async def rank_candidates(
     return answer | ids_by_reason
 
 
-async def _can_shape(
-    shaper: ListShaper, snapshot: Snapshot | None, options: RequestOptions, deadline: float
-) -> bool:
+async def _can_shape(shaper: ListShaper, snapshot: Snapshot | None, options: RequestOptions, deadline: float) -> bool:
     """True if a generation has the attributes that the request's filter and re-ranking name."""
     if snapshot is not None:
         try:
@@ -98,9 +94,7 @@ def _rank_ordinals(
     return {
         "items": snapshot.items.ids_of(ordinals[order].astype(np.uint32)),
         "scores": scores[order],
-        "score_tolerance": score_tolerance(
-            layout, vector, snapshot.items.vectors[ordinals], metric
-        ),
+        "score_tolerance": score_tolerance(layout, vector, snapshot.items.vectors[ordinals], metric),
     }
 
 
@@ -113,9 +107,7 @@ def score_tolerance(
     magnitudes = np.abs(vector)
     # Half a unit in the last place of a float16 (11 bits), or half a step of the int8 scale.
     rounding_steps = (
-        magnitudes * 2.0**-11
-        if layout.precision == "f2"
-        else np.full_like(magnitudes, magnitudes.max() / 254)
+        magnitudes * 2.0**-11 if layout.precision == "f2" else np.full_like(magnitudes, magnitudes.max() / 254)
     )
     score_changes = np.abs(item_vectors) @ rounding_steps
     if metric == "cosine":

@@ -69,9 +69,7 @@ class SingleRequest(NamedTuple):
         """The request as the ladder has it."""
         single_lookup = self.lookup
         entity = RequestedEntity(single_lookup.table, single_lookup.id, single_lookup.raw, "id")
-        return build_plain_pending_answer(
-            self.served.live, self.table, self.k, self.record_key, entity
-        )
+        return build_plain_pending_answer(self.served.live, self.table, self.k, self.record_key, entity)
 
 
 class _GroupMember(NamedTuple):
@@ -86,17 +84,13 @@ class _GroupMember(NamedTuple):
 class GetCoalescer:
     """Coalescer of single lookups into batches; for one event loop only."""
 
-    def __init__(
-        self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]) -> None:
         self._service = service
         self._batches = batches
         self._clock = clock
         self._members_by_key: dict[tuple[int, str, int], list[_GroupMember]] = {}
         self._is_iteration_open, self._l2_due_at = False, 0.0
-        self._arrival_count = self._previous_arrival_count = self._iteration_count = (
-            self._expected_arrivals
-        ) = 0
+        self._arrival_count = self._previous_arrival_count = self._iteration_count = self._expected_arrivals = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def has_time_for_l2(self, single_request: SingleRequest) -> bool:
@@ -108,12 +102,7 @@ class GetCoalescer:
     def _has_time_for_group(self, members: list[_GroupMember]) -> bool:
         l2_ends_at = self._service.timer() + self._service.l2_bound_s()
         return (
-            min(
-                [
-                    single_request.started + single_request.options.deadline_s
-                    for single_request, _ in members
-                ]
-            )
+            min([single_request.started + single_request.options.deadline_s for single_request, _ in members])
             >= l2_ends_at
         )
 
@@ -143,14 +132,9 @@ class GetCoalescer:
 
     def _start_groups(self) -> None:
         self._iteration_count += 1
-        if (
-            self._arrival_count > self._previous_arrival_count
-            and self._iteration_count < ITERATIONS_MAX
-        ):
+        if self._arrival_count > self._previous_arrival_count and self._iteration_count < ITERATIONS_MAX:
             self._previous_arrival_count = self._arrival_count
-            asyncio.get_running_loop().call_soon(
-                self._start_groups
-            )  # whoever comes next comes along, too
+            asyncio.get_running_loop().call_soon(self._start_groups)  # whoever comes next comes along, too
             return
         members_by_key, self._members_by_key = self._members_by_key, {}
         # Callers come in waves: a small one between large ones says little.
@@ -198,11 +182,7 @@ class GetCoalescer:
         live = lookup.served.live
         plain_members = [members[index] for index in np.flatnonzero(plain_mask).tolist()]
         l2_flags = read_rows.is_l2[plain_mask].tolist()
-        plain_rows = (
-            read_rows.records
-            if len(plain_members) == len(plain_mask)
-            else read_rows.records[plain_mask]
-        )
+        plain_rows = read_rows.records if len(plain_members) == len(plain_mask) else read_rows.records[plain_mask]
         static_tail = self._batches.get_static_tail(live)
         end_by_source = static_tail.end_by_tier(static_tail.age_json(self._clock()))
         ends_by_tier = end_by_source[Source.L1], end_by_source[Source.L2]
@@ -224,9 +204,7 @@ class GetCoalescer:
             single_request, tier = member.single_request, STORED_SOURCES[is_from_l2]
             entity_name = single_request.lookup.table, single_request.lookup.raw
             self._service.ladder.recent_names.append(entity_name)
-            self._service.metrics.count_fast_answers(
-                entity_name[0], tier, now_s - single_request.started
-            )
+            self._service.metrics.count_fast_answers(entity_name[0], tier, now_s - single_request.started)
             if not is_from_l2 and static_tail.stale is None:
                 answer_start = answer_body[: -len(end_by_source[Source.L1])]
                 is_facet = single_request.table.is_facet
@@ -254,13 +232,9 @@ class GetCoalescer:
 
 def _group_lookup(members: Sequence[_GroupMember]) -> BatchRequest:
     first_request = members[0].single_request
-    options = RequestOptions(
-        min([single_request.options.deadline_s for single_request, _ in members]), first_request.k
-    )
+    options = RequestOptions(min([single_request.options.deadline_s for single_request, _ in members]), first_request.k)
     entity_ids = [single_request.lookup.raw for single_request, _ in members]
-    return BatchRequest(
-        first_request.served, first_request.table, entity_ids, options, first_request.started
-    )
+    return BatchRequest(first_request.served, first_request.table, entity_ids, options, first_request.started)
 
 
 def _build_record_keys(lookup: BatchRequest, members: Sequence[_GroupMember]) -> RecordKeys:

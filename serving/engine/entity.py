@@ -172,11 +172,7 @@ class PendingAnswer:
     @property
     def position(self) -> int:
         """Position of the entity in its directory; -1 if the night did not know it."""
-        return (
-            self.record_key.position
-            if self.counted_events is None
-            else self.counted_events.position
-        )
+        return self.record_key.position if self.counted_events is None else self.counted_events.position
 
     @property
     def size_bytes(self) -> int:
@@ -185,8 +181,7 @@ class PendingAnswer:
             return 256 + 128 * self.counted_events.events
         history, features = self.entity.history or (), self.entity.features or {}
         feature_sizes = [
-            128 + len(feature_name) + _feature_bytes(feature_value)
-            for feature_name, feature_value in features.items()
+            128 + len(feature_name) + _feature_bytes(feature_value) for feature_name, feature_value in features.items()
         ]
         return 256 + 49 * len(history) + sum(map(len, history)) + sum(feature_sizes)
 
@@ -205,11 +200,7 @@ class PendingAnswer:
     @property
     def is_cold(self) -> bool:
         """True if the night did not know the id, though it may be served."""
-        return (
-            self.position < 0
-            and self.entity.raw is not None
-            and self.reason != MissReason.ENTITY_BLOCKED
-        )
+        return self.position < 0 and self.entity.raw is not None and self.reason != MissReason.ENTITY_BLOCKED
 
     @property
     def may_reuse(self) -> bool:
@@ -223,9 +214,7 @@ class PendingAnswer:
         if self.counted_events is not None and not self.is_settled:
             return True
         if (
-            self.counted_events is not None
-            and self.position >= 0
-            and self.reason != MissReason.NOT_IN_GENERATION
+            self.counted_events is not None and self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION
         ):  # the night computed it
             return False
         if not self.entity.has_input and self.own_ordinal is None:
@@ -276,9 +265,7 @@ def new_items_of(snapshot: Snapshot, pending: PendingAnswer) -> EligibleNewItems
     excluded_numbers = {
         pending.new_items.number_by_id.get(excluded_id, -1) for excluded_id in excluded_ids
     } | snapshot.blocked
-    return EligibleNewItems(
-        pending.new_items, frozenset(excluded_numbers), pending.nightly_key.fingerprint
-    )
+    return EligibleNewItems(pending.new_items, frozenset(excluded_numbers), pending.nightly_key.fingerprint)
 
 
 def _feature_bytes(feature_value: FeatureValue) -> int:
@@ -302,16 +289,12 @@ async def build_pending_answers(snapshot: Snapshot, request: LookupRequest) -> l
         if entity.features:
             _check_features(snapshot, table, entity)
         digest = _input_digest_of(snapshot, entity)
-        record_key = with_filter_table(
-            snapshot, _find_record_key(snapshot, table, entity, digest), request.options
-        )
+        record_key = with_filter_table(snapshot, _find_record_key(snapshot, table, entity, digest), request.options)
         pendings.append(PendingAnswer(entity, table, k, record_key, digest))
     return pendings
 
 
-def with_filter_table(
-    snapshot: Snapshot, record_key: RecordKey, options: RequestOptions
-) -> RecordKey:
+def with_filter_table(snapshot: Snapshot, record_key: RecordKey, options: RequestOptions) -> RecordKey:
     """Return the record key of the list that the night made under the named filter, if it made one.
 
     Not for re-ranked lists, whose candidates are those of the plain list: else a name would give another answer than
@@ -323,9 +306,7 @@ def with_filter_table(
     if options.filter in snapshot.changed_filters:
         return record_key
     declared_filter = snapshot.manifest.filters.get(options.filter)
-    filter_table = (
-        None if declared_filter is None else declared_filter.tables.get(record_key.table.name)
-    )
+    filter_table = None if declared_filter is None else declared_filter.tables.get(record_key.table.name)
     return record_key if filter_table is None else record_key._replace(table=filter_table)
 
 
@@ -344,9 +325,7 @@ def find_plain_record_key(snapshot: Snapshot, table: Table, raw_id: bytes) -> Re
     return record_key._replace(digest=snapshot.digest_of_nothing) if is_own_input else record_key
 
 
-def find_record_key(
-    snapshot: Snapshot, table: Table, raw_id: bytes, digest: bytes | None = None
-) -> RecordKey:
+def find_record_key(snapshot: Snapshot, table: Table, raw_id: bytes, digest: bytes | None = None) -> RecordKey:
     """Return the record key of an id, with the digest of its input if there is one."""
     directory = snapshot.directories[table.entity]
     key = hash_id(raw_id, directory.seed)
@@ -358,9 +337,7 @@ def _input_digest_of(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
     return input_digest(model_digest, entity.history or None, entity.features or None)
 
 
-def _find_record_key(
-    snapshot: Snapshot, table: Table, entity: RequestedEntity, digest: bytes
-) -> RecordKey:
+def _find_record_key(snapshot: Snapshot, table: Table, entity: RequestedEntity, digest: bytes) -> RecordKey:
     if entity.raw is None:
         return RecordKey(table, digest, fingerprint(digest), -1, digest)
     if entity.has_input:
@@ -392,11 +369,7 @@ def _check_features(snapshot: Snapshot, table: Table, entity: RequestedEntity) -
 
 def unanswered_of(pendings: Sequence[PendingAnswer]) -> list[PendingAnswer]:
     """Return the entities without an answer, except those whose list has too few passing items: no rung has more."""
-    return [
-        pending
-        for pending in pendings
-        if pending.answer is None and pending.reason is not MissReason.FILTERED
-    ]
+    return [pending for pending in pendings if pending.answer is None and pending.reason is not MissReason.FILTERED]
 
 
 def find_previous_record_key(previous: Snapshot, pending: PendingAnswer) -> RecordKey | str:
@@ -409,9 +382,7 @@ def find_previous_record_key(previous: Snapshot, pending: PendingAnswer) -> Reco
     table = previous.manifest.tables.get(pending.table.name)
     if table is None or (table.entity, table.kind) != (pending.table.entity, pending.table.kind):
         return "no_such_table"
-    if (
-        table.is_facet and pending.record_key.position < 0
-    ):  # items that had this value have another now
+    if table.is_facet and pending.record_key.position < 0:  # items that had this value have another now
         return "not_in_generation"
     record_key = find_record_key(previous, table, entity_id)
     # Never an overlay: it was computed for another night.

@@ -48,9 +48,7 @@ class NewerInputs:
     ) -> None:
         """Add newer inputs and new items to pending answers, unless the request declines them."""
 
-    def copy_newer_input(
-        self, _snapshot: Snapshot, _pending: PendingAnswer, _sibling: PendingAnswer, /
-    ) -> None:
+    def copy_newer_input(self, _snapshot: Snapshot, _pending: PendingAnswer, _sibling: PendingAnswer, /) -> None:
         """Give a pending answer the newer input of its sibling of another table: both are parts of one answer."""
 
 
@@ -73,9 +71,7 @@ ComputeNewer = Callable[[Sequence[InferenceJob], int], list[InferenceOutcome]]
 class ListShaper:
     """Filters and other orders of lists; hook `shape`. This class itself refuses both. Times are monotonic."""
 
-    async def lookup(
-        self, _served: ServedGenerations, request: LookupRequest, _started: float, /
-    ) -> list[AnswerJson]:
+    async def lookup(self, _served: ServedGenerations, request: LookupRequest, _started: float, /) -> list[AnswerJson]:
         """Answer each entity of a request with a filter or a re-ranking once, in order, from captured generations."""
         raise _unshaped_problem("rerank" if request.options.filter is None else "filter")
 
@@ -89,9 +85,7 @@ class ListShaper:
         """Return the mask of the items that pass the filter, None without one; raise Problem if there can be none."""
         return _refuse_sent("filter", options.filter)
 
-    def reranker(
-        self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /
-    ) -> Awaitable[Reranker | None]:
+    def reranker(self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /) -> Awaitable[Reranker | None]:
         """Return the re-ranker of the items, None without one; raise Problem if there can be none."""
         return _refuse_sent("rerank", options.rerank)
 

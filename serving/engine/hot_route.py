@@ -81,9 +81,7 @@ class FastLookups:
         self._metrics = service.metrics
         self._requests_by_route = service.metrics.tally.requests
         self.answer = self._answer_ready
-        self._sent_answers = SentAnswers(
-            service, clock, self._time_next_answer if service.observes else _skip_timing
-        )
+        self._sent_answers = SentAnswers(service, clock, self._time_next_answer if service.observes else _skip_timing)
         if service.observes:
             self._metrics.flip_callbacks.append(self._time_next_answer)
             self._metrics.tally.flush_callbacks.append(self._sent_answers.flush)
@@ -99,13 +97,9 @@ class FastLookups:
     def ready(self, scope: Scope) -> ResponseMessages | None:
         """Return the ready answer to an untraced GET with plain headers; None without one."""
         caller = caller_of(scope)
-        if (
-            not caller.may_use_scope("read") or caller.quota is not None
-        ):  # a quota is taken further below
+        if not caller.may_use_scope("read") or caller.quota is not None:  # a quota is taken further below
             return None
-        if not self.can_use_fast_path(scope["headers"]) or (
-            self._is_traced and self._is_traced(scope)
-        ):
+        if not self.can_use_fast_path(scope["headers"]) or (self._is_traced and self._is_traced(scope)):
             return None
         query, path = scope["query_string"], scope.get("raw_path") or b""
         body = self.answer(path + b"?" + query if query else path)
@@ -123,10 +117,7 @@ class FastLookups:
         served, sent_answers = self._holder.served, self._sent_answers
         if served is None or self._holder.is_divided or self._concerns.reasons_text is not None:
             return None
-        if (
-            ready_answer.state_stamp != served.live.stamp
-            and ready_answer.state_stamp != served.live.values_stamp
-        ):
+        if ready_answer.state_stamp != served.live.stamp and ready_answer.state_stamp != served.live.values_stamp:
             return None
         if self._get_packed_events(ready_answer.table_and_id[1]) is not ready_answer.user_events:
             return None
@@ -155,9 +146,7 @@ class FastLookups:
 
     def parse_get(self, scope: Scope) -> SingleRequest | None:
         """Parse a GET of one id and look it up in the directory; None for a request that the routes must handle."""
-        if not caller_of(scope).may_use_scope(
-            "read"
-        ):  # first: what a stranger asks leaves no trace
+        if not caller_of(scope).may_use_scope("read"):  # first: what a stranger asks leaves no trace
             return None
         started = self._timer()
         deadline_s, served = (
@@ -167,10 +156,7 @@ class FastLookups:
         if deadline_s is None or served is None:
             return None
         single_lookup = parse_single_lookup(scope.get("raw_path") or b"")
-        if (
-            single_lookup is None
-            or (options := self._options_by_query.of(scope["query_string"])) is None
-        ):
+        if single_lookup is None or (options := self._options_by_query.of(scope["query_string"])) is None:
             return None
         live = served.live
         table = live.manifest.tables.get(single_lookup.table)
@@ -262,9 +248,7 @@ class FastLookups:
         if body is None or self._get_served() is not served:
             return None, replay_receive
         try:
-            response_body = await self._posted_lookups.answer(
-                scope, body, form, table, deadline_s, served, started
-            )
+            response_body = await self._posted_lookups.answer(scope, body, form, table, deadline_s, served, started)
         except Problem:  # late, which the routes behind would be, too
             raise
         except Exception:  # as above
@@ -273,9 +257,7 @@ class FastLookups:
         if response_body is None:
             return None, replay_receive
         self._requests_by_route[POST_ROUTE] += 1
-        return _arrow_messages(
-            response_body
-        ) if form.response_form == "arrow" else self._response_messages(
+        return _arrow_messages(response_body) if form.response_form == "arrow" else self._response_messages(
             response_body
         ), replay_receive
 
@@ -308,9 +290,7 @@ def _arrow_messages(stream: bytes) -> ResponseMessages:
 class SingleLookups:
     """Lookup of single ids from L1 or L2; a result that is no plain record goes to the ladder."""
 
-    def __init__(
-        self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]) -> None:
         self._service = service
         self._tiers = service.tiers
         self._ladder = service.ladder
@@ -348,49 +328,33 @@ class SingleLookups:
         is_plain = single_request.is_plain and single_request.filter_mask is None
         if not (is_plain and coalescer.is_busy and coalescer.has_time_for_l2(single_request)):
             return None
-        local_key = LocalKey(
-            live.generation, single_request.lookup.table, single_request.record_key.key
-        )
+        local_key = LocalKey(live.generation, single_request.lookup.table, single_request.record_key.key)
         if self._tiers.local_tier.inspect(local_key) is not None:
             return None  # what is here waits for no read of others
         coalescer.note_arrival()
         return coalescer.join(single_request)
 
-    async def answer_after_join(
-        self, single_request: SingleRequest, group_result: GroupResult
-    ) -> bytes:
+    async def answer_after_join(self, single_request: SingleRequest, group_result: GroupResult) -> bytes:
         """Return the body for a request whose grouped read gave no rendered answer."""
         return await self._finish_outcome(
             single_request,
             await self._read_l2(single_request) if group_result is None else group_result,
         )
 
-    async def _finish_outcome(
-        self, single_request: SingleRequest, read_result_or_body: ReadResult | bytes
-    ) -> bytes:
+    async def _finish_outcome(self, single_request: SingleRequest, read_result_or_body: ReadResult | bytes) -> bytes:
         if isinstance(read_result_or_body, bytes):
             return read_result_or_body
         rendered = (
-            self._render_stored(single_request, read_result_or_body)
-            if isinstance(read_result_or_body, Hit)
-            else None
+            self._render_stored(single_request, read_result_or_body) if isinstance(read_result_or_body, Hit) else None
         )
-        return (
-            await self._resolve_by_ladder(single_request, read_result_or_body)
-            if rendered is None
-            else rendered
-        )
+        return await self._resolve_by_ladder(single_request, read_result_or_body) if rendered is None else rendered
 
     async def _read_l2(self, single_request: SingleRequest) -> ReadResult:
         """Read L2, with a deadline if the request has less time than L2 may take."""
         deadline = None
         if not self._coalescer.has_time_for_l2(single_request):
-            deadline = self._ladder.l2_deadline(
-                single_request.options, single_request.started
-            )  # a clock of its own
-        return await self._tiers.get(
-            single_request.served.live.view, single_request.record_key, deadline
-        )
+            deadline = self._ladder.l2_deadline(single_request.options, single_request.started)  # a clock of its own
+        return await self._tiers.get(single_request.served.live.view, single_request.record_key, deadline)
 
     def _render_filtered(self, single_request: SingleRequest) -> bytes | None:
         """Return the body made of the list in L1 if enough items pass the filter; else None, and count nothing."""
@@ -404,9 +368,7 @@ class SingleLookups:
     def _render_stored(self, single_request: SingleRequest, hit: Hit) -> bytes | None:
         """Return the body made of a stored record, and count it; None if the record is no plain answer."""
         body_start = self._render_start(single_request, hit)
-        return (
-            None if body_start is None else self._count_and_finish(single_request, hit, body_start)
-        )
+        return None if body_start is None else self._count_and_finish(single_request, hit, body_start)
 
     def _render_start(self, single_request: SingleRequest, hit: Hit) -> bytes | None:
         return answer_start(
@@ -418,20 +380,14 @@ class SingleLookups:
             single_request.filter_mask,
         )
 
-    def _count_and_finish(
-        self, single_request: SingleRequest, hit: Hit, body_start: bytes
-    ) -> bytes:
+    def _count_and_finish(self, single_request: SingleRequest, hit: Hit, body_start: bytes) -> bytes:
         live, single_lookup = single_request.served.live, single_request.lookup
         entity_name = single_lookup.table, single_lookup.raw
         self._ladder.recent_names.append(entity_name)
         source = Source.L1 if hit.tier == "l1" else Source.L2
-        self._metrics.count_fast_answers(
-            single_lookup.table, source, self._service.timer() - single_request.started
-        )
+        self._metrics.count_fast_answers(single_lookup.table, source, self._service.timer() - single_request.started)
         if source is Source.L2:
-            self._observer.count_read(
-                live.generation, single_lookup.table, single_request.record_key.key
-            )
+            self._observer.count_read(live.generation, single_lookup.table, single_request.record_key.key)
         sampler = self._observer.sampler
         sampler.countdown -= 1
         if sampler.countdown < 0:
@@ -441,9 +397,7 @@ class SingleLookups:
             ))  # fmt: skip
         static_tail = self._batches.get_static_tail(live)
         if source is Source.L1 and static_tail.stale is None:
-            depends_on_attributes = (
-                single_request.filter_mask is not None or single_request.table.is_facet
-            )
+            depends_on_attributes = single_request.filter_mask is not None or single_request.table.is_facet
             ready_answer = static_tail.build_ready_answer(
                 body_start,
                 entity_name,
@@ -454,9 +408,7 @@ class SingleLookups:
             self._tiers.keep(live.view, single_request.record_key, ready_answer)
         return body_start + static_tail.end_of_answer(source, self._clock())
 
-    async def _resolve_by_ladder(
-        self, single_request: SingleRequest, outcome: ReadResult | None
-    ) -> bytes:
+    async def _resolve_by_ladder(self, single_request: SingleRequest, outcome: ReadResult | None) -> bytes:
         """Return the body with the ladder's answer; `outcome` is that of the tiers' read, None without one."""
         pending = single_request.pending_answer
         if outcome is not None:
@@ -467,22 +419,15 @@ class SingleLookups:
         self._keep_newer_answer(single_request, pending, answer)
         return orjson.dumps(answer, option=JSON_OPTIONS)
 
-    def _keep_newer_answer(
-        self, single_request: SingleRequest, pending: PendingAnswer, answer: AnswerJson
-    ) -> None:
+    def _keep_newer_answer(self, single_request: SingleRequest, pending: PendingAnswer, answer: AnswerJson) -> None:
         """Keep in L1 an answer with newer events; one that settled for the nightly record is not kept."""
         live, events = single_request.served.live, single_request.events
         is_whole = pending.counted_events is not None and not pending.is_settled
         if events is None or not is_whole or answer["source"] is not Source.L1:
             return
-        if (
-            "stale" in answer
-            or self._ladder.newer_inputs.packed.get(single_request.lookup.raw) is not events
-        ):
+        if "stale" in answer or self._ladder.newer_inputs.packed.get(single_request.lookup.raw) is not events:
             return
-        ready_answer = ready_with_events(
-            live, answer, single_request.lookup.raw, single_request.request, events
-        )
+        ready_answer = ready_with_events(live, answer, single_request.lookup.raw, single_request.request, events)
         self._tiers.keep(live.view, single_request.record_key, ready_answer)
 
 
@@ -541,17 +486,13 @@ class SentAnswers(list[ReadyAnswer]):
         self._tally.requests[GET_ROUTE] += sent_count
         answer_seconds = self.timed_seconds or [0.0]
         for time_index, seconds in enumerate(answer_seconds):
-            represented_count = sent_count * (time_index + 1) // len(
+            represented_count = sent_count * (time_index + 1) // len(answer_seconds) - sent_count * time_index // len(
                 answer_seconds
-            ) - sent_count * time_index // len(answer_seconds)
+            )
             self._answer_seconds.observe(Source.L1, seconds, represented_count)
         if any(map(_get_is_newer, self)):
             self._newer_event_answers.update(
-                [
-                    _get_table(ready_answer.table_and_id)
-                    for ready_answer in self
-                    if ready_answer.has_newer_events
-                ]
+                [_get_table(ready_answer.table_and_id) for ready_answer in self if ready_answer.has_newer_events]
             )
         ready_tables = self._local.ready_tables
         count_by_table = (
@@ -580,11 +521,7 @@ class SentAnswers(list[ReadyAnswer]):
         """Pass an answer to the sampler with its current age; skip an answer from before a flip."""
         served, now_s = self._holder.served, self._clock()
         live_stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
-        if (
-            served is not None
-            and ready_answer.state_stamp in live_stamps
-            and not ready_answer.has_newer_events
-        ):
+        if served is not None and ready_answer.state_stamp in live_stamps and not ready_answer.has_newer_events:
             age_json = orjson.dumps(round(now_s - ready_answer.data_until, 3))
             body = b"".join((ready_answer.body_head, age_json, ready_answer.body_tail))
             self._sampler.put(

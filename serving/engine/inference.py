@@ -86,10 +86,7 @@ class RepeatRate:
     def _count_weighted(self, is_repeat: bool) -> None:
         self._input_weight += 1
         self._repeat_weight += is_repeat
-        if (
-            self.are_repeats_rare
-            and self._repeat_weight >= FREQUENT_REPEAT_SHARE * REPEAT_WINDOW_INPUTS
-        ):
+        if self.are_repeats_rare and self._repeat_weight >= FREQUENT_REPEAT_SHARE * REPEAT_WINDOW_INPUTS:
             self.are_repeats_rare = False
         elif self._input_weight >= REPEAT_WINDOW_INPUTS:
             self.are_repeats_rare = self._repeat_weight < RARE_REPEAT_SHARE * self._input_weight
@@ -115,9 +112,7 @@ class LiveInferences:
     near_reuse_tables: frozenset[str] = frozenset()
     """Tables whose answers to near inputs may be reused."""
     repeat_rate: RepeatRate = field(init=False, default_factory=RepeatRate)
-    flights: SingleFlight[FlightKey, ComputedRecord] = field(
-        init=False, default_factory=SingleFlight
-    )
+    flights: SingleFlight[FlightKey, ComputedRecord] = field(init=False, default_factory=SingleFlight)
     _job_by_flight_key: dict[FlightKey, InferenceJob] = field(init=False, default_factory=dict)
 
     def note_repeat(self) -> None:
@@ -139,9 +134,7 @@ class LiveInferences:
                     break
                 flight_seats.append(self._board_flight(snapshot, pending, give_up_at))
                 await yield_pacer.count_entity(pending.entity)
-            waiters = {
-                flight_seat.waiter for flight_seat in flight_seats if flight_seat is not None
-            }
+            waiters = {flight_seat.waiter for flight_seat in flight_seats if flight_seat is not None}
             if waiters:
                 await asyncio.wait(waiters, timeout=max(0.0, give_up_at - time.monotonic()))
             outcomes = [
@@ -154,9 +147,7 @@ class LiveInferences:
             for flight_seat in flight_seats:
                 if flight_seat is not None:
                     self.flights.leave(flight_seat)
-        return outcomes + [LiveUnavailable(LiveReason.TIMEOUT)] * (
-            len(pendings) - len(flight_seats)
-        )
+        return outcomes + [LiveUnavailable(LiveReason.TIMEOUT)] * (len(pendings) - len(flight_seats))
 
     def _board_flight(
         self, snapshot: Snapshot, pending: PendingAnswer, deadline: float
@@ -192,20 +183,14 @@ class LiveInferences:
             self._job_by_flight_key[flight_key] = job
             # As it is now: a case that settles for less wants something else.
             is_kept = pending.counted_events is None or not pending.counted_events.is_past
-            night_record_key = (
-                pending.nightly_key
-                if pending.new_items and pending.entity.raw is not None
-                else None
-            )
+            night_record_key = pending.nightly_key if pending.new_items and pending.entity.raw is not None else None
             inference_target = InferenceTarget(
                 record_key, pending.digest, traits.allows_stand_in, is_kept, night_record_key
             )
             if lease_manager is None or not is_under_lease:
                 computed_future = self._infer(job, inference_target)
             else:
-                computed_future = asyncio.ensure_future(
-                    self._infer_under_lease(lease_manager, job, inference_target)
-                )
+                computed_future = asyncio.ensure_future(self._infer_under_lease(lease_manager, job, inference_target))
             computed_future.add_done_callback(lambda _: self._forget_job(flight_key, job))
             return computed_future
 
@@ -213,17 +198,11 @@ class LiveInferences:
 
     def plan_overlay_reads(self, snapshot: Snapshot, pendings: Sequence[PendingAnswer]) -> None:
         """Decide which overlays are left unread, and which of them are probed."""
-        if snapshot.predictor is None or not (
-            self.spares_reads and self.repeat_rate.are_repeats_rare
-        ):
+        if snapshot.predictor is None or not (self.spares_reads and self.repeat_rate.are_repeats_rare):
             return
         for pending in pendings:
             record_key = pending.record_key
-            if (
-                record_key.position < 0
-                and record_key.digest is not None
-                and pending.may_compute(snapshot)
-            ):
+            if record_key.position < 0 and record_key.digest is not None and pending.may_compute(snapshot):
                 pending.record_key = record_key._replace(skips_overlay=True)
                 if self.repeat_rate.count_unread():
                     self.tiers.probe(snapshot.view, record_key, self.repeat_rate.note_probe)
@@ -345,9 +324,7 @@ def _flight_outcome(
     if isinstance(error, LiveUnavailable):
         return error
     # The model is a guest: whatever it raises, the next rung answers.
-    if isinstance(
-        error, UnfitValue
-    ):  # of the model or its input: where it was found says nothing more
+    if isinstance(error, UnfitValue):  # of the model or its input: where it was found says nothing more
         log.warning("live inference for %s failed: %s", pending.table.name, error.message)
     else:
         log.warning("live inference for %s failed", pending.table.name, exc_info=error)

@@ -38,16 +38,11 @@ class L1Warmup:
 
     async def __call__(self, coming_snapshot: Snapshot, current_snapshot: Snapshot | None) -> None:
         """Read hot ids for the coming generation, this replica's own first; bounded in time."""
-        if (
-            current_snapshot is not None
-            and coming_snapshot.generation == current_snapshot.generation
-        ):
+        if current_snapshot is not None and coming_snapshot.generation == current_snapshot.generation:
             return
         started_at = self.timer()
         if coming_snapshot.generation != self._warmed_generation:
-            shared_hot_names = (
-                () if self.get_shared_hot_names is None else await self.get_shared_hot_names()
-            )
+            shared_hot_names = () if self.get_shared_hot_names is None else await self.get_shared_hot_names()
             self._warmed_generation, self._warmed_names, self._shared_hot_names = (
                 coming_snapshot.generation,
                 set(),
@@ -76,14 +71,11 @@ class L1Warmup:
             gc.freeze()
 
 
-def _build_record_keys(
-    coming_snapshot: Snapshot, entity_names: Sequence[EntityName]
-) -> list[RecordKey]:
+def _build_record_keys(coming_snapshot: Snapshot, entity_names: Sequence[EntityName]) -> list[RecordKey]:
     table_by_name = coming_snapshot.manifest.tables
     record_keys = [
         find_record_key(coming_snapshot, table_by_name[table_name], entity_id)
         for table_name, entity_id in entity_names
-        if table_name in table_by_name
-        and not coming_snapshot.blocks_entity(table_by_name[table_name], entity_id)
+        if table_name in table_by_name and not coming_snapshot.blocks_entity(table_by_name[table_name], entity_id)
     ]
     return [record_key for record_key in record_keys if record_key.position >= 0]

@@ -93,9 +93,7 @@ class Ladder:
             self._give_default,
         )
 
-    async def lookup(
-        self, served: ServedGenerations, request: LookupRequest, started: float
-    ) -> list[AnswerJson]:
+    async def lookup(self, served: ServedGenerations, request: LookupRequest, started: float) -> list[AnswerJson]:
         """Answer each entity once, in order, from the generations captured in `served` when the request came."""
         served = served.pin_generation(request.options.generation)
         pendings = await build_pending_answers(served.live, request)
@@ -163,9 +161,7 @@ class Ladder:
                 pending.reason, pending.hit = MissReason.ENTITY_BLOCKED, None
             elif context.options.fresh and pending.may_compute(snapshot):
                 pending.reason = MissReason.FRESH
-        unread_pendings = [
-            pending for pending in pendings if pending.reason is None and pending.hit is None
-        ]
+        unread_pendings = [pending for pending in pendings if pending.reason is None and pending.hit is None]
         self._inferences.plan_overlay_reads(snapshot, unread_pendings)
         await self._read_records(snapshot, unread_pendings, context)
         yield_pacer = YieldPacer(context.options)
@@ -192,12 +188,8 @@ class Ladder:
         elif context.options.fresh:
             pending.reason = MissReason.NOTHING_TO_COMPUTE_FROM
         # Of an item, live knows more than fits into a record; of features that are sent it would make another list.
-        live_knows_more = (
-            pending.own_ordinal is not None and not pending.entity.features and not record.live
-        )
-        can_compute_more = (
-            live_knows_more and pending.entity.has_input and pending.may_compute(snapshot)
-        )
+        live_knows_more = pending.own_ordinal is not None and not pending.entity.features and not record.live
+        can_compute_more = live_knows_more and pending.entity.has_input and pending.may_compute(snapshot)
         min_items = context.options.k if can_compute_more and context.options.k is not None else 1
         self.answer_builder.answer_from_record(
             pending, snapshot, record, Source(hit.tier), context, min_items=min_items
@@ -267,11 +259,7 @@ class Ladder:
             log.warning("a live record of %s cannot be read", pending.table.name, exc_info=True)
             self._tiers.discard(snapshot.view, pending.record_key)
             pending.live_reason = LiveReason.CORRUPT
-        if (
-            pending.answer is None
-            and pending.live_reason is None
-            and pending.reason is not MissReason.FILTERED
-        ):
+        if pending.answer is None and pending.live_reason is None and pending.reason is not MissReason.FILTERED:
             pending.reason, pending.live_reason = miss_reason, LiveReason.EXHAUSTED
 
     async def _settle_for_stored(
@@ -285,9 +273,7 @@ class Ladder:
             for pending in pendings
             if pending.fall_back_to_nightly()
             or pending.reason == MissReason.FRESH
-            or (
-                pending.reason == MissReason.UNREAD and pending.live_reason != LiveReason.OVERLOADED
-            )
+            or (pending.reason == MissReason.UNREAD and pending.live_reason != LiveReason.OVERLOADED)
         ]
         for pending in unread_pendings:
             pending.reason, pending.record_key = (
@@ -304,9 +290,7 @@ class Ladder:
                 record = pending.decode_record(snapshot, hit.record)
                 if context.options.fresh:
                     pending.reason = pending.reason or MissReason.FRESH_UNAVAILABLE
-                self.answer_builder.answer_from_record(
-                    pending, snapshot, record, Source(hit.tier), context
-                )
+                self.answer_builder.answer_from_record(pending, snapshot, record, Source(hit.tier), context)
             except Exception:  # as above
                 self._discard_corrupt(pending, snapshot)
 
@@ -317,13 +301,9 @@ class Ladder:
         previous = served.previous
         if previous is None:
             return
-        pendings_and_keys = [
-            (pending, find_previous_record_key(previous, pending)) for pending in pendings
-        ]
+        pendings_and_keys = [(pending, find_previous_record_key(previous, pending)) for pending in pendings]
         keyed_pendings = [
-            (pending, record_key)
-            for pending, record_key in pendings_and_keys
-            if isinstance(record_key, RecordKey)
+            (pending, record_key) for pending, record_key in pendings_and_keys if isinstance(record_key, RecordKey)
         ]
         if not keyed_pendings:
             return
@@ -338,17 +318,13 @@ class Ladder:
             await yield_pacer.count_entity(pending.entity)
             miss_reason = pending.reason
             try:
-                record = decode_record(
-                    record_key.table.layout, outcome.record, previous.items.count
-                )
+                record = decode_record(record_key.table.layout, outcome.record, previous.items.count)
                 seen_ordinals = _seen_in_previous(previous, pending, served.live)
                 self.answer_builder.answer_from_record(
                     pending, previous, record, Source.PREVIOUS, context, seen_ordinals=seen_ordinals
                 )
             except Exception:  # as for a record of this night, whose reason stays
-                log.warning(
-                    "an older record of %s cannot be read", record_key.table.name, exc_info=True
-                )
+                log.warning("an older record of %s cannot be read", record_key.table.name, exc_info=True)
                 self._tiers.discard(previous.view, record_key)
             if pending.answer is None and pending.reason is not MissReason.FILTERED:
                 pending.reason = miss_reason
@@ -375,13 +351,9 @@ def _seen_in_previous(previous: Snapshot, pending: PendingAnswer, live: Snapshot
 
 def _is_worth_computing(pending: PendingAnswer, snapshot: Snapshot) -> bool:
     """True if live may compute and would not compute exactly the answer that was used up."""
-    is_used_up = (
-        pending.reason == MissReason.EXHAUSTED and pending.hit is not None and pending.hit.is_live
-    )
+    is_used_up = pending.reason == MissReason.EXHAUSTED and pending.hit is not None and pending.hit.is_live
     return pending.may_compute(snapshot) and not is_used_up
 
 
 def _command_count(record_keys: Sequence[RecordKey]) -> int:
-    return sum(
-        1 if record_key.position >= 0 else COMMANDS_PER_OVERLAY_READ for record_key in record_keys
-    )
+    return sum(1 if record_key.position >= 0 else COMMANDS_PER_OVERLAY_READ for record_key in record_keys)

@@ -113,9 +113,7 @@ class LeaseManager:
         lease_state = await self._try_acquire(lease_mark)
         if lease_state is not None:
             give_up_at = started_at + min(self._wait_s, limit_s / 2)
-            follow_result = await self._follow(
-                lease_mark, lease_state, view, record_key, give_up_at
-            )
+            follow_result = await self._follow(lease_mark, lease_state, view, record_key, give_up_at)
             if isinstance(follow_result, Hit):
                 return follow_result
             if not follow_result:
@@ -148,9 +146,7 @@ class LeaseManager:
 
     def give_back(self, lease_mark: LeaseMark) -> None:
         """End a lease under which no answer was stored, so that another process may lead at once."""
-        self._data_plane.lease(
-            LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK_LEASE_VALUE, 1)
-        )
+        self._data_plane.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK_LEASE_VALUE, 1))
 
     async def _follow(
         self,
@@ -174,10 +170,7 @@ class LeaseManager:
                     self.counts.adopted += 1
                     return hit
                 # Stored and gone again, or replaced by the answer to another input: nobody computes it now.
-                if (
-                    await self._data_plane.lease(self._build_swap(lease_mark, latest_state))
-                    == lease_mark.token
-                ):
+                if await self._data_plane.lease(self._build_swap(lease_mark, latest_state)) == lease_mark.token:
                     break
             remaining_s = give_up_at - self._timer()
             if remaining_s <= 0:
@@ -198,9 +191,7 @@ class LeaseManager:
 
     async def _try_acquire(self, lease_mark: LeaseMark) -> bytes | TierUnavailable | None:
         started_at = self._timer()
-        lease_state = await self._data_plane.lease(
-            LeaseTake(lease_mark.key, lease_mark.token, self._life_ms)
-        )
+        lease_state = await self._data_plane.lease(LeaseTake(lease_mark.key, lease_mark.token, self._life_ms))
         self._rest_if_slow(lease_state, self._timer() - started_at)
         return lease_state
 
@@ -208,14 +199,10 @@ class LeaseManager:
         if isinstance(lease_state, TierUnavailable) or took_s > self._slow_reply_s:
             self._resting_until = self._timer() + LEASE_REST_S
 
-    def _build_lease_mark(
-        self, view: SnapshotView, record_key: RecordKey, digest: bytes
-    ) -> LeaseMark:
+    def _build_lease_mark(self, view: SnapshotView, record_key: RecordKey, digest: bytes) -> LeaseMark:
         self._token_number += 1
         return LeaseMark(
-            self._keyspace.lease(
-                view.generation, record_key.table.name, hash_hex(record_key.key), digest
-            ),
+            self._keyspace.lease(view.generation, record_key.table.name, hash_hex(record_key.key), digest),
             self._token_prefix + b"%d" % self._token_number,
         )
 
@@ -226,9 +213,7 @@ class LeaseManager:
     def _renew(self) -> None:
         # All leases of the process in one pipeline, and no timer for those that end before it.
         self._renewal_timer = None
-        if (
-            self._written_at_by_mark
-        ):  # first of all: leases whose renewal fails this time are renewed the next time
+        if self._written_at_by_mark:  # first of all: leases whose renewal fails this time are renewed the next time
             self._renew_later()
         now_s = self._timer()
         # None is older than a third of its life by then; most have ended before.
@@ -240,6 +225,4 @@ class LeaseManager:
         ]
         if due_marks:
             self._written_at_by_mark.update(dict.fromkeys(due_marks, now_s))
-            self._data_plane.submit(
-                [self._build_swap(lease_mark, lease_mark.token) for lease_mark in due_marks], len
-            )
+            self._data_plane.submit([self._build_swap(lease_mark, lease_mark.token) for lease_mark in due_marks], len)

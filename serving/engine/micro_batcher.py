@@ -26,17 +26,13 @@ class BatchCost:
     """Estimate of a batch's seconds as `fixed + per_input * size`: a least-squares line whose evidence fades."""
 
     def __init__(self) -> None:
-        self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = (
-            self._product_sum
-        ) = 0.0
+        self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = self._product_sum = 0.0
         self._fade_factor = 1.0
 
     def add(self, batch_size: int, seconds: float) -> None:
         """Add a batch's size and seconds; drop a faded estimate that proves far too high."""
         if self._fade_factor < 1 and seconds < self.expected_s(batch_size) / self._fade_factor / 2:
-            self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = (
-                self._product_sum
-            ) = 0.0
+            self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = self._product_sum = 0.0
         self._fade_factor = 1.0
         self._batch_weight = self._batch_weight * _COST_DECAY + 1
         self._size_sum = self._size_sum * _COST_DECAY + batch_size
@@ -69,13 +65,9 @@ class BatchCost:
             self._seconds_sum / self._batch_weight,
         )
         size_variance = self._size_square_sum / self._batch_weight - mean_size * mean_size
-        if (
-            size_variance < 0.01 * mean_size
-        ):  # sizes were all alike: nothing tells the two parts apart
+        if size_variance < 0.01 * mean_size:  # sizes were all alike: nothing tells the two parts apart
             return mean_seconds, 0.0
-        per_input_s = (
-            self._product_sum / self._batch_weight - mean_size * mean_seconds
-        ) / size_variance
+        per_input_s = (self._product_sum / self._batch_weight - mean_size * mean_seconds) / size_variance
         per_input_s = min(max(per_input_s, 0.0), mean_seconds / mean_size)
         return mean_seconds - per_input_s * mean_size, per_input_s
 
@@ -174,16 +166,11 @@ class MicroBatcher:
         """Queue one job; return its future outcome, LiveUnavailable for a full queue, too short a time or an error."""
         loop = asyncio.get_running_loop()
         computed_future: asyncio.Future[ComputedRecord] = loop.create_future()
-        if (
-            self.queued >= self._max_queue
-            or self.queued_bytes + job.size_bytes > self._max_queue_bytes
-        ):
+        if self.queued >= self._max_queue or self.queued_bytes + job.size_bytes > self._max_queue_bytes:
             computed_future.set_exception(LiveUnavailable(LiveReason.BUSY))
             return computed_future
         job.queued_at = self._timer()
-        self._queue_by_key.setdefault((id(job.snapshot), job.queue_name), deque()).append(
-            (job, computed_future)
-        )
+        self._queue_by_key.setdefault((id(job.snapshot), job.queue_name), deque()).append((job, computed_future))
         self.queued += 1
         self.queued_bytes += job.size_bytes
         if self._idle_worker_count and not self._is_pump_scheduled:
@@ -195,12 +182,8 @@ class MicroBatcher:
     def longest_wait_share(self) -> float:
         """Return the largest share of its time that a queue's oldest input has waited; 0 if all queues are empty."""
         now_s = self._timer()
-        oldest_jobs = [
-            queued_jobs[0][0] for queued_jobs in self._queue_by_key.values() if queued_jobs
-        ]
-        waits_and_limits = [
-            (now_s - job.queued_at, job.deadline - job.queued_at) for job in oldest_jobs
-        ]
+        oldest_jobs = [queued_jobs[0][0] for queued_jobs in self._queue_by_key.values() if queued_jobs]
+        waits_and_limits = [(now_s - job.queued_at, job.deadline - job.queued_at) for job in oldest_jobs]
         return max(
             (waited_s / max(available_s, 1e-6) for waited_s, available_s in waits_and_limits),
             default=0.0,
@@ -254,14 +237,10 @@ class MicroBatcher:
             # One hop back: a future of the loop's own in between would cost a lone request two turns more.
             report_outcomes(outcomes, error, self._timer())
 
-        def report_outcomes(
-            outcomes: Sequence[InferenceOutcome], error: Exception | None, ended_at: float
-        ) -> None:
+        def report_outcomes(outcomes: Sequence[InferenceOutcome], error: Exception | None, ended_at: float) -> None:
             # Where the loop is closed every caller is gone.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(
-                    self._finish_batch, batch, started, outcomes, error, ended_at
-                )
+                loop.call_soon_threadsafe(self._finish_batch, batch, started, outcomes, error, ended_at)
 
         def report_failure(run_future: "Future[None]") -> None:
             if run_future.cancelled() or run_future.exception() is not None:

@@ -92,9 +92,7 @@ class RoutedRequest(NamedTuple):
         """Return the generations to answer from; raise Problem (503) before any is loaded."""
         return self.service.capture_served() if self.served is None else self.served
 
-    def finish(
-        self, answers: list[AnswerJson], *, is_of_candidates: bool = False
-    ) -> list[AnswerJson]:
+    def finish(self, answers: list[AnswerJson], *, is_of_candidates: bool = False) -> list[AnswerJson]:
         """Return the answers after all finishers; `is_of_candidates`: the caller chose their items."""
         for finisher in self.finishers:
             finisher(answers, is_of_candidates)

@@ -40,9 +40,7 @@ log = logging.getLogger(__name__)
 
 _ERROR_CODES: Mapping[str, ErrorCode] = {
     "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
-    "events_full": ErrorCode(
-        429, "The stream takes no more for now: come again after `Retry-After`"
-    ),
+    "events_full": ErrorCode(429, "The stream takes no more for now: come again after `Retry-After`"),
     "events_unavailable": ErrorCode(
         503,
         "The Redis of events cannot be reached, or keeps less than `[events] durability` demands",
@@ -88,8 +86,7 @@ _NULLABLE_FIELDS = ("user", "item", "time", "type", "weight", "attributes", "fea
 
 _EVENT_SCHEMA = schemas.closed_object_schema(
     "Event",
-    _EVENT_FIELD_SCHEMAS
-    | {name: nullable_schema(_EVENT_FIELD_SCHEMAS[name]) for name in _NULLABLE_FIELDS},
+    _EVENT_FIELD_SCHEMAS | {name: nullable_schema(_EVENT_FIELD_SCHEMAS[name]) for name in _NULLABLE_FIELDS},
     ("id",),
     description="Interaction of a user with an item, or attributes, features or a vector of one of them",
 )
@@ -159,9 +156,7 @@ class EventOverview:
         events_of_night = None if served is None else served.live.manifest.events
         return {
             **self.intake.counts.value_by_gauge,
-            "durability": None
-            if redis.found_durability is None
-            else redis.found_durability.persistence,
+            "durability": None if redis.found_durability is None else redis.found_durability.persistence,
             "demanded": redis.demanded_durability,
             "lag_s": round(self.follower.lag_s(), 3),
             "users": len(newer_events.users),
@@ -252,11 +247,7 @@ def follow_events(namespace: HeldNamespace) -> EventFollower:
 def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
     """Return a snapshot with the events of its generation; it is degraded if their models do not open."""
     config, seen_items, degraded = namespace.config, snapshot.seen_items, snapshot.degraded
-    events = (
-        None
-        if seen_items is None
-        else GenerationEvents.of(snapshot.manifest, config.events.namespace)
-    )
+    events = None if seen_items is None else GenerationEvents.of(snapshot.manifest, config.events.namespace)
     if events is None or seen_items is None:
         if config.events.namespace:
             log.warning(
@@ -271,9 +262,7 @@ def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
             threads=config.live_threads, cores=parse_cores(config.live_cores),
             exact_search_bytes_max=config.events.exact_bytes,
         )  # fmt: skip
-        events, degraded = open_event_models(
-            namespace.store, snapshot.manifest, open_with_models, events
-        )
+        events, degraded = open_event_models(namespace.store, snapshot.manifest, open_with_models, events)
     return dataclasses.replace(snapshot.with_part(events), degraded=degraded)
 
 

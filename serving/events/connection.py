@@ -70,10 +70,7 @@ class FoundDurability(NamedTuple):
 
     def suffices(self, demanded: Durability) -> bool:
         """True if the durability is at least the demanded one."""
-        return (
-            demanded == "any"
-            or _RANK_BY_PERSISTENCE[self.persistence] >= _RANK_BY_PERSISTENCE[demanded]
-        )
+        return demanded == "any" or _RANK_BY_PERSISTENCE[self.persistence] >= _RANK_BY_PERSISTENCE[demanded]
 
 
 class EventsRedis:
@@ -117,9 +114,7 @@ class EventsRedis:
                     pipeline.execute_command(*command)
                 return await pipeline.execute()
 
-    async def accept(
-        self, keys: Sequence[bytes], arguments: Sequence[Any], script: str = ACCEPT_SCRIPT
-    ) -> list[bytes]:
+    async def accept(self, keys: Sequence[bytes], arguments: Sequence[Any], script: str = ACCEPT_SCRIPT) -> list[bytes]:
         """Return the replies of an acceptance script, once the events are as durable as demanded."""
         script_arguments = (len(keys), *keys, *arguments)
         with _translate_errors():
@@ -128,13 +123,9 @@ class EventsRedis:
             try:
                 await self._check_durability_of(connection)
                 try:
-                    return await self._execute_durably(
-                        connection, ("EVALSHA", _script_id(script), *script_arguments)
-                    )
+                    return await self._execute_durably(connection, ("EVALSHA", _script_id(script), *script_arguments))
                 except NoScriptError:
-                    return await self._execute_durably(
-                        connection, ("EVAL", script, *script_arguments)
-                    )
+                    return await self._execute_durably(connection, ("EVAL", script, *script_arguments))
             except ResponseError as error:
                 if not str(error).startswith(STREAM_FULL_PREFIX):
                     raise
@@ -149,9 +140,7 @@ class EventsRedis:
     async def refresh_durability(self) -> FoundDurability:
         """Return the current durability of this Redis."""
         with _translate_errors():
-            durability = await find_durability(
-                self._client.execute_command, self.demanded_durability
-            )
+            durability = await find_durability(self._client.execute_command, self.demanded_durability)
         self.found_durability = durability
         return durability
 
@@ -165,18 +154,12 @@ class EventsRedis:
         await self._client.aclose(close_connection_pool=True)
 
     async def _check_durability_of(self, connection: AbstractConnection) -> None:
-        if self.found_durability is None or not self.found_durability.suffices(
-            self.demanded_durability
-        ):
+        if self.found_durability is None or not self.found_durability.suffices(self.demanded_durability):
             # It may have been mended since.
-            self.found_durability = await find_durability(
-                partial(_execute_on, connection), self.demanded_durability
-            )
+            self.found_durability = await find_durability(partial(_execute_on, connection), self.demanded_durability)
         _check_durability(self.found_durability, self.demanded_durability)
 
-    async def _execute_durably(
-        self, connection: AbstractConnection, command: Command
-    ) -> list[bytes]:
+    async def _execute_durably(self, connection: AbstractConnection, command: Command) -> list[bytes]:
         commands = [command]
         if self.found_durability is not None and self.found_durability.waits:
             commands.append(("WAITAOF", 1, 0, int(REPLY_TIMEOUT_S * 900)))
@@ -193,9 +176,7 @@ class EventsRedis:
     async def _open_connection(self, connection: AbstractConnection) -> None:
         """Open a connection as redis-py does, and check durability again, since the server may be another one."""
         await connection.on_connect()
-        self.found_durability = await find_durability(
-            partial(_execute_on, connection), self.demanded_durability
-        )
+        self.found_durability = await find_durability(partial(_execute_on, connection), self.demanded_durability)
 
 
 @cache
@@ -257,11 +238,7 @@ async def find_durability(send_command: CommandSender, demanded: Durability) -> 
         fsync = value_by_setting.get(b"appendfsync")
         # While a server rewrites its log and does not write it to disk, half a minute of events may be lost.
         is_fsync_paused = value_by_setting.get(b"no-appendfsync-on-rewrite") == b"yes"
-        if (
-            value_by_setting[b"appendonly"] != b"yes"
-            or is_fsync_paused
-            or fsync not in (b"always", b"everysec")
-        ):
+        if value_by_setting[b"appendonly"] != b"yes" or is_fsync_paused or fsync not in (b"always", b"everysec"):
             return FoundDurability("none")
         return FoundDurability("always" if fsync == b"always" else "everysec")
     try:

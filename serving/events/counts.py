@@ -41,9 +41,7 @@ class EventCounts(Collector):
     def __init__(self, redis: EventsRedis, keyspace: Keyspace, stream_bytes_max: int) -> None:
         """Create counts of zero; `stream_bytes_max`: bound of the stream."""
         # What first appears above 0 has no increase an alert could see.
-        self.count_by_result: Counter[str] = Counter(
-            dict.fromkeys((ACCEPTED, REPEATED, *REJECTION_REASONS), 0)
-        )
+        self.count_by_result: Counter[str] = Counter(dict.fromkeys((ACCEPTED, REPEATED, *REJECTION_REASONS), 0))
         self.refusal_count_by_reason: Counter[str] = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
         self.dropped_count = 0
         """Rejected events that were not stored, because too many waited to be written."""
@@ -69,9 +67,7 @@ class EventCounts(Collector):
             return
         # Not a position: producers may write ids of their own, such as microseconds.
         oldest_entry_s = (
-            int(oldest_inbox_entries[0][0].split(b"-")[0]) / 1000
-            if oldest_inbox_entries
-            else float(redis_time[0])
+            int(oldest_inbox_entries[0][0].split(b"-")[0]) / 1000 if oldest_inbox_entries else float(redis_time[0])
         )
         self.value_by_gauge = {
             "up": float(durability.suffices(self._redis.demanded_durability)),
@@ -84,9 +80,7 @@ class EventCounts(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield counter families, the histogram, and a gauge for each figure of the last refresh."""
-        results_family = CounterMetricFamily(
-            "larder_events", "Events, by what became of them", labels=["result"]
-        )
+        results_family = CounterMetricFamily("larder_events", "Events, by what became of them", labels=["result"])
         yield add_samples_by_label(results_family, self.count_by_result)
         refusals_family = CounterMetricFamily(
             "larder_events_refused",
@@ -101,9 +95,7 @@ class EventCounts(Collector):
         )
         yield from self.accept_seconds.collect()
         for gauge_name, gauge_value in self.value_by_gauge.items():
-            yield GaugeMetricFamily(
-                f"larder_events_{gauge_name}", HELP_TEXT_BY_GAUGE[gauge_name], value=gauge_value
-            )
+            yield GaugeMetricFamily(f"larder_events_{gauge_name}", HELP_TEXT_BY_GAUGE[gauge_name], value=gauge_value)
 
 
 HELP_TEXT_BY_GAUGE = {
@@ -120,14 +112,10 @@ HELP_TEXT_BY_GAUGE = {
 def counts_by_field(counts: EventCounts, changed_answers: ChangedAnswers) -> dict[str, int]:
     """Return the counts of events, and of answers with newer events, by the fields of the dashboard."""
     count_by_field = {
-        f"{RESULT_PREFIX}{result_or_reason}": n
-        for result_or_reason, n in counts.count_by_result.items()
-        if n
+        f"{RESULT_PREFIX}{result_or_reason}": n for result_or_reason, n in counts.count_by_result.items() if n
     }
     count_by_field |= {
-        f"{REFUSAL_PREFIX}{result_or_reason}": n
-        for result_or_reason, n in counts.refusal_count_by_reason.items()
-        if n
+        f"{REFUSAL_PREFIX}{result_or_reason}": n for result_or_reason, n in counts.refusal_count_by_reason.items() if n
     }
     newer_event_answers, compared_lists, changed_share_sum = changed_answers.totals()
     changed_ppm = round(changed_share_sum * 1e6)

@@ -195,9 +195,7 @@ class EventFollower:
         stream_replies: Any = await client.xread(
             {self._stream_key: last_entry_id}, count=_ENTRIES_AT_ONCE, block=wait_ms
         )
-        stream_entries: list[tuple[bytes, dict[bytes, bytes]]] = (
-            stream_replies[0][1] if stream_replies else []
-        )
+        stream_entries: list[tuple[bytes, dict[bytes, bytes]]] = stream_replies[0][1] if stream_replies else []
         for entry_id, entry_fields in stream_entries:
             position = Position.parse(entry_id)
             if position.number > until_number:
@@ -209,9 +207,7 @@ class EventFollower:
                 log.warning("entry %s of the stream is no event", position)
                 newer_events.users.last_number = position.number
                 continue
-            if self._blocked_owners.has(event) or (
-                only_owners is not None and not only_owners.has(event)
-            ):
+            if self._blocked_owners.has(event) or (only_owners is not None and not only_owners.has(event)):
                 newer_events.users.last_number = position.number
             else:
                 newer_events.add(position, event)
@@ -227,36 +223,26 @@ class EventFollower:
             )
             self._blocklist = blocklist
             self._unblocked_owners = _EventOwners(
-                (self._unblocked_owners.user_ids | previous_owners.user_ids)
-                - self._blocked_owners.user_ids,
-                (self._unblocked_owners.item_ids | previous_owners.item_ids)
-                - self._blocked_owners.item_ids,
+                (self._unblocked_owners.user_ids | previous_owners.user_ids) - self._blocked_owners.user_ids,
+                (self._unblocked_owners.item_ids | previous_owners.item_ids) - self._blocked_owners.item_ids,
             )
             newer_events.forget(
                 self._blocked_owners.user_ids & newer_events.packed.keys(),
                 self._blocked_owners.item_ids,
             )
-        if self._floor_number is not None and (
-            self._unblocked_owners.user_ids or self._unblocked_owners.item_ids
-        ):
-            newer_events.forget(
-                *self._unblocked_owners
-            )  # where this was tried before, and an outage ended it
-            await self._reread(
-                client, self._floor_number, newer_events.users.last_number, self._unblocked_owners
-            )
+        if self._floor_number is not None and (self._unblocked_owners.user_ids or self._unblocked_owners.item_ids):
+            newer_events.forget(*self._unblocked_owners)  # where this was tried before, and an outage ended it
+            await self._reread(client, self._floor_number, newer_events.users.last_number, self._unblocked_owners)
             if self._unblocked_owners.item_ids:
                 self._recheck_values()
         self._unblocked_owners = _EventOwners()
 
-    async def _read_earlier(
-        self, client: Redis, floor_number: int, known_floor_number: int
-    ) -> None:
+    async def _read_earlier(self, client: Redis, floor_number: int, known_floor_number: int) -> None:
         """Read the events between a new, earlier floor and the known ones."""
         if await self._reread(client, floor_number, known_floor_number):
-            self.newer_events.users.complete_after_number = (
-                self.newer_events.values.complete_after_number
-            ) = floor_number
+            self.newer_events.users.complete_after_number = self.newer_events.values.complete_after_number = (
+                floor_number
+            )
             self._floor_number = floor_number
 
     async def _reread(
@@ -272,18 +258,14 @@ class EventFollower:
         """
         self._fall_behind()
         reread_events = _empty_events_since(after_number)
-        while await self._add_entries(
-            client, reread_events, None, until_number=until_number, only_owners=only_owners
-        ):
+        while await self._add_entries(client, reread_events, None, until_number=until_number, only_owners=only_owners):
             if reread_events.size_bytes + self.newer_events.size_bytes >= self.held_bytes_max:
                 await self._read_all_since(client, after_number)
                 return False
             await self._add_entries(client, self.newer_events, None)
         user_ids = list(reread_events.packed)
         for first_index in range(0, len(user_ids), _ENTRIES_AT_ONCE):
-            self.newer_events.users.prepend(
-                reread_events.users, user_ids[first_index : first_index + _ENTRIES_AT_ONCE]
-            )
+            self.newer_events.users.prepend(reread_events.users, user_ids[first_index : first_index + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
         for _ in self.newer_events.values.prepend_in_turns(reread_events.values):
             await asyncio.sleep(0)
@@ -294,10 +276,7 @@ class EventFollower:
         """Read the stream from a position on; the former events count until that is done."""
         self._fall_behind()
         reread_events = _empty_events_since(floor_number)
-        while (
-            await self._add_entries(client, reread_events, None)
-            and reread_events.size_bytes < self.held_bytes_max
-        ):
+        while await self._add_entries(client, reread_events, None) and reread_events.size_bytes < self.held_bytes_max:
             pass
         for _ in self.newer_events.become_in_turns(reread_events):
             await asyncio.sleep(0)
@@ -307,16 +286,11 @@ class EventFollower:
         """Forget the events that all held generations include, some users at a time."""
         user_ids = list(self.newer_events.packed)
         for first_index in range(0, len(user_ids), _ENTRIES_AT_ONCE):
-            self.newer_events.users.drop_until(
-                floor_number, user_ids[first_index : first_index + _ENTRIES_AT_ONCE]
-            )
+            self.newer_events.users.drop_until(floor_number, user_ids[first_index : first_index + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
         has_more = True
         while has_more:
-            has_more = (
-                self.newer_events.values.drop_until(floor_number, _ENTRIES_AT_ONCE)
-                == _ENTRIES_AT_ONCE
-            )
+            has_more = self.newer_events.values.drop_until(floor_number, _ENTRIES_AT_ONCE) == _ENTRIES_AT_ONCE
             await asyncio.sleep(0)
         self.newer_events.items.drop_until(floor_number)
         self.newer_events.users.last_number = max(self.newer_events.users.last_number, floor_number)
@@ -347,9 +321,7 @@ class _EventOwners(NamedTuple):
 
 def _owners_in_blocklist(blocklist: Blocklist) -> _EventOwners:
     """Return the users and items that answers must not use."""
-    return _EventOwners(
-        frozenset(blocklist.entities) | frozenset(blocklist.users), frozenset(blocklist.items)
-    )
+    return _EventOwners(frozenset(blocklist.entities) | frozenset(blocklist.users), frozenset(blocklist.items))
 
 
 def _empty_events_since(position_number: int) -> NewerEvents:
@@ -363,9 +335,7 @@ def _empty_events_since(position_number: int) -> NewerEvents:
 def _until_numbers(snapshots: Iterable[Snapshot]) -> list[int]:
     """Return the number of the position that each generation with events was made at."""
     snapshot_events = [snapshot.part(GenerationEvents) for snapshot in snapshots]
-    return [
-        generation_events.until_number for generation_events in snapshot_events if generation_events
-    ]
+    return [generation_events.until_number for generation_events in snapshot_events if generation_events]
 
 
 class EventMetrics(Collector):
@@ -413,9 +383,7 @@ class NewestPosition:
     A Redis that comes back without its stream, and with a clock that is behind, would assign positions below it.
     """
 
-    def __init__(
-        self, newer_events: NewerEvents, holder: GenerationHolder, store: ArtefactStore
-    ) -> None:
+    def __init__(self, newer_events: NewerEvents, holder: GenerationHolder, store: ArtefactStore) -> None:
         self._newer_events, self._holder, self._store = newer_events, holder, store
         self._taken_position = STREAM_BEGINNING
 

@@ -102,8 +102,7 @@ _START_WAIT_S = 2.0
 """Seconds that a start waits for the Redis of events, which lookups do not need."""
 
 _EVICTION_WARNING = (
-    "maxmemory-policy %s of the Redis of events may evict ids, and repetitions count: "
-    "set noeviction there"
+    "maxmemory-policy %s of the Redis of events may evict ids, and repetitions count: set noeviction there"
 )
 
 
@@ -170,9 +169,7 @@ class Acceptor:
                 "event_acceptor", self._send, is_due=lambda: bool(self._waiting_chunks)
             )
         # Each is awaited, whatever came of the others: an error that nobody took would be logged as lost.
-        chunk_outcomes = await asyncio.gather(
-            *(chunk.outcome for chunk in chunks), return_exceptions=True
-        )
+        chunk_outcomes = await asyncio.gather(*(chunk.outcome for chunk in chunks), return_exceptions=True)
         accepted: list[AcceptOutcome] = []
         for outcome in chunk_outcomes:
             if isinstance(outcome, BaseException):
@@ -193,9 +190,7 @@ class Acceptor:
     async def _accept_chunks(self, chunks: list[_EventChunk]) -> None:
         events = [event for piece in chunks for event in piece.events]
         try:
-            keys, arguments = accept_script_arguments(
-                self._keyspace, self._bounds, events, self._get_newest_position()
-            )
+            keys, arguments = accept_script_arguments(self._keyspace, self._bounds, events, self._get_newest_position())
             replies = await self._redis.accept(keys, arguments, self._script)
             outcomes = _parse_outcomes(replies, len(events))
         except Exception as error:
@@ -206,9 +201,7 @@ class Acceptor:
             first_index = 0
             for chunk in chunks:
                 if not chunk.outcome.done():
-                    chunk.outcome.set_result(
-                        outcomes[first_index : first_index + len(chunk.events)]
-                    )
+                    chunk.outcome.set_result(outcomes[first_index : first_index + len(chunk.events)])
                 first_index += len(chunk.events)
 
     def _take_next_chunks(self) -> list[_EventChunk]:
@@ -240,9 +233,7 @@ def _parse_outcomes(replies: Sequence[bytes], event_count: int) -> list[AcceptOu
     except InvalidInput as error:
         raise EventsUnavailable(f"the Redis of events: {error.message}") from error
     if len(outcomes) != event_count:
-        raise EventsUnavailable(
-            f"the Redis of events told the outcome of {len(outcomes)} events, not of {event_count}"
-        )
+        raise EventsUnavailable(f"the Redis of events told the outcome of {len(outcomes)} events, not of {event_count}")
     return outcomes
 
 
@@ -255,9 +246,7 @@ class _Rejection(NamedTuple):
 class RejectionQueue:
     """Queue of this process's rejected events on their way into Redis; beyond a bound they are only counted."""
 
-    def __init__(
-        self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, entries_max: int
-    ) -> None:
+    def __init__(self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, entries_max: int) -> None:
         """Create an empty queue; `entries_max`: number of rejected events that Redis keeps, the newest."""
         self._redis, self._rejected_events_key, self._counts, self._entries_max = (
             redis, keyspace.rejected_events, counts, entries_max,
@@ -302,9 +291,7 @@ class RejectionQueue:
 def _event_excerpt(raw_event: Any) -> bytes:
     if isinstance(raw_event, UnreadableEvent):
         return b""
-    if isinstance(raw_event, dict) and all(
-        isinstance(field_name, bytes) for field_name in raw_event
-    ):
+    if isinstance(raw_event, dict) and all(isinstance(field_name, bytes) for field_name in raw_event):
         raw_event = {
             name.decode(errors="replace"): field_value.decode(errors="replace")
             for name, field_value in raw_event.items()
@@ -358,9 +345,7 @@ class EventIntake:
             message = error.message
             if isinstance(error, EventsUnavailable) and (message := error.outside) != error.message:
                 log.warning("no events are accepted: %s", error.message)
-            raise Problem(
-                503, error.code, f"{message}: send them again, under the same ids"
-            ) from error
+            raise Problem(503, error.code, f"{message}: send them again, under the same ids") from error
         self.counts.accept_seconds.observe("http", self.timer() - began_at)
         return self._build_receipt(raw_events, read_events, outcomes)
 
@@ -375,9 +360,7 @@ class EventIntake:
         rejected_entries: list[tuple[Problem, Mapping[bytes, bytes]]] = []
         for entry_id, entry_fields in entries:
             try:
-                packed_events.append(
-                    self.reader.parse_inbox_entry(entry_fields, entry_id, now_s, blocklist)
-                )
+                packed_events.append(self.reader.parse_inbox_entry(entry_fields, entry_id, now_s, blocklist))
             except Problem as read_problem:
                 rejected_entries.append((read_problem, entry_fields))
             else:
@@ -401,9 +384,7 @@ class EventIntake:
         outcomes: Sequence[AcceptOutcome],
     ) -> dict[str, Any]:
         for rejected_event in read_events.rejected:
-            self.rejections.add(
-                rejected_event.reason, rejected_event.detail, raw_events[rejected_event.event_index]
-            )
+            self.rejections.add(rejected_event.reason, rejected_event.detail, raw_events[rejected_event.event_index])
         rejected_events, newest_position = list(read_events.rejected), Position(0, 0)
         count_by_result: Counter[str] = Counter()
         for event_index, outcome in zip(read_events.event_indices, outcomes, strict=True):
@@ -482,9 +463,7 @@ class Inbox:
     async def consume(self) -> None:
         """Consume entries until that fails; return after a pause if Redis is full or away."""
         try:
-            await self._redis.execute(
-                "XGROUP CREATE", self._inbox_key, INBOX_GROUP, "0", "MKSTREAM"
-            )
+            await self._redis.execute("XGROUP CREATE", self._inbox_key, INBOX_GROUP, "0", "MKSTREAM")
         except EventsFull:
             pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
         except EventsUnavailable as error:
@@ -517,9 +496,7 @@ class Inbox:
                 "COUNT",
                 EVENTS_PER_CALL,
             )
-            self._claim_cursor, claimed_entries = (
-                await self._redis.execute("XAUTOCLAIM", *claim_arguments)
-            )[:2]
+            self._claim_cursor, claimed_entries = (await self._redis.execute("XAUTOCLAIM", *claim_arguments))[:2]
             if claimed_entries or self._claim_cursor != _CURSOR_BEGIN:
                 return _inbox_entries(claimed_entries)
             self._claimed_at = now_s
@@ -546,9 +523,7 @@ class Inbox:
         present_entries = [(entry.id.decode(), entry.fields) for entry in entries if entry.fields]
         await self._intake.accept_entries(present_entries)
         entry_ids = [entry.id for entry in entries]
-        await self._redis.execute(
-            "EVAL", _FINISH_ENTRIES_SCRIPT, 1, self._inbox_key, INBOX_GROUP, *entry_ids
-        )
+        await self._redis.execute("EVAL", _FINISH_ENTRIES_SCRIPT, 1, self._inbox_key, INBOX_GROUP, *entry_ids)
 
 
 def _inbox_entries(raw_entries: list[Any]) -> list[InboxEntry]:
@@ -588,9 +563,7 @@ class EventParts:
         events_config, keyspace = config.events, config.of_events().keyspace()
         redis = EventsRedis(config.events_redis, events_config.durability)
         counts = EventCounts(redis, keyspace, events_config.stream_bytes)
-        bounds = StreamBounds(
-            events_config.stream_bytes, round(events_config.keep_s * 1000), events_config.of_one
-        )
+        bounds = StreamBounds(events_config.stream_bytes, round(events_config.keep_s * 1000), events_config.of_one)
         intake = EventIntake(
             redis, EventReader(keyspace, events_config, get_new_item_inputs),
             Acceptor(redis, keyspace, bounds, get_newest_position, loops=loops),
@@ -612,9 +585,7 @@ class EventParts:
                 await self.redis.demand_durability()
                 await self.intake.counts.refresh()
                 policy = await self.redis.eviction_policy()
-                if self.redis.demanded_durability != "any" and policy.startswith(
-                    ("volatile", "allkeys")
-                ):
+                if self.redis.demanded_durability != "any" and policy.startswith(("volatile", "allkeys")):
                     log.warning(_EVICTION_WARNING, policy)
         except LarderError as error:  # whatever is wrong with events, lookups are answered
             log.warning("no events are accepted for now: %s", error.message)

@@ -89,9 +89,7 @@ class ItemUpdater:
 
     async def apply_new_values(self) -> None:
         """Put newer values of items' attributes, and new items, in force in all held generations."""
-        while (served := self._holder.served) is not None and any(
-            map(self._is_behind, served.snapshots)
-        ):
+        while (served := self._holder.served) is not None and any(map(self._is_behind, served.snapshots)):
             update = self._update_of(served.snapshots)
             if await self._holder.change_snapshots(served, update.apply_to):
                 self._metrics.set_by_events(update.counts[served.live.generation])
@@ -110,9 +108,7 @@ class ItemUpdater:
 
     def _update_of(self, snapshots: Iterable[Snapshot]) -> "SnapshotUpdate":
         missing_by_generation = {
-            snapshot.generation: MissingItems.of(
-                self._attribute_events, self._new_item_events, snapshot
-            )
+            snapshot.generation: MissingItems.of(self._attribute_events, self._new_item_events, snapshot)
             for snapshot in snapshots
             if self._is_behind(snapshot)
         }
@@ -123,10 +119,7 @@ class ItemUpdater:
         update = ItemUpdate.of(snapshot)
         if update.values_until_number < self._attribute_events.complete_after_number:
             return False
-        if (
-            new_item_inputs(snapshot) is not None
-            and update.new_items_version != self._new_item_events.version
-        ):
+        if new_item_inputs(snapshot) is not None and update.new_items_version != self._new_item_events.version:
             return True
         if snapshot.new_items.retry_at <= self._timer():
             return True
@@ -149,15 +142,11 @@ class MissingItems(NamedTuple):
     version: int
 
     @classmethod
-    def of(
-        cls, attribute_events: AttributeEvents, new_item_events: NewItemEvents, snapshot: Snapshot
-    ) -> Self:
+    def of(cls, attribute_events: AttributeEvents, new_item_events: NewItemEvents, snapshot: Snapshot) -> Self:
         generation_events = snapshot.part(GenerationEvents)
         until_number = 0 if generation_events is None else generation_events.until_number
         new_items = (
-            tuple(new_item_events.list_items_after(until_number))
-            if new_item_inputs(snapshot) is not None
-            else ()
+            tuple(new_item_events.list_items_after(until_number)) if new_item_inputs(snapshot) is not None else ()
         )
         values_of_new_items = attribute_events.values_of_items(
             (new_item.raw_id for new_item in new_items), until_number
@@ -199,15 +188,11 @@ class SnapshotUpdate:
             except Exception:
                 if snapshot.generation not in self._failed_generations:
                     self._failed_generations.add(snapshot.generation)
-                    log.exception(
-                        "generation %s does not take over what events set", snapshot.generation
-                    )
+                    log.exception("generation %s does not take over what events set", snapshot.generation)
         return snapshot
 
     def _with_values(self, snapshot: Snapshot, missing_items: MissingItems) -> Snapshot:
-        item_update = ItemUpdate.of(snapshot)._replace(
-            values_until_number=missing_items.values.until_number
-        )
+        item_update = ItemUpdate.of(snapshot)._replace(values_until_number=missing_items.values.until_number)
         if (filtering := snapshot.part(Filtering)) is None:
             return snapshot.with_part(item_update)
         attribute_values, packed_new_item_values = (
@@ -233,10 +218,7 @@ class SnapshotUpdate:
         count_by_outcome["unknown attribute"] = changed_columns.unknown_count
         for unfit_by_reason in changed_columns.unfit_ordinals.values():
             count_by_outcome.update(
-                {
-                    unfit_reason: len(unfit_ordinals)
-                    for unfit_reason, unfit_ordinals in unfit_by_reason.items()
-                }
+                {unfit_reason: len(unfit_ordinals) for unfit_reason, unfit_ordinals in unfit_by_reason.items()}
             )
         count_by_outcome["set"] = len(attribute_values) - count_by_outcome.total()
         return with_changed_filtering(snapshot, changed_filtering).with_part(item_update)
@@ -262,8 +244,6 @@ class SnapshotUpdate:
             )  # fmt: skip
         values_of_new_items = [values_by_item[new_item.raw_id] for new_item in new_items.items]
         if (filtering := snapshot.part(Filtering)) is not None:
-            snapshot = snapshot.with_part(
-                filtering.with_new_items(values_of_new_items, new_items.vectors)
-            )
+            snapshot = snapshot.with_part(filtering.with_new_items(values_of_new_items, new_items.vectors))
         item_update = ItemUpdate.of(snapshot)._replace(new_items_version=missing_items.version)
         return snapshot.with_part(item_update).with_new_items(new_items)

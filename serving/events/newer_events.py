@@ -122,16 +122,11 @@ class NewerEvents(NewerInputs):
     def changes(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
         """True if the user has events that the generation lacks, and that change the answers of this table."""
         generation_events = snapshot.part(GenerationEvents)
-        if (
-            generation_events is None
-            or (model_features := generation_events.tables.get(table.name)) is None
-        ):
+        if generation_events is None or (model_features := generation_events.tables.get(table.name)) is None:
             return False
         if not self.users.has_newer(user_id, generation_events.until_number):
             return False
-        return self.users.has_newer_item(
-            user_id, generation_events.until_number
-        ) or takes_any_attribute(
+        return self.users.has_newer_item(user_id, generation_events.until_number) or takes_any_attribute(
             self.values.values_of_user(user_id, generation_events.until_number), model_features
         )
 
@@ -151,9 +146,7 @@ class NewerEvents(NewerInputs):
         user with a record in the table it is None.
         """
         events_of_night = snapshot.part(GenerationEvents)
-        if events_of_night is None or not events_of_night.changes_answer(
-            table, position, snapshot.seen_items
-        ):
+        if events_of_night is None or not events_of_night.changes_answer(table, position, snapshot.seen_items):
             return None
         if snapshot.blocks_entity(table, user_id):
             return None
@@ -161,13 +154,7 @@ class NewerEvents(NewerInputs):
         newer_events = self.users.list_events_after(user_id, events_of_night.until_number)
         user_values = self.values.values_of_user(user_id, events_of_night.until_number)
         uses_event_values = takes_any_attribute(user_values, model_features)
-        events = tuple(
-            [
-                event
-                for event in newer_events
-                if event.number <= as_of and (event.item or uses_event_values)
-            ]
-        )
+        events = tuple([event for event in newer_events if event.number <= as_of and (event.item or uses_event_values)])
         if not events:
             return None
         event_input, digest = EventInput(position, events, None, user_values), b""
@@ -177,9 +164,7 @@ class NewerEvents(NewerInputs):
         is_whole = events_of_night.until_number >= self.users.complete_after_number
         is_past = as_of < NO_LIMIT
         is_approximate = uses_event_values and self.values.newest_number_of_user(user_id) > as_of
-        return CountedEvents(
-            event_input, _digest(user_id, events, digest), is_whole, is_past, is_approximate
-        )
+        return CountedEvents(event_input, _digest(user_id, events, digest), is_whole, is_past, is_approximate)
 
     async def count_newer(
         self,
@@ -200,11 +185,7 @@ class NewerEvents(NewerInputs):
         if options.max_events == 0:
             return
         events_of_night = snapshot.part(GenerationEvents)
-        if (
-            options.as_of is not None
-            and events_of_night is not None
-            and options.as_of < events_of_night.until_number
-        ):
+        if options.as_of is not None and events_of_night is not None and options.as_of < events_of_night.until_number:
             for case in cases:
                 case.is_before_night = True
         _include_new_items(snapshot, cases, options)
@@ -212,11 +193,7 @@ class NewerEvents(NewerInputs):
         undecided_answers = []
         for pending_answer in cases:
             user_id = pending_answer.entity.raw
-            if (
-                user_id is None
-                or user_id not in packed
-                or pending_answer.counted_events is not None
-            ):
+            if user_id is None or user_id not in packed or pending_answer.counted_events is not None:
                 continue
             await pacer.count_entity(pending_answer.entity)
             counted_events = _find_counted_events(
@@ -236,9 +213,7 @@ class NewerEvents(NewerInputs):
                 _include_counted_events(snapshot, pending_answer, counted_events)
         if not undecided_answers:
             return
-        record_keys = [
-            case.record_key._replace(table=case.table, digest=None) for case, _ in undecided_answers
-        ]
+        record_keys = [case.record_key._replace(table=case.table, digest=None) for case, _ in undecided_answers]
         outcomes = await read_records(record_keys)
         for (pending_answer, user_id), outcome in zip(undecided_answers, outcomes, strict=True):
             await pacer.count_entity(pending_answer.entity)
@@ -249,9 +224,7 @@ class NewerEvents(NewerInputs):
             if counted_events is not None:
                 _include_counted_events(snapshot, pending_answer, counted_events)
 
-    def copy_newer_input(
-        self, snapshot: Snapshot, case: PendingAnswer, sibling_pending: PendingAnswer
-    ) -> None:
+    def copy_newer_input(self, snapshot: Snapshot, case: PendingAnswer, sibling_pending: PendingAnswer) -> None:
         """Make a pending answer count exactly the events of another table's: both are parts of one answer.
 
         Events that were accepted in between would make a list of one history, and leave out the items of another.
@@ -262,17 +235,13 @@ class NewerEvents(NewerInputs):
         )
         if generation_events is None or counted_events is None:
             return
-        if generation_events.changes_answer(
-            case.table, counted_events.position, snapshot.seen_items
-        ):
+        if generation_events.changes_answer(case.table, counted_events.position, snapshot.seen_items):
             _include_counted_events(snapshot, case, counted_events)
 
 
 def _digest(user_id: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
     # All of them: with the newest alone an answer that lacked some would be taken for the whole one.
-    packed_numbers = struct.pack(
-        f"<II{len(events)}Q", len(user_id), len(events), *[event.number for event in events]
-    )
+    packed_numbers = struct.pack(f"<II{len(events)}Q", len(user_id), len(events), *[event.number for event in events])
     return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_digest)
 
 
@@ -312,9 +281,7 @@ def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInpu
     )
 
 
-def _include_counted_events(
-    snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput
-) -> None:
+def _include_counted_events(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> None:
     is_computed = _is_computed(snapshot, case, newer_input)
     case.include_counted_events(newer_input, is_settled=not is_computed)
     if newer_input.is_past and is_computed:
@@ -323,9 +290,7 @@ def _include_counted_events(
         case.live_reason = LiveReason.NO_MODEL
 
 
-def _with_new_items(
-    snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None
-) -> CountedEvents:
+def _with_new_items(snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None) -> CountedEvents:
     """Return the events with the new items among them, counted as the next night counts them.
 
     If items are a table of vectors, the next night's models know them as well, so the answer is approximate.
@@ -338,20 +303,15 @@ def _with_new_items(
     new_items_in_events = sorted({*counted_events.items} & new_items.number_by_id.keys())
     if not new_items_in_events:
         return counted_events
-    packed_item_ids = b"".join(
-        [len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events]
-    )
+    packed_item_ids = b"".join([len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events])
     return counted_events._replace(
         input=counted_events.input._replace(new_items=new_items),
         digest=xxhash.xxh3_128_digest(counted_events.digest + packed_item_ids),
-        is_approximate=counted_events.is_approximate
-        or bool(snapshot.manifest.facts.get(ITEM_VECTORS_FACT)),
+        is_approximate=counted_events.is_approximate or bool(snapshot.manifest.facts.get(ITEM_VECTORS_FACT)),
     )
 
 
-def _include_new_items(
-    snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions
-) -> None:
+def _include_new_items(snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions) -> None:
     """Make computed lists of users name the new items of a generation.
 
     Not for re-ranked lists, which need more of an item than is known of a new one.

@@ -36,9 +36,7 @@ EVENT_BYTES_MAX: Final = 4_096
 DETAIL_CHARS_MAX: Final = 400
 """Characters of a rejection's text, which is sent and stored, and may quote the event."""
 
-_EVENT_FIELDS = frozenset(
-    {"user", "item", "time", "id", "type", "weight", "attributes", "features", "vector"}
-)
+_EVENT_FIELDS = frozenset({"user", "item", "time", "id", "type", "weight", "attributes", "features", "vector"})
 
 _ITEM_ONLY_FIELDS = ("features", "vector")
 
@@ -105,17 +103,13 @@ class EventReader:
         check_length(events, 1, self.config.batch, "events", "batch_too_long")
         return events
 
-    def parse_body_events(
-        self, raw_events: Sequence[Any], now_s: float, blocklist: Blocklist
-    ) -> ParsedEvents:
+    def parse_body_events(self, raw_events: Sequence[Any], now_s: float, blocklist: Blocklist) -> ParsedEvents:
         """Parse the events of a body; `now_s` is the service's clock, Unix seconds."""
         read_events = ParsedEvents([], [], [])
         now_us = round(now_s * 1e6)
         for event_index, raw_event in enumerate(raw_events):
             try:
-                event = self._parse_and_check(
-                    raw_event, f"events[{event_index}]", now_us, blocklist
-                )
+                event = self._parse_and_check(raw_event, f"events[{event_index}]", now_us, blocklist)
             except Problem as problem:
                 detail = problem.message[:DETAIL_CHARS_MAX]
                 read_events.rejected.append(RejectedEvent(event_index, problem.reason, detail))
@@ -130,9 +124,7 @@ class EventReader:
         """Parse an entry of the inbox, whose id serves as the event's id if it has none; raise Problem."""
         try:
             event_json = entry_fields.get(_INBOX_JSON_FIELD)
-            raw_event = (
-                _parse_inbox_texts(entry_fields) if event_json is None else orjson.loads(event_json)
-            )
+            raw_event = _parse_inbox_texts(entry_fields) if event_json is None else orjson.loads(event_json)
         except (UnicodeDecodeError, orjson.JSONDecodeError) as error:
             _refuse_erased(entry_fields.get(b"user", b"").decode(errors="replace"), blocklist)
             raise unprocessable("invalid_json", f"the entry is no event: {error}", "e") from error
@@ -140,9 +132,7 @@ class EventReader:
             raw_event = {**raw_event, "id": entry_id}
         return self._parse_and_check(raw_event, "event", round(now_s * 1e6), blocklist)
 
-    def _parse_and_check(
-        self, raw_event: object, field_path: str, now_us: int, blocklist: Blocklist
-    ) -> PackedEvent:
+    def _parse_and_check(self, raw_event: object, field_path: str, now_us: int, blocklist: Blocklist) -> PackedEvent:
         """Return the event packed; raise Problem if it is invalid, too large, or of an erased or blocked owner."""
         if isinstance(raw_event, UnreadableEvent):
             detail = (
@@ -167,31 +157,19 @@ class EventReader:
 
     def _parse_event(self, raw_event: object, field_path: str, now_us: int) -> Event:
         event_fields = read_object(raw_event, field_path, _EVENT_FIELDS)
-        user, item, event_id = (
-            event_fields.get(field_name) for field_name in ("user", "item", "id")
-        )
+        user, item, event_id = (event_fields.get(field_name) for field_name in ("user", "item", "id"))
         if event_id is None:
             raise unprocessable("missing_field", f"{field_path}.id is missing", f"{field_path}.id")
         if user is None and item is None:
-            raise unprocessable(
-                "missing_field", f"{field_path} has neither user nor item", field_path
-            )
+            raise unprocessable("missing_field", f"{field_path} has neither user nor item", field_path)
         event_id_bytes = read_id(event_id, f"{field_path}.id")
         if len(event_id_bytes) > EVENT_ID_BYTES_MAX:
-            detail = (
-                f"{field_path}.id has {len(event_id_bytes)} bytes, {EVENT_ID_BYTES_MAX} are allowed"
-            )
+            detail = f"{field_path}.id has {len(event_id_bytes)} bytes, {EVENT_ID_BYTES_MAX} are allowed"
             raise unprocessable("invalid_id", detail, f"{field_path}.id", limit=EVENT_ID_BYTES_MAX)
-        event_time_us = (
-            read_time(event_fields["time"], f"{field_path}.time")
-            if "time" in event_fields
-            else now_us
-        )
+        event_time_us = read_time(event_fields["time"], f"{field_path}.time") if "time" in event_fields else now_us
         if event_time_us > now_us + self.config.ahead_s * 1e6:
             ahead_s = (event_time_us - now_us) / 1e6
-            detail = (
-                f"{field_path}.time is {ahead_s:.3f} s ahead, {self.config.ahead_s:g} s are allowed"
-            )
+            detail = f"{field_path}.time is {ahead_s:.3f} s ahead, {self.config.ahead_s:g} s are allowed"
             raise unprocessable("in_future", detail, f"{field_path}.time")
         raw_features, vector, weight = (
             event_fields.get("features"),
@@ -218,16 +196,12 @@ class EventReader:
             event_time_us,
             None if user is None else read_id(user, f"{field_path}.user"),
             None if item is None else read_id(item, f"{field_path}.item"),
-            _read_event_type(event_fields["type"], f"{field_path}.type")
-            if "type" in event_fields
-            else None,
+            _read_event_type(event_fields["type"], f"{field_path}.type") if "type" in event_fields else None,
             1.0 if weight is None else _read_number(weight, f"{field_path}.weight"),
             _read_attributes(event_fields["attributes"], f"{field_path}.attributes")
             if "attributes" in event_fields
             else None,
-            None
-            if raw_features is None
-            else read_features(raw_features, f"{field_path}.features", EVENT_BYTES_MAX),
+            None if raw_features is None else read_features(raw_features, f"{field_path}.features", EVENT_BYTES_MAX),
             None if vector is None else _read_vector(vector, f"{field_path}.vector"),
         )
 
@@ -252,9 +226,7 @@ def read_time(raw_time: object, field_path: str) -> int:
         return _check_since_1970((parsed_time - _UNIX_EPOCH) // _MICROSECOND, field_path)
     if isinstance(raw_time, int | float) and not isinstance(raw_time, bool):
         if not abs(raw_time) < _UNIX_SECONDS_MAX:
-            raise unprocessable(
-                "invalid_field", f"{field_path} is in seconds since 1970", field_path
-            )
+            raise unprocessable("invalid_field", f"{field_path} is in seconds since 1970", field_path)
         return _check_since_1970(round(raw_time * 1_000_000), field_path)
     detail = f"{field_path} is a time of ISO 8601, or seconds since 1970"
     raise unprocessable("invalid_field", detail, field_path)
@@ -272,9 +244,7 @@ def _refuse_fields(
     for field_name in refused_names:
         if field_name in event_fields:
             refused_path = f"{field_path}.{field_name}"
-            raise unprocessable(
-                "invalid_field", f"{refused_path} is for an event of {owners_text}", refused_path
-            )
+            raise unprocessable("invalid_field", f"{refused_path} is for an event of {owners_text}", refused_path)
 
 
 def _read_event_type(raw_type: object, field_path: str) -> str:
@@ -285,14 +255,8 @@ def _read_event_type(raw_type: object, field_path: str) -> str:
 
 
 def _read_number(raw_number: object, field_path: str) -> float:
-    if (
-        isinstance(raw_number, bool)
-        or not isinstance(raw_number, int | float)
-        or not abs(raw_number) < _FLOAT_MAX
-    ):
-        raise unprocessable(
-            "invalid_field", f"{field_path} is a number that float32 holds", field_path
-        )
+    if isinstance(raw_number, bool) or not isinstance(raw_number, int | float) or not abs(raw_number) < _FLOAT_MAX:
+        raise unprocessable("invalid_field", f"{field_path} is a number that float32 holds", field_path)
     return float(raw_number)
 
 
@@ -300,9 +264,7 @@ def _read_vector(raw_vector: object, field_path: str) -> tuple[float, ...]:
     if not isinstance(raw_vector, list) or not 1 <= len(raw_vector) <= VECTOR_LENGTH_MAX:
         detail = f"{field_path} is a list of 1 to {VECTOR_LENGTH_MAX} numbers"
         raise unprocessable("invalid_field", detail, field_path)
-    return tuple(
-        [_read_number(number, f"{field_path}[{index}]") for index, number in enumerate(raw_vector)]
-    )
+    return tuple([_read_number(number, f"{field_path}[{index}]") for index, number in enumerate(raw_vector)])
 
 
 def _read_attributes(raw_attributes: object, field_path: str) -> dict[str, Any]:
@@ -327,8 +289,7 @@ def _read_attributes(raw_attributes: object, field_path: str) -> dict[str, Any]:
 def _is_attribute_value(raw_value: object) -> bool:
     if isinstance(raw_value, list):
         return len(raw_value) <= ATTRIBUTE_TEXTS_MAX and all(
-            isinstance(list_element, str) and _is_attribute_value(list_element)
-            for list_element in raw_value
+            isinstance(list_element, str) and _is_attribute_value(list_element) for list_element in raw_value
         )
     if isinstance(raw_value, str):
         return len(raw_value.encode()) <= ATTRIBUTE_TEXT_BYTES_MAX
@@ -338,9 +299,7 @@ def _is_attribute_value(raw_value: object) -> bool:
 
 def _parse_inbox_texts(entry_fields: Mapping[bytes, bytes]) -> dict[str, Any]:
     """Convert an inbox entry's texts to event fields; a malformed number stays a text, which is refused later."""
-    event_fields: dict[str, Any] = {
-        name.decode(): field_text.decode() for name, field_text in entry_fields.items()
-    }
+    event_fields: dict[str, Any] = {name.decode(): field_text.decode() for name, field_text in entry_fields.items()}
     for field_name in ("time", "weight"):
         number_text = event_fields.get(field_name)
         if isinstance(number_text, str) and _NUMBER_PATTERN.fullmatch(number_text):
@@ -366,9 +325,7 @@ def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
     except _NoListError:
         return None
     events = [_parse_piece(event_piece) for event_piece in event_pieces]
-    return (
-        {"events": events} if any(isinstance(event, UnreadableEvent) for event in events) else None
-    )
+    return {"events": events} if any(isinstance(event, UnreadableEvent) for event in events) else None
 
 
 class _NoListError(ValueError):

@@ -75,9 +75,7 @@ _EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
                 description="An item of the answer that no night has seen",
             ),
         },
-        "page": schemas.details_schema(
-            "Its page in Redis with its checksum; null: unknown", is_null=True
-        ),
+        "page": schemas.details_schema("Its page in Redis with its checksum; null: unknown", is_null=True),
         "l1": _TIER_SCHEMA,
         "l2": _TIER_SCHEMA,
         "same_bytes": {
@@ -93,17 +91,13 @@ _EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
             "What the order follows (`by`), and the stored list in it; null: none was asked for",
             is_null=True,
         ),
-        "previous": schemas.details_schema(
-            "What the previous generation has; null: none held", is_null=True
-        ),
+        "previous": schemas.details_schema("What the previous generation has; null: none held", is_null=True),
         "model": schemas.details_schema(
             "What the model says now, and from what: `computed_from` is `sent`, `own` (the item "
             "itself), `events` (the night's input and newer events), `stored_vector` (scores of the stored list "
             "only) or null"
         ),
-        "difference": schemas.details_schema(
-            "Model minus record: `exact`, `overlap`, deltas", is_null=True
-        ),
+        "difference": schemas.details_schema("Model minus record: `exact`, `overlap`, deltas", is_null=True),
         "default": schemas.details_schema("What answers if nothing else does", is_null=True),
     },
     ("table", "id", "sentence", "generation", "answer", "directory", "l1", "l2", "model"),
@@ -174,9 +168,7 @@ def attach(replica: Replica) -> Explainer:
 
     async def explain_one(request: Request, _started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
-        lookup_request = lookup_from_url(
-            raw_path, PATH_PREFIX, request.scope["query_string"], service.limits
-        )
+        lookup_request = lookup_from_url(raw_path, PATH_PREFIX, request.scope["query_string"], service.limits)
         return await explain_request(request, lookup_request)
 
     async def explain_input(request: Request, _started: float) -> object:
@@ -188,9 +180,7 @@ def attach(replica: Replica) -> Explainer:
             lookup_request.entities, with_request_headers(service, request, lookup_request.options)
         )
         if lookup_request.options.arm is not None:
-            problem_message = (
-                "explanations are of the service's own namespace: ask a service of the arm's"
-            )
+            problem_message = "explanations are of the service's own namespace: ask a service of the arm's"
             raise unprocessable("invalid_field", problem_message, "arm")
         return await explainer.explain(service.capture_served(), lookup_request)
 

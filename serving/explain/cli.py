@@ -79,18 +79,14 @@ def explanation_sections(explanation: Mapping[str, Any]) -> Iterator[Section]:
     """Names and values, in the order of the ladder."""
     answer = explanation["answer"]
     section_rows = [("tier", answer["tier"])]
-    section_rows += [
-        (field_name, answer[field_name]) for field_name in ("reason", "live") if answer[field_name]
-    ]
+    section_rows += [(field_name, answer[field_name]) for field_name in ("reason", "live") if answer[field_name]]
     section_rows += [("generation", f"{explanation['generation']} (epoch {explanation['epoch']})")]
     section_rows += [
         ("published", explanation["published_at"]),
         ("age", _age_text(explanation["age_seconds"])),
     ]
     section_rows += [
-        (field_name, explanation[field_name])
-        for field_name in ("stale", "degraded")
-        if explanation[field_name]
+        (field_name, explanation[field_name]) for field_name in ("stale", "degraded") if explanation[field_name]
     ]
     yield "Answer", section_rows
     yield "Where", list(_location_rows(explanation))
@@ -99,9 +95,7 @@ def explanation_sections(explanation: Mapping[str, Any]) -> Iterator[Section]:
     model = explanation["model"]
     section_rows = [("computed from", _text_or(model["computed_from"], "nothing"))]
     section_rows += [
-        (field_name, str(model[field_name]))
-        for field_name in ("reason", "precision")
-        if model[field_name]
+        (field_name, str(model[field_name])) for field_name in ("reason", "precision") if model[field_name]
     ]
     section_rows += list(_prediction_rows(model))
     yield "Model now", section_rows
@@ -112,10 +106,7 @@ def explanation_sections(explanation: Mapping[str, Any]) -> Iterator[Section]:
     if (difference := explanation["difference"]) is not None:
         yield (
             "Difference",
-            [
-                (field_name.replace("_", " "), _value_text(value))
-                for field_name, value in difference.items()
-            ],
+            [(field_name.replace("_", " "), _value_text(value)) for field_name, value in difference.items()],
         )
     if (default := explanation.get("default")) is not None:
         yield "Default", list(_prediction_rows(default))
@@ -124,11 +115,7 @@ def explanation_sections(explanation: Mapping[str, Any]) -> Iterator[Section]:
 def _location_rows(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     directory = explanation["directory"]
     position_text = f"position {directory['position']} of {directory['entities']}"
-    directory_text = (
-        position_text
-        if directory["known"]
-        else f"not among the {directory['entities']} of this night"
-    )
+    directory_text = position_text if directory["known"] else f"not among the {directory['entities']} of this night"
     yield "directory", f"{directory_text}, hash {directory['hash']}"
     if (page := explanation["page"]) is not None:
         yield "page", f"{page['key']}, byte {page['offset_bytes']} of {page['size_bytes']}"
@@ -149,9 +136,7 @@ def _tier_text(tier: Mapping[str, Any]) -> str:
     if not tier["found"]:
         return str(tier["reason"])
     remaining_s = tier.get("expires_in_seconds")
-    return f"there, {tier['by']}" + (
-        "" if remaining_s is None else f", for {remaining_s:.0f} s more"
-    )
+    return f"there, {tier['by']}" + ("" if remaining_s is None else f", for {remaining_s:.0f} s more")
 
 
 def _record_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -178,9 +163,7 @@ def _value_text(value: object) -> str:
         return f"{value:.6g}"
     if not isinstance(value, list):
         return _text_or(value)
-    more_text = (
-        f", and {len(value) - _SHOWN_VALUES_MAX} more" if len(value) > _SHOWN_VALUES_MAX else ""
-    )
+    more_text = f", and {len(value) - _SHOWN_VALUES_MAX} more" if len(value) > _SHOWN_VALUES_MAX else ""
     return (", ".join(map(str, value[:_SHOWN_VALUES_MAX])) or "none") + more_text
 
 

@@ -101,9 +101,7 @@ class TierInspector:
     Its reads of records are real ones: they count for the breaker, and fail as any read does.
     """
 
-    def __init__(
-        self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic) -> None:
         self._l1 = tiers.local_tier
         self._negative_cache = tiers.negative_cache
         self._remote = remote
@@ -171,17 +169,13 @@ class PageChecks:
     in_thread: StoreThreads
     _checksum_tasks: set[asyncio.Task[str]] = field(init=False, default_factory=set)
 
-    async def check_page(
-        self, snapshot: Snapshot, table: Table, record_key: RecordKey
-    ) -> dict[str, Any]:
+    async def check_page(self, snapshot: Snapshot, table: Table, record_key: RecordKey) -> dict[str, Any]:
         """Read a nightly record's page; return its key, the record's position, and both checksums (xxh3-64, hex)."""
         shard, record_position = snapshot.directories[table.entity].locate(record_key.position)
         table_part = table.parts[shard]
         page_number, offset_bytes = table.locate_record(shard, record_position)
         page_index = page_number - table_part.first_page
-        record_count = min(
-            table.records_per_page, table_part.count - page_index * table.records_per_page
-        )
+        record_count = min(table.records_per_page, table_part.count - page_index * table.records_per_page)
         size_bytes = record_count * table.layout.size_bytes
         generation = snapshot.generation
         page_report: dict[str, Any] = {
@@ -192,9 +186,7 @@ class PageChecks:
             "size_bytes": size_bytes,
             "records": record_count,
         }
-        page_result = await self.tier_inspector.read_page(
-            PageRead(generation, table.name, page_number, 0, size_bytes)
-        )
+        page_result = await self.tier_inspector.read_page(PageRead(generation, table.name, page_number, 0, size_bytes))
         expected, sums_error = await self._expected_checksum(generation, table_part, page_index)
         if isinstance(page_result, Miss):
             return page_report | {
@@ -210,14 +202,10 @@ class PageChecks:
     async def _expected_checksum(
         self, generation: str, part: TablePart, page_index: int
     ) -> tuple[str | None, str | None]:
-        timeout_message = (
-            f"the artefact store did not hand over the checksums within {_CHECKSUMS_TIMEOUT_S:g} s"
-        )
+        timeout_message = f"the artefact store did not hand over the checksums within {_CHECKSUMS_TIMEOUT_S:g} s"
         if len(self._checksum_tasks) >= _CHECKSUM_READS_MAX:
             return None, timeout_message
-        task = asyncio.create_task(
-            self.in_thread(self._read_checksum, generation, part, page_index)
-        )
+        task = asyncio.create_task(self.in_thread(self._read_checksum, generation, part, page_index))
         self._checksum_tasks.add(task)
         task.add_done_callback(self._discard_task)
         # Not ended with its caller: its thread would go on, and the next caller would take one more.
@@ -280,14 +268,10 @@ class Rescorer:
     admission: Admission
     inspector: TierInspector
 
-    async def rescore(
-        self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record | None
-    ) -> RescoreResult:
+    async def rescore(self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record | None) -> RescoreResult:
         """Compute from the entity's input, else from the stored vector for the items of the stored list."""
         began_at = time.monotonic()
-        precision = (
-            "fp32" if _rescore_input_of(case) == "events" else _precision(snapshot, case.table)
-        )
+        precision = "fp32" if _rescore_input_of(case) == "events" else _precision(snapshot, case.table)
         if snapshot.predictor is None:
             return RescoreResult(None, LiveReason.NO_MODEL, _rescore_input_of(case), 0.0, None)
         record: Record | None = None
@@ -340,12 +324,7 @@ class Rescorer:
     ) -> Record | None:
         """Return the stored list, scored and ordered by the stored vector; None without one."""
         user_id, list_items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
-        if (
-            user_id is None
-            or list_items is None
-            or predictor is None
-            or case.table.entity != "user"
-        ):
+        if user_id is None or list_items is None or predictor is None or case.table.entity != "user":
             return None
         if not predictor.supports(case.table.name):
             return None
@@ -364,9 +343,7 @@ class Rescorer:
         except CorruptArtefact:
             return None
         ordinals = list_items.astype(np.int64)
-        scores = await asyncio.to_thread(
-            predictor.score_vector, case.table.name, vector.numbers, ordinals
-        )
+        scores = await asyncio.to_thread(predictor.score_vector, case.table.name, vector.numbers, ordinals)
         order = np.lexsort((ordinals, -scores))
         return stored_record._replace(numbers=scores[order], items=list_items[order])
 
@@ -410,11 +387,7 @@ class LadderReplay:
         self._rescore_result = rescore_result
         self._result_by_key: dict[tuple[str, int | bytes], ReadResult] = {}
         stored_result = l2 if l1 is None else l1
-        if (
-            isinstance(stored_result, Miss)
-            and stored_result.reason.traits.is_outage
-            and isinstance(live_result, Hit)
-        ):
+        if isinstance(stored_result, Miss) and stored_result.reason.traits.is_outage and isinstance(live_result, Hit):
             stored_result = live_result._replace(reason=stored_result.reason)
         self.stored_result = stored_result
 
@@ -473,9 +446,7 @@ class LadderReplay:
         """Return the outcome of the inference that was run already."""
         computed_record, reason = self._rescore_result.computed_record, self._rescore_result.reason
         return [
-            LiveUnavailable(reason or LiveReason.FAILED)
-            if computed_record is None
-            else ComputedRecord(computed_record)
+            LiveUnavailable(reason or LiveReason.FAILED) if computed_record is None else ComputedRecord(computed_record)
             for _ in cases
         ]
 
@@ -491,11 +462,7 @@ class RecordDecoder:
     def find_nightly_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
         """Return the nightly record from the first tier that has it."""
         return next(
-            (
-                record_and_hit
-                for record_and_hit in self._readable_records(outcomes)
-                if not record_and_hit[1].is_live
-            ),
+            (record_and_hit for record_and_hit in self._readable_records(outcomes) if not record_and_hit[1].is_live),
             None,
         )
 
@@ -511,13 +478,9 @@ class RecordDecoder:
     ) -> Prediction:
         """Build the prediction of an answer: without blocked, seen and filtered items, cut at `k`."""
         case, exclusion_sets = self.case, (self.exclusions,)
-        return prediction_from_record(
-            self.snapshot, case.table, record, case.k, exclusion_sets, filter_mask, reranker
-        )
+        return prediction_from_record(self.snapshot, case.table, record, case.k, exclusion_sets, filter_mask, reranker)
 
-    def _readable_records(
-        self, outcomes: tuple[ReadResult | None, ...]
-    ) -> list[tuple[Record, Hit]]:
+    def _readable_records(self, outcomes: tuple[ReadResult | None, ...]) -> list[tuple[Record, Hit]]:
         hits = [read_result for read_result in outcomes if isinstance(read_result, Hit)]
         records_and_hits = [(self._decode_hit(hit), hit) for hit in hits]
         return [(record, hit) for record, hit in records_and_hits if record is not None]
@@ -560,23 +523,16 @@ class Explainer:
             raise Problem(503, "overloaded", f"{EXPLANATIONS_MAX} explanations are under way here")
         self._under_way_count += 1
         try:
-            return await self._build_explanation(
-                served.pin_generation(request.options.generation), request
-            )
+            return await self._build_explanation(served.pin_generation(request.options.generation), request)
         finally:
             self._under_way_count -= 1
 
-    async def _build_explanation(
-        self, served: ServedGenerations, request: LookupRequest
-    ) -> dict[str, Any]:
+    async def _build_explanation(self, served: ServedGenerations, request: LookupRequest) -> dict[str, Any]:
         snapshot = served.live
         (case,) = await build_pending_answers(snapshot, request)
 
         async def read_records(record_keys: Sequence[RecordKey]) -> Sequence[ReadResult]:
-            return [
-                await self._inspector.read_record(snapshot.view, record_key)
-                for record_key in record_keys
-            ]
+            return [await self._inspector.read_record(snapshot.view, record_key) for record_key in record_keys]
 
         await self._ladder.newer_inputs.count_newer(snapshot, [case], request.options, read_records)
         deadline = time.monotonic() + request.options.deadline_s
@@ -594,28 +550,20 @@ class Explainer:
             await self._inspector.read_l2(view, requested_key),
         )
         live_result = self._inspector.find_stand_in(view, requested_key)
-        excluded_ordinals = (
-            case.history_in(snapshot).item_numbers if table.kind == "topk" else frozenset()
-        )
+        excluded_ordinals = case.history_in(snapshot).item_numbers if table.kind == "topk" else frozenset()
         if case.counted_events is not None:
             excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.items).tolist())
         record_decoder = RecordDecoder(snapshot, case, excluded_ordinals)
         if snapshot.blocks_entity(table, entity_id):
             case.reason = MissReason.ENTITY_BLOCKED
         night_record_and_hit = record_decoder.find_nightly_record(l1, l2)
-        rescore_result = await self._rescorer.rescore(
-            snapshot, case, night_record_and_hit and night_record_and_hit[0]
-        )
+        rescore_result = await self._rescorer.rescore(snapshot, case, night_record_and_hit and night_record_and_hit[0])
         replay = LadderReplay(self._inspector, l1, l2, live_result, rescore_result)
-        answered_case = await replay.resolve_case(
-            served, case, request.options, self._uncounted_metrics
-        )
+        answered_case = await replay.resolve_case(served, case, request.options, self._uncounted_metrics)
         previous = await self._previous_fields(served, answered_case, replay)
         answer = _answer_fields(answered_case, rescore_result)
         is_stored = answer["tier"] in STORED_SOURCES
-        answer_read_result = (
-            await replay.read(view, answered_case.record_key) if is_stored else None
-        )
+        answer_read_result = await replay.read(view, answered_case.record_key) if is_stored else None
         explanation: dict[str, Any] = {
             "table": table.name,
             "id": case.entity.id,
@@ -636,21 +584,14 @@ class Explainer:
             "l2": self._tier_fields(l2),
             "same_bytes": _has_same_record(l1, l2),
             "record": None,
-            "filter": filter_mask
-            and {"passing": filter_mask.count, "items": snapshot.nameable_item_count},
+            "filter": filter_mask and {"passing": filter_mask.count, "items": snapshot.nameable_item_count},
             "rerank": request.options.rerank and {"by": request.options.rerank.part_names},
             "previous": previous,
             "model": rescore_result.to_json(),
             "difference": None,
         }
-        shown_record_and_hit = night_record_and_hit or record_decoder.find_readable_record(
-            answer_read_result, l1, l2
-        )
-        live_prediction = (
-            None
-            if rescore_result.record is None
-            else record_decoder.prediction(rescore_result.record)
-        )
+        shown_record_and_hit = night_record_and_hit or record_decoder.find_readable_record(answer_read_result, l1, l2)
+        live_prediction = None if rescore_result.record is None else record_decoder.prediction(rescore_result.record)
         explanation["model"] |= live_prediction or {}
         if shown_record_and_hit is not None:
             prediction = record_decoder.prediction(shown_record_and_hit[0])
@@ -663,9 +604,7 @@ class Explainer:
                 )
                 explanation["filter"] |= {"table": night_key.table.name}
             if reranker is not None and shown_record_and_hit[0].items is not None:
-                list_prediction = record_decoder.prediction(
-                    shown_record_and_hit[0], filter_mask, reranker
-                )
+                list_prediction = record_decoder.prediction(shown_record_and_hit[0], filter_mask, reranker)
                 explanation["rerank"] |= {"items_of_list": list_prediction["items"]}
             if live_prediction is not None and night_key.table is table:
                 explanation["difference"] = prediction_difference(prediction, live_prediction)
@@ -678,9 +617,7 @@ class Explainer:
 
     def _directory_fields(self, snapshot: Snapshot, record_key: RecordKey) -> dict[str, Any]:
         entity_set = snapshot.manifest.entity_sets[record_key.table.entity]
-        hash_text = (
-            f"{record_key.key:016x}" if isinstance(record_key.key, int) else record_key.key.hex()
-        )
+        hash_text = f"{record_key.key:016x}" if isinstance(record_key.key, int) else record_key.key.hex()
         return {
             "known": record_key.position >= 0,
             "hash": hash_text,
@@ -748,9 +685,7 @@ def _event_fields(snapshot: Snapshot, counted_events: NewerInput | None) -> dict
 def _new_item_rows(case: PendingAnswer) -> list[dict[str, str]]:
     """Return the new items in the answer, and the positions that brought them."""
     listed_items = () if case.answer is None else case.answer.get("items") or ()
-    number_by_item = {
-        new_item.raw_id.decode(): new_item.position_number for new_item in case.new_items.items
-    }
+    number_by_item = {new_item.raw_id.decode(): new_item.position_number for new_item in case.new_items.items}
     return [
         {"item": item, "position": str(Position.from_number(number_by_item[item]))}
         for item in listed_items
@@ -795,9 +730,7 @@ def _has_same_record(l1: ReadResult | None, l2: ReadResult) -> bool | None:
 ComparedPrediction = Mapping[str, Any]
 
 
-def prediction_difference(
-    stored_prediction: ComparedPrediction, live_prediction: ComparedPrediction
-) -> dict[str, Any]:
+def prediction_difference(stored_prediction: ComparedPrediction, live_prediction: ComparedPrediction) -> dict[str, Any]:
     """Compare two predictions of one kind: lists, vectors or values.
 
     `exact`: the same items in the same order, or numbers equal to the bit. Scores have deltas (live minus stored) for
@@ -811,9 +744,7 @@ def prediction_difference(
             live_prediction["scores"],
         )
     number_field = "vector" if "vector" in stored_prediction else "values"
-    return _number_difference(
-        np.asarray(stored_prediction[number_field]), np.asarray(live_prediction[number_field])
-    )
+    return _number_difference(np.asarray(stored_prediction[number_field]), np.asarray(live_prediction[number_field]))
 
 
 def _list_difference(
@@ -832,9 +763,7 @@ def _list_difference(
     k = max(len(stored_items), len(live_items))
     live_rank_by_item = {item: rank for rank, item in enumerate(live_items)}
     places_moved = [
-        abs(rank - live_rank_by_item[item])
-        for rank, item in enumerate(stored_items)
-        if item in live_rank_by_item
+        abs(rank - live_rank_by_item[item]) for rank, item in enumerate(stored_items) if item in live_rank_by_item
     ]
     return {
         "exact": list(stored_items) == list(live_items),
@@ -847,9 +776,7 @@ def _list_difference(
     }
 
 
-def _number_difference(
-    stored_numbers: NDArray[np.float32], live_numbers: NDArray[np.float32]
-) -> dict[str, Any]:
+def _number_difference(stored_numbers: NDArray[np.float32], live_numbers: NDArray[np.float32]) -> dict[str, Any]:
     if stored_numbers.shape != live_numbers.shape:
         return {"exact": False, "sizes": [len(stored_numbers), len(live_numbers)]}
     return {
@@ -859,9 +786,7 @@ def _number_difference(
     }
 
 
-def _delta_fields(
-    live_numbers: NDArray[np.float64], stored_numbers: NDArray[np.floating]
-) -> dict[str, float | None]:
+def _delta_fields(live_numbers: NDArray[np.float64], stored_numbers: NDArray[np.floating]) -> dict[str, float | None]:
     if not len(live_numbers):
         return {"delta_max": None, "delta_mean": None}
     errors = absolute_errors(live_numbers, stored_numbers)
@@ -910,11 +835,7 @@ def explanation_sentence(explanation: Mapping[str, Any]) -> str:
         clauses.append(_OUTAGE_TEXTS[l2_reason])
     if (explanation["page"] or {}).get("state") == "damaged":
         clauses.append("its page in Redis is not the one that the night made: restore it")
-    if (
-        explanation["same_bytes"] is False
-        and explanation["record"]
-        and explanation["record"]["by"] == "batch"
-    ):
+    if explanation["same_bytes"] is False and explanation["record"] and explanation["record"]["by"] == "batch":
         clauses.append("L1 and Redis hold different records")
     difference = explanation["difference"]
     if difference is not None:

@@ -15,9 +15,7 @@ def attach(replica: Replica) -> FilterEvaluator:
     mask_executor = ThreadPoolExecutor(
         FILTER_THREADS, "larder-filters", initializer=lower_thread_priority, initargs=(replica.config.live_nice,)
     )  # fmt: skip
-    filters = FilterEvaluator(
-        replica.executor, replica.admission.admit_live, mask_executor=mask_executor
-    )
+    filters = FilterEvaluator(replica.executor, replica.admission.admit_live, mask_executor=mask_executor)
 
     def shape_lists(namespace: HeldNamespace) -> None:
         ladder = namespace.components.ladder

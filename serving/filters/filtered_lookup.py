@@ -89,9 +89,7 @@ class FilterEvaluator:
         self._timer = timer
         self._evaluations: dict[tuple[int, bytes | str], _Evaluation] = {}
 
-    async def apply(
-        self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
-    ) -> None:
+    async def apply(self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext) -> None:
         """Evaluate the filter and the re-ranking in each held generation.
 
         Raises Problem for ones that the live generation does not support.
@@ -121,16 +119,12 @@ class FilterEvaluator:
     async def _set_mask_and_reranker(self, snapshot: Snapshot, context: RequestContext) -> None:
         options = context.options
         if options.filter is not None:
-            context.set_filter_mask(
-                snapshot, await self._passing_mask(snapshot, options.filter, context.deadline)
-            )
+            context.set_filter_mask(snapshot, await self._passing_mask(snapshot, options.filter, context.deadline))
         reranker = await self.reranker(snapshot, options.rerank, context.deadline)
         if reranker is not None:
             context.set_reranker(snapshot, reranker)
 
-    async def reranker(
-        self, snapshot: Snapshot, reranking: Reranking | None, deadline: float
-    ) -> Reranker | None:
+    async def reranker(self, snapshot: Snapshot, reranking: Reranking | None, deadline: float) -> Reranker | None:
         """Return the re-ranker of a generation's items, None without one.
 
         Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
@@ -142,9 +136,7 @@ class FilterEvaluator:
         except InvalidFilter as error:
             raise problem_from_input(error, "rerank") from error
 
-    async def _build_reranker(
-        self, snapshot: Snapshot, reranking: Reranking, deadline: float
-    ) -> Reranker:
+    async def _build_reranker(self, snapshot: Snapshot, reranking: Reranking, deadline: float) -> Reranker:
         boost_masks = []
         for boost_index, boost in enumerate(reranking.boosts):
             try:
@@ -155,26 +147,20 @@ class FilterEvaluator:
         attributes = None if filtering is None else filtering.attributes
         return Reranker(reranking, tuple(boost_masks), attributes, snapshot.items.vectors)
 
-    async def evaluate(
-        self, snapshot: Snapshot, filter_: Filter | str | None, deadline: float
-    ) -> FilterMask | None:
+    async def evaluate(self, snapshot: Snapshot, filter_: Filter | str | None, deadline: float) -> FilterMask | None:
         """Return the mask of a generation's items that pass, None without a filter.
 
         Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
         """
         return None if filter_ is None else await self._passing_mask(snapshot, filter_, deadline)
 
-    async def _passing_mask(
-        self, snapshot: Snapshot, filter_: Filter | str, deadline: float
-    ) -> FilterMask:
+    async def _passing_mask(self, snapshot: Snapshot, filter_: Filter | str, deadline: float) -> FilterMask:
         try:
             return await self._get_or_evaluate(snapshot, filter_, deadline)
         except InvalidFilter as error:
             raise problem_from_input(error, "filter") from error
 
-    async def _get_or_evaluate(
-        self, snapshot: Snapshot, filter_: Filter | str, deadline: float
-    ) -> FilterMask:
+    async def _get_or_evaluate(self, snapshot: Snapshot, filter_: Filter | str, deadline: float) -> FilterMask:
         filtering = snapshot.part(Filtering)
         if filtering is None:
             if isinstance(filter_, str):
@@ -185,10 +171,7 @@ class FilterEvaluator:
             )
         if (filter_mask := filtering.get_cached(filter_)) is not None:
             return filter_mask
-        if (
-            self._mask_executor is None
-            or filtering.evaluation_cost(filter_) <= _INLINE_COMPARISONS_MAX
-        ):
+        if self._mask_executor is None or filtering.evaluation_cost(filter_) <= _INLINE_COMPARISONS_MAX:
             return filtering.evaluate(filter_)
         return await self._evaluate_in_thread(self._mask_executor, filtering, filter_, deadline)
 
@@ -207,9 +190,7 @@ class FilterEvaluator:
             thread_future = executor.submit(filtering.evaluate, filter_)
             evaluation = _Evaluation(filtering, thread_future, asyncio.wrap_future(thread_future))
             self._evaluations[evaluation_key] = evaluation
-            evaluation.outcome.add_done_callback(
-                lambda outcome: self._finish_evaluation(evaluation_key, outcome)
-            )
+            evaluation.outcome.add_done_callback(lambda outcome: self._finish_evaluation(evaluation_key, outcome))
         evaluation.waiting_count += 1
         try:
             timeout_s = max(0.0, deadline - self._timer())
@@ -263,9 +244,7 @@ class FilterEvaluator:
         if self._executor is None or is_short:
             return search_all()
         search_future = asyncio.get_running_loop().run_in_executor(self._executor, search_all)
-        finished_futures, _ = await asyncio.wait(
-            {search_future}, timeout=max(0.0, deadline - self._timer())
-        )
+        finished_futures, _ = await asyncio.wait({search_future}, timeout=max(0.0, deadline - self._timer()))
         if not finished_futures:
             search_future.cancel()  # what waits for a thread is not begun
             return None
@@ -301,9 +280,7 @@ class FilteredLookup(ListShaper):
         self._ladder = ladder
         self._filter_evaluator = filter_evaluator
 
-    async def lookup(
-        self, served: ServedGenerations, request: LookupRequest, started: float
-    ) -> list[AnswerJson]:
+    async def lookup(self, served: ServedGenerations, request: LookupRequest, started: float) -> list[AnswerJson]:
         """Answer each entity once, in order, from the generations captured in `served` when the request came."""
         served = served.pin_generation(request.options.generation)
         cases = await build_pending_answers(served.live, request)
@@ -323,15 +300,11 @@ class FilteredLookup(ListShaper):
             return None
         return filtering.get_cached(options.filter)
 
-    def filter_mask(
-        self, snapshot: Snapshot, options: RequestOptions, deadline: float
-    ) -> Awaitable[FilterMask | None]:
+    def filter_mask(self, snapshot: Snapshot, options: RequestOptions, deadline: float) -> Awaitable[FilterMask | None]:
         """Evaluate the filter of a request: see `Filters.evaluate`."""
         return self._filter_evaluator.evaluate(snapshot, options.filter, deadline)
 
-    def reranker(
-        self, snapshot: Snapshot, options: RequestOptions, deadline: float
-    ) -> Awaitable[Reranker | None]:
+    def reranker(self, snapshot: Snapshot, options: RequestOptions, deadline: float) -> Awaitable[Reranker | None]:
         """Make the re-ranker of a request: see `Filters.reranker`."""
         return self._filter_evaluator.reranker(snapshot, options.rerank, deadline)
 
@@ -350,16 +323,11 @@ class FilteredLookup(ListShaper):
         ]
         if pending_vectors and filter_mask is not None:
             searches = [
-                _search_of(case, snapshot, entity_vector.vector, context)
-                for case, entity_vector in pending_vectors
+                _search_of(case, snapshot, entity_vector.vector, context) for case, entity_vector in pending_vectors
             ]
-            search_results = await self._filter_evaluator.search(
-                snapshot, filter_mask, searches, context.deadline
-            )
+            search_results = await self._filter_evaluator.search(snapshot, filter_mask, searches, context.deadline)
             pacer = YieldPacer(context.options)
-            for (case, entity_vector), search_result in zip(
-                pending_vectors, search_results or (), strict=False
-            ):
+            for (case, entity_vector), search_result in zip(pending_vectors, search_results or (), strict=False):
                 await pacer.count_entity(case.entity)
                 case.reason = entity_vector.reason
                 # Its vector counts the events, or is one that no event changes, and its items are left out.
@@ -407,9 +375,7 @@ class FilteredLookup(ListShaper):
                 self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[case_index])
             vector_context = RequestContext.of(options, context.started, is_part=True)
             vector_answers = await self._ladder.resolve(served, vector_cases, vector_context)
-            for case_index, vector_case, answer in zip(
-                user_indices, vector_cases, vector_answers, strict=True
-            ):
+            for case_index, vector_case, answer in zip(user_indices, vector_cases, vector_answers, strict=True):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
                     flag_fields = {"approximate": True} if answer.get("approximate") else {}
                     entity_vectors[case_index] = SourcedVector(
@@ -426,6 +392,4 @@ def _search_of(
 ) -> VectorSearch:
     """Build a search without the list's exclusions; for a re-ranking it finds as many items as a list has."""
     k = case.k if context.options.rerank is None else case.table.layout.width
-    return VectorSearch(
-        vector, left_out_ordinals(case, snapshot, context), k, ranking_metric(snapshot, case.table)
-    )
+    return VectorSearch(vector, left_out_ordinals(case, snapshot, context), k, ranking_metric(snapshot, case.table))

@@ -108,15 +108,11 @@ class GenerationHolder:
 
     async def load(self, pointer: Pointer) -> Snapshot:
         """Open a generation that should be live already; raise if it cannot be loaded."""
-        return await self._update_opened(
-            await self._in_thread(self._open_snapshot, pointer, self.blocklist)
-        )
+        return await self._update_opened(await self._in_thread(self._open_snapshot, pointer, self.blocklist))
 
     async def open_superseded(self, store: ArtefactStore, generation: str) -> Snapshot | None:
         """Open a superseded generation as it was last released; None if that fails."""
-        snapshot = await self._in_thread(
-            open_published, store, self._open_snapshot, generation, self.blocklist
-        )
+        snapshot = await self._in_thread(open_published, store, self._open_snapshot, generation, self.blocklist)
         return None if snapshot is None else await self._update_opened(snapshot)
 
     async def open_staged(self, generation: str) -> Snapshot:
@@ -124,9 +120,7 @@ class GenerationHolder:
         staged_pointer = Pointer(generation, 0, None, "", time.time())
         loop = asyncio.get_running_loop()
         return await self._update_opened(
-            await loop.run_in_executor(
-                self._staging_executor, self._open_snapshot, staged_pointer, self.blocklist
-            )
+            await loop.run_in_executor(self._staging_executor, self._open_snapshot, staged_pointer, self.blocklist)
         )
 
     async def warm(self, coming_snapshot: Snapshot) -> None:
@@ -160,14 +154,10 @@ class GenerationHolder:
         if served is not None:
             previous_snapshot = served.find(pointer.previous)
             next_snapshot = (
-                None
-                if served.next is None
-                else self._next_unless_served(served.next, live, previous_snapshot)
+                None if served.next is None else self._next_unless_served(served.next, live, previous_snapshot)
             )
         if served is None or served.live.generation != live.generation:
-            self.last_swap = LiveSwap(
-                live.generation, self._timer(), pointer.published_at, is_flip=served is not None
-            )
+            self.last_swap = LiveSwap(live.generation, self._timer(), pointer.published_at, is_flip=served is not None)
         if served is not None and served.live.generation != live.generation:
             self._on_flip(served.live.generation)
         self.replace_served(ServedGenerations(released_snapshot, previous_snapshot, next_snapshot))
@@ -176,9 +166,7 @@ class GenerationHolder:
         self.on_change()
 
     @staticmethod
-    def _next_unless_served(
-        next_snapshot: Snapshot, live: Snapshot, previous: Snapshot | None
-    ) -> Snapshot | None:
+    def _next_unless_served(next_snapshot: Snapshot, live: Snapshot, previous: Snapshot | None) -> Snapshot | None:
         role_generations = (live.generation, None if previous is None else previous.generation)
         return None if next_snapshot.generation in role_generations else next_snapshot
 
@@ -199,9 +187,7 @@ class GenerationHolder:
             served = dataclasses.replace(served, next=next_snapshot)
         self.served = dataclasses.replace(served, canary=held_canary)
         live = self.served.live
-        self._metrics.set_generations(
-            self.served.generation_by_role, is_degraded=live.degraded is not None
-        )
+        self._metrics.set_generations(self.served.generation_by_role, is_degraded=live.degraded is not None)
         self._metrics.fallback.set(live.fallback is not None)
 
     async def put_own_blocklist_in_force(self, blocklist: Blocklist) -> bool:
@@ -234,9 +220,7 @@ class GenerationHolder:
                     self.served = enforced_served
         except Exception as error:  # no thread, no memory: both may pass
             self.enforcement_error = str(error)
-            log.exception(
-                "version %d of the blocklist cannot be put in force", self.blocklist.version
-            )
+            log.exception("version %d of the blocklist cannot be put in force", self.blocklist.version)
             return False
         self.enforcement_error = None
         self._metrics.blocklist_version.set(self.blocklist.version)
@@ -245,9 +229,7 @@ class GenerationHolder:
     def _combine_blocklists(self) -> None:
         has_no_other_list = self.other_blocklist == Blocklist()
         self.blocklist = (
-            self._own_blocklist
-            if has_no_other_list
-            else self._own_blocklist.with_all_of(self.other_blocklist)
+            self._own_blocklist if has_no_other_list else self._own_blocklist.with_all_of(self.other_blocklist)
         )
 
     def _is_enforced(self, served: ServedGenerations) -> bool:
@@ -283,9 +265,7 @@ def open_published(
         live_moves = [
             release
             for release in releases
-            if release.is_done
-            and release.generation == generation
-            and release.action in MOVE_ACTIONS
+            if release.is_done and release.generation == generation and release.action in MOVE_ACTIONS
         ]
         if live_moves:
             return open_snapshot(pointer_of_release(live_moves[-1], releases), blocklist)
@@ -299,6 +279,4 @@ def open_published(
 def pointer_of_release(release: Release, releases: Sequence[Release] = ()) -> Pointer:
     """Return the pointer that a completed move wrote; `releases` tell when a restored generation was published."""
     published_at = publication_time(releases, release.generation) or release.at
-    return Pointer(
-        release.generation, release.epoch, release.previous, release.attempt, published_at
-    )
+    return Pointer(release.generation, release.epoch, release.previous, release.attempt, published_at)

@@ -96,9 +96,7 @@ class ReleaseWatch:
     async def refresh(self) -> None:
         """Read the new records; log a new error."""
         try:
-            self.last_time_by_action, self.refused_rules, self.failure = await self._in_thread(
-                self._read_state
-            )
+            self.last_time_by_action, self.refused_rules, self.failure = await self._in_thread(self._read_state)
             error_text = None
         except (LarderError, OSError, ValueError) as error:
             error_text = str(error)
@@ -108,24 +106,17 @@ class ReleaseWatch:
 
     def _read_state(self) -> tuple[dict[str, float], frozenset[str], NightFailure | None]:
         effective_releases = [
-            release
-            for release in self.read_records()
-            if release.is_done or release.action not in POINTER_ACTIONS
+            release for release in self.read_records() if release.is_done or release.action not in POINTER_ACTIONS
         ]
         refusal = open_refusal(effective_releases)
-        last_time_by_action: dict[str, float] = {
-            release.action: release.at for release in effective_releases
-        }
+        last_time_by_action: dict[str, float] = {release.action: release.at for release in effective_releases}
         return last_time_by_action, self._refused_rules(refusal), last_failure(self._store)
 
     def _refused_rules(self, refusal: Release | None) -> frozenset[str]:
         if refusal is None:
             return frozenset()
         # A refusal is written before its verdicts are: what cannot be told yet is looked at again.
-        if (
-            self._judged_refusal[0] != refusal.stored_number
-            or UNKNOWN_GATE in self._judged_refusal[1]
-        ):
+        if self._judged_refusal[0] != refusal.stored_number or UNKNOWN_GATE in self._judged_refusal[1]:
             try:
                 gates = read_manifest(self._store, refusal.generation).gates
             except LarderError:
@@ -169,8 +160,7 @@ class RedisMemory:
 def used_and_max_bytes(server_infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """Return the bytes used and allowed on all servers together; 0 are allowed if one has no limit."""
     used_and_max_pairs = [
-        (int(server_info.get("used_memory", 0)), int(server_info.get("maxmemory", 0)))
-        for server_info in server_infos
+        (int(server_info.get("used_memory", 0)), int(server_info.get("maxmemory", 0))) for server_info in server_infos
     ]
     server_max_bytes = [max_bytes for _, max_bytes in used_and_max_pairs]
     return sum(used_bytes for used_bytes, _ in used_and_max_pairs), sum(server_max_bytes) if all(
@@ -226,9 +216,7 @@ class NightMetrics(Collector):
             {} if failure is None or failure.is_refused else {failure.step.partition(",")[0]: 1.0},
         )
         used_bytes = redis_memory.used_bytes
-        yield GaugeMetricFamily(
-            "larder_redis_memory_used_bytes", "Of all nodes of Redis together", used_bytes
-        )
+        yield GaugeMetricFamily("larder_redis_memory_used_bytes", "Of all nodes of Redis together", used_bytes)
         yield GaugeMetricFamily(
             "larder_redis_memory_max_bytes",
             "maxmemory of them together, 0 where one has no limit",
@@ -249,10 +237,7 @@ def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFami
         "larder_generation_size_bytes",
         "Pages of the live generation, by table",
         "table",
-        {
-            name: sum(part.file.size_bytes for part in table.parts)
-            for name, table in table_by_name.items()
-        },
+        {name: sum(part.file.size_bytes for part in table.parts) for name, table in table_by_name.items()},
     )
     yield _labelled_gauge(
         "larder_generation_records",
@@ -283,9 +268,7 @@ def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFami
             if isinstance(gate_figure, int | float)
         }
         yield _labelled_gauge(f"larder_gate_{name}", help_text, "rule", number_by_rule)
-    overridden_rules = {
-        str(gate["rule"]): 1.0 for gate in gates if gate.get("overridden") is not None
-    }
+    overridden_rules = {str(gate["rule"]): 1.0 for gate in gates if gate.get("overridden") is not None}
     yield _labelled_gauge(
         "larder_gate_overridden",
         "1 for each gate that a person let the live generation pass",
@@ -297,6 +280,4 @@ def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFami
 def _labelled_gauge(
     metric_name: str, help_text: str, label_name: str, value_by_label: ValueByLabel
 ) -> GaugeMetricFamily:
-    return add_samples_by_label(
-        GaugeMetricFamily(metric_name, help_text, labels=[label_name]), value_by_label
-    )
+    return add_samples_by_label(GaugeMetricFamily(metric_name, help_text, labels=[label_name]), value_by_label)

@@ -30,9 +30,7 @@ from serving.requests.reasons import StaleReason
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ConcernSubject = Literal[
-    "background", "blocklist", "events", "eviction", "experiments", "pointer", "redis"
-]
+ConcernSubject = Literal["background", "blocklist", "events", "eviction", "experiments", "pointer", "redis"]
 PointerVerdict = Literal["same", "newer", "vanished", "backwards", "conflicting"]
 
 _STALE_REASON_BY_VERDICT: Mapping[PointerVerdict, StaleReason] = {
@@ -133,10 +131,7 @@ class PointerFollower:
     def is_publisher_waiting(self) -> bool:
         """True while a publisher waits for its replicas: the pointer may move any moment."""
         served = self.served
-        return (
-            self.staged.unexpired_generation(None if served is None else served.live.generation)
-            is not None
-        )
+        return self.staged.unexpired_generation(None if served is None else served.live.generation) is not None
 
     @property
     def stale(self) -> str | None:
@@ -155,20 +150,12 @@ class PointerFollower:
             unready_reason = "this replica is stopping"
         elif served is not None and unready_reason is None and not self.holder.is_blocklist_known:
             unready_reason = "no version of the blocklist could be read"
-        elif (
-            served is not None
-            and unready_reason is None
-            and self.holder.enforcement_error is not None
-        ):
-            unready_reason = (
-                f"version {self.holder.blocklist.version} of the blocklist is not in force"
-            )
+        elif served is not None and unready_reason is None and self.holder.enforcement_error is not None:
+            unready_reason = f"version {self.holder.blocklist.version} of the blocklist is not in force"
         degraded = None if served is None else served.live.degraded
         ready = served is not None and unready_reason is None
         failed = unready_reason or self.load_failure
-        public_failure = (
-            self.progress.public_failure() if failed == self.load_failure else unready_reason
-        )
+        public_failure = self.progress.public_failure() if failed == self.load_failure else unready_reason
         return Health(ready, self.stale, degraded, failed, public_failure)
 
     @property
@@ -218,9 +205,7 @@ class PointerFollower:
         try:
             pointer_bytes, staging_note = await self._control.watch()
             self.note_concern("redis", None)
-            return None if pointer_bytes is None else Pointer.from_bytes(
-                pointer_bytes
-            ), staging_note
+            return None if pointer_bytes is None else Pointer.from_bytes(pointer_bytes), staging_note
         except TierUnavailable:
             self.note_concern("redis", StaleReason.REDIS_UNREACHABLE)
             self.note_concern("pointer", None)  # whatever was wrong with it may have passed
@@ -233,9 +218,7 @@ class PointerFollower:
         """Stage at most one generation besides live and previous: the staging note's, else the canary's."""
         followed, wanted_generation = self.progress.followed_pointer, None
         if not self.progress.is_behind:  # what should be live already comes first
-            wanted_generation = self.staged.unexpired_generation(
-                None if followed is None else followed.generation
-            )
+            wanted_generation = self.staged.unexpired_generation(None if followed is None else followed.generation)
             if wanted_generation is None and followed is not None and followed.canary is not None:
                 wanted_generation = followed.canary.generation
         self.staged.stage(wanted_generation)
@@ -257,18 +240,14 @@ class PointerFollower:
             await asyncio.wait(pending)
 
     async def _start_from_releases(self, pointer: Pointer | None) -> None:
-        if self.progress.followed_pointer is not None or (
-            self.load_failure and self._timer() < self._retry_at
-        ):
+        if self.progress.followed_pointer is not None or (self.load_failure and self._timer() < self._retry_at):
             return
         try:
             recorded_pointer = await self._in_thread(newest_pointer, self._store)
         except (LarderError, OSError, ValueError):
             log.exception("the release records cannot be read")
             return
-        if recorded_pointer is not None and (
-            pointer is None or pointer.epoch < recorded_pointer.epoch
-        ):
+        if recorded_pointer is not None and (pointer is None or pointer.epoch < recorded_pointer.epoch):
             await self._follow(recorded_pointer, is_from_redis=False)
 
     async def _follow(self, pointer: Pointer, *, is_from_redis: bool = True) -> None:
@@ -300,9 +279,7 @@ class PointerFollower:
             self._clear_pointer_concern()
         log.info("serving generation %s of epoch %d", pointer.generation, pointer.epoch)
         if pointer.previous is not None and self.served and self.served.previous is None:
-            self._previous_load_task = asyncio.create_task(
-                self._load_previous(pointer, pointer.previous)
-            )
+            self._previous_load_task = asyncio.create_task(self._load_previous(pointer, pointer.previous))
 
     async def _note_load_failure(self, pointer: Pointer, reason: str) -> None:
         reason = mask_secrets(reason)
@@ -311,9 +288,7 @@ class PointerFollower:
         self._note_pointer_concern(StaleReason.LOAD_FAILED)
         await self._unless_overtaken(pointer, self._fall_back(pointer))
 
-    async def _unless_overtaken(
-        self, pointer: Pointer, load_work: Coroutine[Any, Any, T]
-    ) -> T | Pointer:
+    async def _unless_overtaken(self, pointer: Pointer, load_work: Coroutine[Any, Any, T]) -> T | Pointer:
         """Return the result of `load_work`, or a newer pointer if one comes: a roll-back waits for no slow store."""
         task = asyncio.create_task(load_work)
         try:
@@ -360,11 +335,7 @@ class PointerFollower:
 
     async def _load_previous(self, pointer: Pointer, generation: str) -> None:
         previous = await self.holder.open_superseded(self._store, generation)
-        if (
-            previous is not None
-            and self.served is not None
-            and self.progress.followed_pointer is pointer
-        ):
+        if previous is not None and self.served is not None and self.progress.followed_pointer is pointer:
             self.holder.replace_served(dataclasses.replace(self.served, previous=previous))
 
     def _note_pointer_concern(self, reason: str, remedy: str = "") -> None:
@@ -445,18 +416,14 @@ class Concerns:
             del self._reason_by_subject[subject]
         else:
             self._reason_by_subject[subject] = reason
-        self.reasons_text = (
-            ",".join(reason for _, reason in sorted(self._reason_by_subject.items())) or None
-        )
+        self.reasons_text = ",".join(reason for _, reason in sorted(self._reason_by_subject.items())) or None
         return True
 
 
 class StagedGeneration:
     """Staged generation, at most one at a time; a request for another one, or for none, releases the former."""
 
-    def __init__(
-        self, holder: GenerationHolder, clock: Callable[[], float], timer: Callable[[], float]
-    ) -> None:
+    def __init__(self, holder: GenerationHolder, clock: Callable[[], float], timer: Callable[[], float]) -> None:
         self.requested_generation: str | None = None
         self.is_ready = False
         self.load_failure: str | None = None
@@ -479,11 +446,7 @@ class StagedGeneration:
     def unexpired_generation(self, live_generation: str | None) -> str | None:
         """Return the generation of the staging note, unless the note has expired (by Redis' clock) or it is live."""
         staging_note = self._staging_note
-        if (
-            staging_note is None
-            or staging_note.generation == live_generation
-            or self._clock() >= staging_note.until
-        ):
+        if staging_note is None or staging_note.generation == live_generation or self._clock() >= staging_note.until:
             return None
         return staging_note.generation
 
@@ -518,25 +481,17 @@ class StagedGeneration:
 
     def is_loading(self, generation: str) -> bool:
         """True if a load or a top-up of this generation is under way."""
-        return (
-            generation == self.requested_generation
-            and self._load_task is not None
-            and not self._load_task.done()
-        )
+        return generation == self.requested_generation and self._load_task is not None and not self._load_task.done()
 
     def _start_if_idle(self, load_or_top_up: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        if self.requested_generation is None or (
-            self._load_task is not None and not self._load_task.done()
-        ):
+        if self.requested_generation is None or (self._load_task is not None and not self._load_task.done()):
             return
         self._load_task = asyncio.create_task(load_or_top_up(self.requested_generation))
 
     async def _load(self, generation: str) -> None:
         started_at = self._timer()
         try:
-            snapshot = self._holder.find_snapshot(generation) or await self._holder.open_staged(
-                generation
-            )
+            snapshot = self._holder.find_snapshot(generation) or await self._holder.open_staged(generation)
             if (reason := self._holder.refusal_reason(snapshot)) is not None:
                 self._note_failure(generation, reason)
                 return
@@ -581,9 +536,7 @@ class DegradedReopen:
         served = self._holder.served
         if served is None or pointer is None or served.live.degraded is None:
             return
-        if self._timer() < self._reopen_at or (
-            self._load_task is not None and not self._load_task.done()
-        ):
+        if self._timer() < self._reopen_at or (self._load_task is not None and not self._load_task.done()):
             return
         self._wait_s = min(2 * self._wait_s, _REOPEN_MAX_S)
         self._reopen_at = self._timer() + self._wait_s
@@ -608,9 +561,5 @@ class DegradedReopen:
             return
         served = self._holder.served
         # Another release may have become live meanwhile, also of this very generation: it has another epoch.
-        if (
-            reopened_snapshot.degraded is None
-            and served is not None
-            and served.live.epoch == pointer.epoch
-        ):
+        if reopened_snapshot.degraded is None and served is not None and served.live.epoch == pointer.epoch:
             self._holder.replace_served(dataclasses.replace(served, live=reopened_snapshot))

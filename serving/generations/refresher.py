@@ -62,9 +62,7 @@ class Refresher:
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
         )  # fmt: skip
         self._event_by_announcement = {b"blocklist": self._blocklist_event}
-        self._periodic_steps: list[
-            tuple[str, Callable[[], float], BackgroundStep, asyncio.Event]
-        ] = [
+        self._periodic_steps: list[tuple[str, Callable[[], float], BackgroundStep, asyncio.Event]] = [
             ("pointer", self.pointer_poll_s, follower.poll_pointer, self._pointer_event),
             ("blocklist", lambda: blocklist_poll_s, self.refresh_blocklist, self._blocklist_event),
             ("heartbeat", lambda: heartbeat_s, self.send_heartbeat, self._heartbeat_event),
@@ -75,9 +73,7 @@ class Refresher:
         self._heartbeat_lock = asyncio.Lock()
         self._is_eviction_safe = self._is_eviction_policy_unknown = False
 
-    def add_periodic(
-        self, name: str, pause_s: float, step: BackgroundStep, announcement: bytes | None = None
-    ) -> None:
+    def add_periodic(self, name: str, pause_s: float, step: BackgroundStep, announcement: bytes | None = None) -> None:
         """Takes another step, every `pause_s` seconds from the start on, and when `announcement` is announced.
 
         `name` is that of its loop, in the log and in metrics.
@@ -96,9 +92,7 @@ class Refresher:
         await self.follower.poll_pointer()
         await self.refresh_blocklist()  # loading takes minutes, in which more may have been blocked
         await self.send_heartbeat()
-        self.follower.holder.on_change = (
-            self._heartbeat_event.set
-        )  # whoever waits for a swap hears of it at once
+        self.follower.holder.on_change = self._heartbeat_event.set  # whoever waits for a swap hears of it at once
         for name, pause_s, step, wake_event in self._periodic_steps:
             wait = functools.partial(_wait_for_wake, pause_s, wake_event)
             self._tasks.append(self._loops.start(name, step, wait=wait))
@@ -118,11 +112,7 @@ class Refresher:
 
     def pointer_poll_s(self) -> float:
         """Seconds to the next look: a replica that a publisher waits for must not be the one that flips late."""
-        return (
-            min(self._poll_s, _EXPECTING_POLL_S)
-            if self.follower.is_publisher_waiting
-            else self._poll_s
-        )
+        return min(self._poll_s, _EXPECTING_POLL_S) if self.follower.is_publisher_waiting else self._poll_s
 
     async def refresh_blocklist(self) -> None:
         """Take over the newest blocklist that can be read; what cannot be read leaves the last in force, marked.
@@ -133,9 +123,7 @@ class Refresher:
         is_enforced = await holder.enforce()
         enforced_version = holder.blocklist.version if holder.is_blocklist_known else -1
         try:
-            blocklist, read_error = await self._in_thread(
-                newest_blocklist, self._store, enforced_version
-            )
+            blocklist, read_error = await self._in_thread(newest_blocklist, self._store, enforced_version)
         except (LarderError, OSError, ValueError) as error:
             blocklist, read_error = None, str(error)
         if blocklist is not None:
@@ -144,9 +132,7 @@ class Refresher:
             remedy = f"it is tried again at each look; the error was {holder.enforcement_error}"
             follower.note_concern("blocklist", StaleReason.BLOCKLIST_NOT_ENFORCED, remedy)
             return
-        follower.note_concern(
-            "blocklist", read_error and StaleReason.BLOCKLIST_UNREADABLE, read_error or ""
-        )
+        follower.note_concern("blocklist", read_error and StaleReason.BLOCKLIST_UNREADABLE, read_error or "")
         if read_error is None:
             self.blocklist_read_at = self._timer()
 
@@ -164,9 +150,7 @@ class Refresher:
                 requested_at_s = self._timer()
                 self._heartbeat.clock.set(await self._control.time(), requested_at_s)
                 payload = orjson.dumps(self._heartbeat.payload())
-                await self._control.heartbeat(
-                    payload, self._heartbeat.clock(), self._last_heartbeat
-                )
+                await self._control.heartbeat(payload, self._heartbeat.clock(), self._last_heartbeat)
                 self._last_heartbeat = payload
             except TierUnavailable:
                 self._is_eviction_safe = False  # what comes back may be another Redis
@@ -221,23 +205,17 @@ async def _wait_for_wake(pause_s: Callable[[], float], wake_event: asyncio.Event
     wake_event.clear()
 
 
-def newest_blocklist(
-    store: ArtefactStore, enforced_version: int
-) -> tuple[Blocklist | None, str | None]:
+def newest_blocklist(store: ArtefactStore, enforced_version: int) -> tuple[Blocklist | None, str | None]:
     """The newest readable version above `enforced_version` (-1: none yet), and why it is not the newest of all."""
     file_names = store.names("blocklist")
-    version_stems = [
-        file_name.removesuffix(".json") for file_name in file_names if file_name.endswith(".json")
-    ]
+    version_stems = [file_name.removesuffix(".json") for file_name in file_names if file_name.endswith(".json")]
     versions_and_stems = sorted(
         {int(stem): stem for stem in version_stems if len(stem) == 12 and stem.isdecimal()}.items(),
         reverse=True,
     )
     newest_version = versions_and_stems[0][0] if versions_and_stems else 0
     if newest_version < enforced_version:
-        raise StoreError(
-            f"version {newest_version} is the newest in the store, {enforced_version} is in force"
-        )
+        raise StoreError(f"version {newest_version} is the newest in the store, {enforced_version} is in force")
     if not versions_and_stems and not store.names(""):
         # A volume that is not mounted looks like a store in which nothing was ever blocked.
         raise StoreError(f"there is nothing at all in {store.url}")
@@ -256,7 +234,5 @@ def _read_blocklist(store: ArtefactStore, version: int, stem: str) -> Blocklist:
     blocklist_bytes = store.read(f"blocklist/{stem}.json")
     blocklist = None if blocklist_bytes is None else Blocklist.from_bytes(blocklist_bytes)
     if blocklist is None or blocklist.version != version:
-        raise CorruptArtefact(
-            "is not there" if blocklist is None else f"calls itself {blocklist.version}"
-        )
+        raise CorruptArtefact("is not there" if blocklist is None else f"calls itself {blocklist.version}")
     return blocklist

@@ -29,9 +29,7 @@ class ServedGenerations:
         pinnable_snapshots = (self.live, self.previous, None if self.canary is None else self.next)
         for snapshot in pinnable_snapshots:
             if snapshot is not None and snapshot.generation == generation:
-                return dataclasses.replace(
-                    self, live=snapshot, previous=None, next=None, canary=None
-                )
+                return dataclasses.replace(self, live=snapshot, previous=None, next=None, canary=None)
         raise Problem(
             409, "generation_gone", f"generation {generation!r} is not live or previous here",
             field="generation", held=list(self.generations),
@@ -39,20 +37,14 @@ class ServedGenerations:
 
     def for_canary(self, next_snapshot: Snapshot) -> Self:
         """Holding for a canary's whole request: the next generation, and the live one below it."""
-        return dataclasses.replace(
-            self, live=next_snapshot, previous=self.live, next=None, canary=None
-        )
+        return dataclasses.replace(self, live=next_snapshot, previous=self.live, next=None, canary=None)
 
     @property
     def generation_by_role(self) -> dict[str, str]:
         """Generation of each role: live, previous, and next or canary."""
         snapshot_by_role = {"live": self.live, "previous": self.previous}
         snapshot_by_role["next" if self.canary is None else "canary"] = self.next
-        return {
-            role: snapshot.generation
-            for role, snapshot in snapshot_by_role.items()
-            if snapshot is not None
-        }
+        return {role: snapshot.generation for role, snapshot in snapshot_by_role.items() if snapshot is not None}
 
     @property
     def generations(self) -> tuple[str, ...]:
@@ -74,13 +66,9 @@ class ServedGenerations:
 
     def find(self, generation: str | None) -> Snapshot | None:
         """The held snapshot of a generation."""
-        return next(
-            (snapshot for snapshot in self.snapshots if snapshot.generation == generation), None
-        )
+        return next((snapshot for snapshot in self.snapshots if snapshot.generation == generation), None)
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
         """Snapshots that are held, the live one first."""
-        return tuple(
-            snapshot for snapshot in (self.live, self.previous, self.next) if snapshot is not None
-        )
+        return tuple(snapshot for snapshot in (self.live, self.previous, self.next) if snapshot is not None)

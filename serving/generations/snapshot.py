@@ -52,13 +52,7 @@ class DefaultList:
     def ordinals_among(self, entity_ids: Iterable[bytes] | None) -> frozenset[int]:
         """Return the ordinals of the given ids that the list contains."""
         ordinal_by_id = self.ordinal_by_id
-        return frozenset(
-            [
-                ordinal_by_id[entity_id]
-                for entity_id in entity_ids or ()
-                if entity_id in ordinal_by_id
-            ]
-        )
+        return frozenset([ordinal_by_id[entity_id] for entity_id in entity_ids or () if entity_id in ordinal_by_id])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,14 +116,9 @@ class Snapshot:
             if artefact.path not in live_file_paths:
                 fetch_checked(store, generation, artefact)
         root = store.local(generation_path(generation))
-        directories = {
-            name: Directory.open(root, entity_set)
-            for name, entity_set in manifest.entity_sets.items()
-        }
+        directories = {name: Directory.open(root, entity_set) for name, entity_set in manifest.entity_sets.items()}
         items = ItemTable.open(root, manifest)
-        predictor, degraded, fallback = open_predictor(
-            store, manifest, items, precision, threads, cores, accelerator
-        )
+        predictor, degraded, fallback = open_predictor(store, manifest, items, precision, threads, cores, accelerator)
         blocked, blocked_ordinals = _blocked_items(blocklist, items)
         return cls(
             generation=generation,
@@ -293,9 +282,7 @@ def user_vector_table(snapshot: Snapshot) -> Table:
     for table in snapshot.manifest.tables.values():
         if table.kind == "vector" and table.entity == "user" and table.layout.width == dims:
             return table
-    raise Problem(
-        404, "unknown_table", "this generation has no user vectors to score with", field="table"
-    )
+    raise Problem(404, "unknown_table", "this generation has no user vectors to score with", field="table")
 
 
 def ranking_metric(snapshot: Snapshot, table: Table | None = None) -> Metric:

@@ -51,9 +51,7 @@ class FastPath(Protocol):
     def finish_joined(self, group_future: asyncio.Future[Any]) -> bytes | None:
         """Return the body of a grouped read; None if the request must continue on its own."""
 
-    async def get(
-        self, parsed_get: Any, group_future: asyncio.Future[Any] | None = None
-    ) -> ResponseMessages | None:
+    async def get(self, parsed_get: Any, group_future: asyncio.Future[Any] | None = None) -> ResponseMessages | None:
         """Return the answer to a parsed GET, which may have joined a grouped read."""
 
     async def post(self, scope: Scope, receive: Receive) -> tuple[ResponseMessages | None, Receive]:
@@ -129,19 +127,13 @@ class AsgiApp(FastAPI):
         else:
             await self._answer_watched(gate, scope, receive, send)
 
-    async def _answer_watched(
-        self, gate: AdmissionGate, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _answer_watched(self, gate: AdmissionGate, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request without a ready answer, under the observer if one is set."""
         request_watch = self.request_watch
-        answer_below = (
-            self._answer_admitted if caller_of(scope).quota is None else self._answer_within_quota
-        )
+        answer_below = self._answer_admitted if caller_of(scope).quota is None else self._answer_within_quota
         if request_watch is None:
             await answer_below(gate, scope, receive, send)
-        elif (
-            self.fast_path is not None and scope["method"] == "GET" and request_watch.leaves(scope)
-        ):
+        elif self.fast_path is not None and scope["method"] == "GET" and request_watch.leaves(scope):
             # Unless the fast way leaves it, too.
             await answer_below(gate, scope, receive, send, request_watch)
         else:
@@ -175,9 +167,7 @@ class AsgiApp(FastAPI):
         request_watch: RequestWatch | None = None,
     ) -> None:
         """Answer a request without a ready answer; lookups, scores and explanations need admission."""
-        if not scope["path"].startswith(
-            self.api_paths.limited_prefixes
-        ):  # decoded, as the router reads it
+        if not scope["path"].startswith(self.api_paths.limited_prefixes):  # decoded, as the router reads it
             await self._answer_by_routes(None, scope, receive, send, request_watch)
             return
         answer, is_short = OVERLOADED_MESSAGES, scope["method"] == "GET"
@@ -186,9 +176,7 @@ class AsgiApp(FastAPI):
             pacer = gate.admission.work_pacer
             pacer_token = CURRENT_PACER.set(pacer)
             try:
-                waited_s = await pacer.begin(
-                    scope.get(IS_GONE_KEY, _is_never_gone), is_short=is_short
-                )
+                waited_s = await pacer.begin(scope.get(IS_GONE_KEY, _is_never_gone), is_short=is_short)
                 if waited_s:
                     store_wait(scope, waited_s)
                 timely_receive: Receive | None = receive
@@ -198,13 +186,9 @@ class AsgiApp(FastAPI):
                 if not is_short and not self.has_room():
                     gate.admission.shed_counts["full"] += 1
                 elif timely_receive is not None:
-                    response_messages, parsed_get, receive = await self._answer_fast(
-                        gate, scope, timely_receive
-                    )
+                    response_messages, parsed_get, receive = await self._answer_fast(gate, scope, timely_receive)
                 if response_messages is None:
-                    await self._answer_by_routes(
-                        parsed_get, scope, receive, admission_slot.send, request_watch
-                    )
+                    await self._answer_by_routes(parsed_get, scope, receive, admission_slot.send, request_watch)
                     return
                 answer = response_messages
             except CallerGone:
@@ -223,11 +207,7 @@ class AsgiApp(FastAPI):
         """Return the answer of the fast path, or a refusal; else the parsed request and a `receive` for the routes."""
         fast_path, answer, parsed_get = self.fast_path, None, None
         is_post = scope["method"] == "POST"
-        if (
-            fast_path is not None
-            and scope["method"] == "GET"
-            and (parsed_get := fast_path.parse_get(scope))
-        ):
+        if fast_path is not None and scope["method"] == "GET" and (parsed_get := fast_path.parse_get(scope)):
             answer = await fast_path.get(parsed_get) if parsed_get.is_plain else None
         if answer is None and ADMITTED_KEY not in scope and not gate.admission.admit_costly():
             return OVERLOADED_MESSAGES, None, receive
@@ -252,9 +232,7 @@ class AsgiApp(FastAPI):
         else:
             await answer_below(scope, receive, send)
 
-    async def _answer_parsed_get(
-        self, parsed_get: ParsedGet, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _answer_parsed_get(self, parsed_get: ParsedGet, scope: Scope, receive: Receive, send: Send) -> None:
         answer = None if self.fast_path is None else await self.fast_path.get(parsed_get)
         if answer is not None:
             await _send_messages(answer, send)
@@ -306,9 +284,7 @@ class AsgiApp(FastAPI):
                 waited_s = await pacer.begin(scope[IS_GONE_KEY], is_short=True)
                 if waited_s:
                     store_wait(scope, waited_s)
-                if not (
-                    gate.admission.may_be_late(waited_s) and gate.is_late(scope, b"", waited_s)
-                ):
+                if not (gate.admission.may_be_late(waited_s) and gate.is_late(scope, b"", waited_s)):
                     response_messages: ResponseMessages | None = OVERLOADED_MESSAGES
                     if parsed_get.is_plain:
                         response_messages = await fast_path.get(parsed_get)
@@ -325,9 +301,7 @@ class AsgiApp(FastAPI):
                 gate.admission.leave()
         return gate.count_if_refused(answer)
 
-    async def _answer_by_ladder(
-        self, parsed_get: ParsedGet, scope: Scope
-    ) -> ResponseMessages | None:
+    async def _answer_by_ladder(self, parsed_get: ParsedGet, scope: Scope) -> ResponseMessages | None:
         """Return the answer of the ladder under the observer."""
         sent_messages: list[Message] = []
 
@@ -335,9 +309,7 @@ class AsgiApp(FastAPI):
             sent_messages.append(message)
 
         scope = {**scope, "path": unquote(scope["raw_path"].decode("ascii"))}
-        await self._answer_by_routes(
-            parsed_get, scope, _no_body, collect_message, self.request_watch
-        )
+        await self._answer_by_routes(parsed_get, scope, _no_body, collect_message, self.request_watch)
         return (sent_messages[0], sent_messages[1]) if sent_messages else None
 
     def refuse_if_overloaded(self) -> ResponseMessages | None:

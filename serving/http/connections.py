@@ -81,9 +81,7 @@ class Connections:
     def check_interval_s(self) -> float:
         """Seconds between two checks of a connection."""
         bounds = self.bounds
-        shortest_timeout_s = min(
-            bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s
-        )
+        shortest_timeout_s = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
         return min(_CHECK_INTERVAL_S_MAX, shortest_timeout_s / 4)
 
     async def close_stalled(self, connections: Collection["Connection"], now_s: float) -> None:
@@ -97,9 +95,7 @@ class Connections:
     def _log_ended(self) -> None:
         """Log ended connections in one line: hostile peers must not fill the log."""
         if (ended_count := self.ended_by_reason.total()) > self._logged_count:
-            reasons = ", ".join(
-                f"{count} {reason}" for reason, count in self.ended_by_reason.most_common()
-            )
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.ended_by_reason.most_common())
             log.warning(
                 "%d connections ended (since the start: %s)",
                 ended_count - self._logged_count,
@@ -217,9 +213,7 @@ class InboundMeter:
 
         Reported field by field, they would cost four times as much as the connection that brings them.
         """
-        if not self.is_message_complete and (
-            not self.is_in_head or data.startswith((b"\r", b"\n"))
-        ):
+        if not self.is_message_complete and (not self.is_in_head or data.startswith((b"\r", b"\n"))):
             return 0  # a body, or a head whose end may have begun before
         head_end = data.find(_HEAD_END, 0, PIECE_BYTES)
         line_count = data.count(b"\n", 0, PIECE_BYTES if head_end < 0 else head_end)
@@ -238,10 +232,7 @@ class InboundMeter:
         """
         self._field_count += 1
         self._head_bytes += size_bytes
-        if (
-            self._field_count > self._bounds.head_fields
-            or self._head_bytes > self._bounds.head_bytes
-        ):
+        if self._field_count > self._bounds.head_fields or self._head_bytes > self._bounds.head_bytes:
             raise BoundViolation(431)
 
     def count_body(self, size_bytes: int, *, is_behind: bool) -> None:
@@ -270,15 +261,11 @@ class InboundMeter:
         self._unreported_bytes += size_bytes
         return self._unreported_bytes <= self._bounds.head_bytes + PIECE_BYTES
 
-    def stalled_stage_kind(
-        self, connection_stage: ConnectionStage | None, now_s: float
-    ) -> StageKind | None:
+    def stalled_stage_kind(self, connection_stage: ConnectionStage | None, now_s: float) -> StageKind | None:
         """Return the kind of the stage if the connection has been in it for longer than allowed."""
         if connection_stage != self._stage:
             self._stage, self._stage_began_at = connection_stage, now_s
-        elif connection_stage is not None and now_s - self._stage_began_at > self._allowed_s(
-            connection_stage.kind
-        ):
+        elif connection_stage is not None and now_s - self._stage_began_at > self._allowed_s(connection_stage.kind):
             self._stage = None
             return connection_stage.kind
         return None
@@ -327,10 +314,7 @@ class Connection(Http1Protocol):
         connection_count = len(self.connections)
         if not self._connections.try_admit_connection(self, connection_count):
             self.refuse(BoundViolation(503))
-            if (
-                connection_count
-                > self._connections.bounds.connections_max + _REFUSED_CONNECTIONS_MAX
-            ):
+            if connection_count > self._connections.bounds.connections_max + _REFUSED_CONNECTIONS_MAX:
                 self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -346,9 +330,7 @@ class Connection(Http1Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Refuse visibly excessive input before any of it is parsed."""
-        if not (self.reads_no_more or self._unread_input) and (
-            status := self._inbound_meter.head_excess_status(data)
-        ):
+        if not (self.reads_no_more or self._unread_input) and (status := self._inbound_meter.head_excess_status(data)):
             self.refuse(BoundViolation(status))
         super().data_received(data)
 
@@ -386,9 +368,7 @@ class Connection(Http1Protocol):
 
         The application reads bodies as a whole: it is not woken for a small piece before the last.
         """
-        self._inbound_meter.count_body(
-            len(body), is_behind=bool(self.pipeline) or self._is_write_buffer_full
-        )
+        self._inbound_meter.count_body(len(body), is_behind=bool(self.pipeline) or self._is_write_buffer_full)
         cycle = self.cycle
         if cycle is None or cycle.response_complete or len(cycle.body) + len(body) > PIECE_BYTES:
             super().on_body(body)
@@ -483,9 +463,7 @@ class Connection(Http1Protocol):
 
     def refuse(self, violation: ProtocolViolation) -> None:
         """Count the end of a connection that exceeds a bound, then refuse its next request."""
-        if isinstance(violation, BoundViolation) and not (
-            self.reads_no_more or self.transport.is_closing()
-        ):
+        if isinstance(violation, BoundViolation) and not (self.reads_no_more or self.transport.is_closing()):
             self._connections.ended_by_reason[violation.kind] += 1
         super().refuse(violation)
 
@@ -523,6 +501,4 @@ class Connection(Http1Protocol):
     def _start_idle_clock(self) -> None:
         self._had_fast_answer = False
         self._connections.discard_unasked(self)
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)

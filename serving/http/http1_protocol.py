@@ -24,9 +24,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 CHUNKED_LENGTH = -1
 """Length of a body in chunks, which mark its end."""
 
-_REQUEST_LINE_PATTERN = re.compile(
-    rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) [^\x00-\x20\x7f]+ HTTP/(\d\.\d)\r\n"
-)
+_REQUEST_LINE_PATTERN = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) [^\x00-\x20\x7f]+ HTTP/(\d\.\d)\r\n")
 _SERVED_VERSIONS = (b"1.1", b"1.0")
 _CHECKED_HEADERS = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _HOST_PATTERN = re.compile(
@@ -74,9 +72,7 @@ def request_version(request_line: bytes) -> bytes:
     """Return the HTTP version, `1.0` or `1.1`, of a request line with its line break; raise ProtocolViolation."""
     line_match = _REQUEST_LINE_PATTERN.fullmatch(request_line)
     if line_match is None:
-        raise ProtocolViolation(
-            400, "the request line is not METHOD, TARGET and HTTP/1.1 with one space between them"
-        )
+        raise ProtocolViolation(400, "the request line is not METHOD, TARGET and HTTP/1.1 with one space between them")
     method, version = line_match.groups()
     if version not in _SERVED_VERSIONS:
         raise ProtocolViolation(505, "only HTTP/1.0 and HTTP/1.1 are served")
@@ -113,9 +109,7 @@ def body_length(version: bytes, headers: Headers) -> int:
     if b"" in coding_names:
         raise ProtocolViolation(400, "a Transfer-Encoding names no coding")
     if coding_names[-1] != b"chunked":
-        raise ProtocolViolation(
-            400, "the length of the body is unknown: its last Transfer-Encoding is not chunked"
-        )
+        raise ProtocolViolation(400, "the length of the body is unknown: its last Transfer-Encoding is not chunked")
     if len(coding_names) > 1:
         raise ProtocolViolation(501, "no Transfer-Encoding but chunked is served")
     return CHUNKED_LENGTH
@@ -252,9 +246,7 @@ class Http1Protocol(HttpToolsProtocol):
         """True if this side is closed, and arriving bytes are dropped."""
         self.is_reading_body = False
         """True while a body is being read."""
-        self._partial_request_line: bytearray | None = (
-            None  # of the next request, until it is whole
-        )
+        self._partial_request_line: bytearray | None = None  # of the next request, until it is whole
         self._http_version = b""
         self._is_line_read = self._is_head_fed = False
         self._head_tail = b""  # end of the part of a head that the parser has
@@ -423,9 +415,7 @@ class Http1Protocol(HttpToolsProtocol):
         """
         if self.is_discarding or self.transport.is_closing():
             return
-        may_get_more_input = (
-            self._is_within_request or self._refusal_reason is not None or self._discarded_bytes
-        )
+        may_get_more_input = self._is_within_request or self._refusal_reason is not None or self._discarded_bytes
         if self._has_peer_closed or not may_get_more_input:
             self.transport.close()
             return
@@ -466,9 +456,7 @@ class Http1Protocol(HttpToolsProtocol):
 
     def _check_request_line(self, data: bytes) -> bytes:
         """Check the request line as soon as it is complete; return the bytes without empty lines before it."""
-        if self._partial_request_line is not None and self._partial_request_line == bytearray(
-            b"\r"
-        ):
+        if self._partial_request_line is not None and self._partial_request_line == bytearray(b"\r"):
             data, self._partial_request_line = b"\r" + data, None
         if self._partial_request_line is None and data[0] in b"\r\n":
             data = data[_EMPTY_LINES_PATTERN.match(data).end() :]  # type: ignore[union-attr]  # it matches nothing as well
@@ -476,14 +464,10 @@ class Http1Protocol(HttpToolsProtocol):
                 self._partial_request_line = bytearray(data)  # of an empty line, or of none
                 return b""
             if data[:1] in (b"\r", b"\n"):
-                raise ProtocolViolation(
-                    400, "only empty lines that end with CR LF may stand before a request"
-                )
+                raise ProtocolViolation(400, "only empty lines that end with CR LF may stand before a request")
         line_end = data.find(b"\n") + 1
         if line_end:
-            self._http_version = request_version(
-                bytes(self._partial_request_line or b"") + data[:line_end]
-            )
+            self._http_version = request_version(bytes(self._partial_request_line or b"") + data[:line_end])
             self._is_line_read, self._partial_request_line = True, None
         elif data:
             self._partial_request_line = (self._partial_request_line or bytearray()) + data
@@ -504,9 +488,7 @@ class Http1Protocol(HttpToolsProtocol):
             self.on_body(body)
         if is_complete:
             self.is_reading_body, self._chunked_body = False, None
-            self.parser = httptools.HttpRequestParser(
-                self
-            )  # the one that read the head waits for a body
+            self.parser = httptools.HttpRequestParser(self)  # the one that read the head waits for a body
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.on_message_complete()
         return data[consumed_bytes:]
@@ -519,9 +501,7 @@ class Http1Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def _send_refusal(self, violation: ProtocolViolation) -> None:
-        headers = [
-            field for field in self.server_state.default_headers if field[0] != b"connection"
-        ]
+        headers = [field for field in self.server_state.default_headers if field[0] != b"connection"]
         body = violation.message.encode()
         headers += [
             (b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body)),

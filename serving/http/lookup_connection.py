@@ -84,9 +84,7 @@ class HeaderCache:
     def __init__(self, front: AsgiApp) -> None:
         self._app = front
         self._fast_path: FastPath | None = None
-        self._callers: Callers | None = (
-            None  # whoever has no token any more is not known by an old judgement
-        )
+        self._callers: Callers | None = None  # whoever has no token any more is not known by an old judgement
         self._allowed_by_block: dict[bytes, AllowedHeaders | None] = {}
 
     def find_judged(self, fast_path: FastPath, header_block: bytes) -> AllowedHeaders | None:
@@ -115,9 +113,7 @@ class HeaderCache:
             return None
         header_names = [header_name for header_name, _ in headers]
         is_unwatched = request_watch is None or request_watch.leaves({"headers": headers})
-        content_length_index = (
-            header_names.index(_CONTENT_LENGTH) if _CONTENT_LENGTH in header_names else -1
-        )
+        content_length_index = header_names.index(_CONTENT_LENGTH) if _CONTENT_LENGTH in header_names else -1
         return AllowedHeaders(headers, is_unwatched, caller, content_length_index)
 
 
@@ -164,11 +160,7 @@ def parse_plain_headers(header_block: bytes) -> Headers | None:
         body_length(b"1.1", parsed_request.headers)
     except (httptools.HttpParserError, httptools.HttpParserUpgrade, ProtocolViolation):
         return None
-    if (
-        parsed_request.message_count != 1
-        or not header_block.endswith(b"\r\n\r\n")
-        or not parsed_request.keeps_alive
-    ):
+    if parsed_request.message_count != 1 or not header_block.endswith(b"\r\n\r\n") or not parsed_request.keeps_alive:
         return None
     return (
         None
@@ -191,9 +183,7 @@ class ResponseHeads:
             self._cached_headers, self._cached_header_count = headers, len(headers)
             header_lines = b"".join(b"%b: %b\r\n" % header for header in headers)
             closes_connection = any(header_name == b"connection" for header_name, _ in headers)
-            self._cached_head = (
-                None if closes_connection else _OK_STATUS_LINE + header_lines + b"content-length: "
-            )
+            self._cached_head = None if closes_connection else _OK_STATUS_LINE + header_lines + b"content-length: "
         return self._cached_head
 
 
@@ -274,11 +264,7 @@ class LookupConnection(Connection):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Open the connection; under a backlog, drop one whose peer has closed its side already."""
         gate = self._shared.app.gate
-        if (
-            gate is not None
-            and gate.admission.work_pacer.is_backlogged
-            and has_peer_closed(transport)
-        ):
+        if gate is not None and gate.admission.work_pacer.is_backlogged and has_peer_closed(transport):
             gate.admission.shed_counts["gone"] += 1
             gate.admission.work_pacer.note_dropped_connection()
             self.transport = transport
@@ -321,11 +307,7 @@ class LookupConnection(Connection):
             or self._judge_repeated(fast_path, header_block)
         ) is None:
             return False
-        if (
-            data[line_end - 9 : line_end] != b" HTTP/1.1"
-            or self._is_write_buffer_full
-            or self.transport.is_closing()
-        ):
+        if data[line_end - 9 : line_end] != b" HTTP/1.1" or self._is_write_buffer_full or self.transport.is_closing():
             return False
         if self._partial_request_line is not None or self.is_discarding:
             return False
@@ -333,9 +315,7 @@ class LookupConnection(Connection):
         if response_head is None:
             return False
         if not is_get:
-            return self._try_post(
-                data[5 : line_end - 9], allowed_headers, length_digits, data[head_end:]
-            )
+            return self._try_post(data[5 : line_end - 9], allowed_headers, length_digits, data[head_end:])
         target, caller = data[4 : line_end - 9], allowed_headers.caller
         if caller.has_quota_or_expiry:
             if caller.is_expired:
@@ -354,9 +334,7 @@ class LookupConnection(Connection):
         """Send a ready answer within the caller's quota, or refuse; return False if the application must answer."""
         if (shortage := quota.enter_request(1)) is not None:
             caller.counts.request_count += 1
-            start_message, body_message = self._shared.app.refuse_for_problem(
-                caller.count_quota_refusal(shortage)
-            )
+            start_message, body_message = self._shared.app.refuse_for_problem(caller.count_quota_refusal(shortage))
             self._respond(start_message, body_message["body"])
             return True
         if (body := fast_path.answer(target)) is None:
@@ -374,13 +352,9 @@ class LookupConnection(Connection):
             return None
         return self._shared.header_cache.judge_and_cache(fast_path, header_block)
 
-    def _try_lookup(
-        self, fast_path: FastPath, target: bytes, allowed_headers: AllowedHeaders, data: bytes
-    ) -> bool:
+    def _try_lookup(self, fast_path: FastPath, target: bytes, allowed_headers: AllowedHeaders, data: bytes) -> bool:
         if not (
-            allowed_headers.is_unwatched
-            and target.startswith(LOOKUP_PATH_PREFIX)
-            and _TARGET_PATTERN.fullmatch(target)
+            allowed_headers.is_unwatched and target.startswith(LOOKUP_PATH_PREFIX) and _TARGET_PATTERN.fullmatch(target)
         ):
             return False
         path, _, query = target.partition(b"?")
@@ -404,9 +378,7 @@ class LookupConnection(Connection):
             group_future.add_done_callback(functools.partial(self._send_joined, parsed_get, data))
         return True
 
-    def _send_joined(
-        self, parsed_get: ParsedGet, data: bytes, group_future: asyncio.Future[Any]
-    ) -> None:
+    def _send_joined(self, parsed_get: ParsedGet, data: bytes, group_future: asyncio.Future[Any]) -> None:
         """Send the answer of a grouped read; without one, continue alone in a task."""
         front = self._shared.app
         if (body := front.finish_joined(group_future)) is None:
@@ -437,9 +409,7 @@ class LookupConnection(Connection):
         if task.cancelled():
             self.transport.close()
 
-    async def _look_up(
-        self, lookup_work: Coroutine[Any, Any, ResponseMessages | None], data: bytes
-    ) -> None:
+    async def _look_up(self, lookup_work: Coroutine[Any, Any, ResponseMessages | None], data: bytes) -> None:
         try:
             answer = await lookup_work
         except Exception:  # as above
@@ -469,16 +439,12 @@ class LookupConnection(Connection):
         if self._has_peer_closed:
             self.end_if_peer_closed()
 
-    def _try_post(
-        self, target: bytes, allowed_headers: AllowedHeaders, length_digits: bytes, body: bytes
-    ) -> bool:
+    def _try_post(self, target: bytes, allowed_headers: AllowedHeaders, length_digits: bytes, body: bytes) -> bool:
         """Run a request with a body past uvicorn's parser and cycle: a refusal then costs 14 to 24 us, not 50 to 78."""
         path, _, query = target.partition(b"?")
         if b"%" in path or not _TARGET_PATTERN.fullmatch(target):
             return False
-        is_unwatched = (
-            allowed_headers.is_unwatched
-        )  # who is watched is told of a refusal by whoever watches
+        is_unwatched = allowed_headers.is_unwatched  # who is watched is told of a refusal by whoever watches
         if is_unwatched and (refusal := self._shared.app.refuse_if_overloaded()) is not None:
             self._respond(refusal[0], refusal[1]["body"])
             return True
@@ -520,9 +486,7 @@ class LookupConnection(Connection):
             self._shared.response_heads.head_for(self.server_state.default_headers),
             body_message["body"],
         )
-        is_plain = (
-            start_message["status"] == 200 and len(start_message["headers"]) == _PLAIN_HEADER_COUNT
-        )
+        is_plain = start_message["status"] == 200 and len(start_message["headers"]) == _PLAIN_HEADER_COUNT
         if response_head is not None and is_plain and not self._ends_after_answer:
             self._write_json_answer(response_head, body)
         else:

@@ -63,13 +63,10 @@ _RETRY_AFTER_HEADER: Json = {
 }
 
 _OTHER_REFUSALS_TEXT = (
-    "Any other refusal. What is no valid HTTP, or beyond its bounds (400, 408, 431, 501, 505), "
-    "gets a plain text"
+    "Any other refusal. What is no valid HTTP, or beyond its bounds (400, 408, 431, 501, 505), gets a plain text"
 )
 
-_UNANSWERABLE_TEXT = (
-    "The request cannot be answered as sent: `error.code` says why, `error.field` where"
-)
+_UNANSWERABLE_TEXT = "The request cannot be answered as sent: `error.code` says why, `error.field` where"
 _TOKEN_CODES = ("unauthorized", "token_expired", "scope_missing", "quota_exceeded")
 _TABLE_CODES = ("unknown_table", "generation_gone", "arm_gone")
 _BODY_CODES = ("disconnected", "body_timeout", "body_too_large", "unsupported_content_encoding")
@@ -155,11 +152,7 @@ class Operation:
                 "name": parameter_name,
                 "required": False,
                 "description": schema["description"],
-                "schema": {
-                    key: keyword_value
-                    for key, keyword_value in schema.items()
-                    if key != "description"
-                },
+                "schema": {key: keyword_value for key, keyword_value in schema.items() if key != "description"},
             }
             for location, parameter_schemas in optional_parameters
             for parameter_name, schema in parameter_schemas.items()
@@ -178,9 +171,7 @@ class Operation:
         for code in self._refusal_codes(has_tokens=has_tokens):
             error = code_by_name[code]
             texts_by_status.setdefault(error.status, []).append(f"`{code}`: {error.meaning}")
-        description_by_status = {
-            str(status): "; ".join(lines) for status, lines in texts_by_status.items()
-        }
+        description_by_status = {str(status): "; ".join(lines) for status, lines in texts_by_status.items()}
         if has_tokens:
             description_by_status["403"] += f". It needs the scope {self.scope}"
         if self.body_schema is not None or self.has_options:
@@ -189,11 +180,7 @@ class Operation:
             status: _refusal_response(problem_schema, status_description, status)
             for status, status_description in sorted(description_by_status.items())
         }
-        return (
-            responses
-            | refusals
-            | {"default": _refusal_response(problem_schema, _OTHER_REFUSALS_TEXT)}
-        )
+        return responses | refusals | {"default": _refusal_response(problem_schema, _OTHER_REFUSALS_TEXT)}
 
     def _refusal_codes(self, *, has_tokens: bool) -> Iterable[str]:
         if has_tokens:
@@ -252,9 +239,7 @@ def sorted_by_tag(operations: Iterable[Operation]) -> list[Operation]:
 
 def refusal_codes(operations: Iterable[Operation]) -> Mapping[str, ErrorCode]:
     """Return all error codes of a service with these operations, by status."""
-    operation_codes = {
-        code_name: code for operation in operations for code_name, code in operation.codes.items()
-    }
+    operation_codes = {code_name: code for operation in operations for code_name, code in operation.codes.items()}
     codes = {**ERROR_CODES, **operation_codes}
     return dict(sorted(codes.items(), key=lambda named_code: named_code[1].status))
 

@@ -72,16 +72,12 @@ def build_routes(service: Service) -> tuple[APIRouter, Json]:
 
     async def lookup_one(request: Request, started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
-        lookup_request = lookup_from_url(
-            raw_path, LOOKUP_PATH_PREFIX, request.scope["query_string"], service.limits
-        )
+        lookup_request = lookup_from_url(raw_path, LOOKUP_PATH_PREFIX, request.scope["query_string"], service.limits)
         return (await _look_up(service, request, lookup_request, started))[0][0]
 
     async def lookup_table(request: Request, started: float) -> object:
         forms = parse_forms(request.scope["headers"])
-        lookup_request = await read_lookup(
-            service, request, forms.request_form, request.path_params["table"]
-        )
+        lookup_request = await read_lookup(service, request, forms.request_form, request.path_params["table"])
         answers, snapshot = await _look_up(service, request, lookup_request, started)
         if forms.response_form == "json":
             return {"answers": answers}
@@ -96,9 +92,7 @@ def build_routes(service: Service) -> tuple[APIRouter, Json]:
     async def score(request: Request, started: float) -> object:
         score_request = score_from_json(await read_json(service, request), service.limits)
         spend_quota(request.scope, 1)
-        score_request = score_request.with_options(
-            with_request_headers(service, request, score_request.options)
-        )
+        score_request = score_request.with_options(with_request_headers(service, request, score_request.options))
         user = score_request.user.with_table(user_vector_table(service.capture_served().live).name)
         routed_request = _route_request(service, (user,), score_request.options)
         served, ladder = routed_request.capture_served(), routed_request.service.ladder
@@ -107,9 +101,7 @@ def build_routes(service: Service) -> tuple[APIRouter, Json]:
 
     async def generations(_request: Request, _started: float) -> object:
         holder = service.follower.holder
-        return generations_overview(
-            service.capture_served(), service.follower.health, holder.canary
-        )
+        return generations_overview(service.capture_served(), service.follower.health, holder.canary)
 
     async def healthz(_request: Request) -> Response:
         return json_response(200, {"status": "ok"})
@@ -173,9 +165,7 @@ async def _look_up(
     return routed_request.finish(answers), live
 
 
-def _route_request(
-    service: Service, entities: Sequence[RequestedEntity], options: RequestOptions
-) -> RoutedRequest:
+def _route_request(service: Service, entities: Sequence[RequestedEntity], options: RequestOptions) -> RoutedRequest:
     """Return the route of a request after all routers, in order; raise Problem if none can answer it."""
     routed_request = RoutedRequest(service)
     for router in service.hooks.routers:
@@ -183,9 +173,7 @@ def _route_request(
     return routed_request
 
 
-async def read_lookup(
-    service: LookupService, request: Request, form: BodyForm, table: str | None
-) -> LookupRequest:
+async def read_lookup(service: LookupService, request: Request, form: BodyForm, table: str | None) -> LookupRequest:
     """Read the body of a lookup, and charge its entities to the caller's quota; raise Problem."""
     body, limits = await read_request_body(service, request), service.limits
     lookup_request = await run_in_thread_if_large(
@@ -198,9 +186,7 @@ async def read_lookup(
 async def read_json(service: LookupService, request: Request) -> object:
     """Read a body of JSON; raise Problem."""
     body, limits = await read_request_body(service, request), service.limits
-    return await run_in_thread_if_large(
-        body, functools.partial(pop_content, request.scope, body, "json", limits)
-    )
+    return await run_in_thread_if_large(body, functools.partial(pop_content, request.scope, body, "json", limits))
 
 
 async def read_request_body(service: LookupService, request: Request) -> bytes:
@@ -215,9 +201,7 @@ async def read_request_body(service: LookupService, request: Request) -> bytes:
     return await read_body(request, service.body_bytes_max, service.body_timeout_s)
 
 
-def with_request_headers(
-    service: LookupService, request: Request, options: RequestOptions
-) -> RequestOptions:
+def with_request_headers(service: LookupService, request: Request, options: RequestOptions) -> RequestOptions:
     """Return the options, with those in the request's headers."""
     return with_headers(options, request.scope["headers"], service.limits)
 
@@ -244,9 +228,7 @@ class Guard:
     metrics: Metrics
     timer: Callable[[], float]
 
-    def wrap_handler(
-        self, route: str, handler: Handler, *, required_scope: Scope, is_counted: bool = True
-    ) -> Endpoint:
+    def wrap_handler(self, route: str, handler: Handler, *, required_scope: Scope, is_counted: bool = True) -> Endpoint:
         """Wrap the handler as an endpoint for callers with `required_scope`; its requests count under `route`."""
 
         async def answer(request: Request) -> Response:
@@ -255,9 +237,7 @@ class Guard:
                 caller_of(request.scope).require_scope(required_scope)
                 handler_result = await handler(request, started)
                 response = (
-                    handler_result
-                    if isinstance(handler_result, Response)
-                    else json_response(200, handler_result)
+                    handler_result if isinstance(handler_result, Response) else json_response(200, handler_result)
                 )
             except Problem as problem:
                 response = refusal_response(problem)
@@ -266,9 +246,7 @@ class Guard:
             except InvalidInput as error:
                 response = refusal_response(problem_from_input(error, "body"))
             except TierUnavailable as error:
-                log.warning(
-                    "%s failed: %s", route, error.message
-                )  # names the host, which is for the log alone
+                log.warning("%s failed: %s", route, error.message)  # names the host, which is for the log alone
                 response = refusal_response(Problem(503, error.code, "Redis does not answer"))
             except LarderError as error:
                 log.exception("%s failed", route)
@@ -284,17 +262,14 @@ class Guard:
         return answer
 
 
-def generations_overview(
-    served: ServedGenerations, health: Health, canary: Canary | None
-) -> dict[str, Any]:
+def generations_overview(served: ServedGenerations, health: Health, canary: Canary | None) -> dict[str, Any]:
     """Return the body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
     previous_snapshot, next_snapshot = served.previous, served.next
     return {
         "live": _snapshot_overview(served.live),
         "previous": None if previous_snapshot is None else _snapshot_overview(previous_snapshot),
         "next": None if next_snapshot is None else _snapshot_overview(next_snapshot),
-        "canary": canary
-        and {"generation": canary.generation, "percent": canary.percent, "since": canary.since},
+        "canary": canary and {"generation": canary.generation, "percent": canary.percent, "since": canary.since},
         "blocklist": {
             "version": served.live.blocklist.version,
             "items": len(served.live.blocklist.items),

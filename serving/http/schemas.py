@@ -43,9 +43,7 @@ def closed_object_schema(
     name: str, properties: Json, required: tuple[str, ...] = (), **further_keywords: object
 ) -> Json:
     """A named object whose unknown fields are refused."""
-    return NamedSchema(
-        name, object_schema(properties, required, additionalProperties=False, **further_keywords)
-    )
+    return NamedSchema(name, object_schema(properties, required, additionalProperties=False, **further_keywords))
 
 
 def nullable_fields(properties: Json) -> Json:
@@ -70,9 +68,7 @@ FEATURES = NamedSchema(
 )
 
 
-HISTORY: Json = list_schema(
-    ID_SCHEMA, description="Item ids, oldest first; excluded from the answer"
-)
+HISTORY: Json = list_schema(ID_SCHEMA, description="Item ids, oldest first; excluded from the answer")
 
 
 _OPTION_SCHEMAS: Json = {name: option.schema for name, option in REQUEST_OPTIONS.items()}
@@ -124,16 +120,10 @@ def _entity_or_id_schema(limits: Limits) -> Json:
     return NamedSchema("Entity", {"oneOf": [ID_SCHEMA, _entity_schema(limits)]})
 
 
-def lookup_body_schema(
-    limits: Limits, name: str = "LookupRequest", entities_max: int | None = None
-) -> Json:
+def lookup_body_schema(limits: Limits, name: str = "LookupRequest", entities_max: int | None = None) -> Json:
     """The body of POST /v1/lookup/{table}; `entities_max` entities, if there is a limit of its own."""
-    entities = list_schema(
-        _entity_or_id_schema(limits), minItems=1, maxItems=entities_max or limits.max_batch
-    )
-    return closed_object_schema(
-        name, {"entities": entities, **_body_options(limits)}, ("entities",)
-    )
+    entities = list_schema(_entity_or_id_schema(limits), minItems=1, maxItems=entities_max or limits.max_batch)
+    return closed_object_schema(name, {"entities": entities, **_body_options(limits)}, ("entities",))
 
 
 def tables_lookup_body(limits: Limits) -> Json:
@@ -145,9 +135,7 @@ def tables_lookup_body(limits: Limits) -> Json:
         description=about,
     )  # fmt: skip
     entities = list_schema(entity, minItems=1, maxItems=limits.max_batch)
-    return closed_object_schema(
-        "TablesLookupRequest", {"entities": entities, **_body_options(limits)}, ("entities",)
-    )
+    return closed_object_schema("TablesLookupRequest", {"entities": entities, **_body_options(limits)}, ("entities",))
 
 
 def score_body(limits: Limits) -> Json:
@@ -255,9 +243,7 @@ RANKED_ITEMS = _declared_schema("RankedItems", Ranking, "Candidates of one user 
 
 def problem_schema(codes: Mapping[str, ErrorCode]) -> Json:
     """Return the schema of a refusal with one of these codes."""
-    code = open_enum_schema(
-        "ErrorCode", ((name, error.meaning) for name, error in codes.items()), "What went wrong"
-    )
+    code = open_enum_schema("ErrorCode", ((name, error.meaning) for name, error in codes.items()), "What went wrong")
     error = named_object_schema(
         "ProblemError",
         {
@@ -269,9 +255,7 @@ def problem_schema(codes: Mapping[str, ErrorCode]) -> Json:
         additionalProperties=True,
         description="What was refused, and why; further members hold the numbers behind the message",
     )
-    return named_object_schema(
-        "Problem", {"error": error}, ("error",), description="The body of every refusal"
-    )
+    return named_object_schema("Problem", {"error": error}, ("error",), description="The body of every refusal")
 
 
 _HELD_GENERATION = named_object_schema(

@@ -70,9 +70,7 @@ def _read_assets(page: StaticPage) -> Mapping[str, Asset]:
         if (media_type := _MEDIA_TYPE_BY_SUFFIX.get(PurePosixPath(file.name).suffix)) is not None:
             body = file.read_bytes()
             path = page.path if file.name == _INDEX_FILE_NAME else f"{page.path}/{file.name}"
-            asset_by_path[path] = Asset(
-                body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-            )
+            asset_by_path[path] = Asset(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
     return asset_by_path
 
 

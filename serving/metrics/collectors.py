@@ -48,11 +48,7 @@ HELP_BY_EVENT: Mapping[str, str] = {
 """Help text by event of the core; each is a family of its own: a sum over all of them would mean nothing."""
 
 COUNTED_MISS_REASONS = tuple(
-    [
-        reason
-        for reason in MissReason
-        if not reason.traits.is_internal and not reason.traits.has_stored_answer
-    ]
+    [reason for reason in MissReason if not reason.traits.is_internal and not reason.traits.has_stored_answer]
 )
 """Reasons that are counted: no stored tier answered."""
 
@@ -91,8 +87,7 @@ class SecondsHistogram(Collector):
         self._metric_name, self._help_text, self._label_name = metric_name, help_text, label_name
         self._exposed_bounds = [(bound, self.bounds.index(bound)) for bound in bounds]
         self.histogram_by_label_value = {
-            label_value: LabelHistogram([0] * (len(self.bounds) + 1))
-            for label_value in label_values
+            label_value: LabelHistogram([0] * (len(self.bounds) + 1)) for label_value in label_values
         }
 
     def observe(self, label_value: str, seconds: float, observation_count: int = 1) -> None:
@@ -103,9 +98,7 @@ class SecondsHistogram(Collector):
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Yield the histogram family with Prometheus' buckets."""
-        family = HistogramMetricFamily(
-            self._metric_name, self._help_text, labels=[self._label_name]
-        )
+        family = HistogramMetricFamily(self._metric_name, self._help_text, labels=[self._label_name])
         for label_value, label_histogram in self.histogram_by_label_value.items():
             cumulative_counts = list(accumulate(label_histogram.bucket_counts))
             buckets: list[tuple[str, float]] = []
@@ -128,8 +121,7 @@ def refine_bounds(
         lower_bound = finer_bounds[-1]
         step_count = max(1, math.ceil(math.log(bound / lower_bound) / math.log(ratio) - 1e-9))
         finer_bounds += [
-            lower_bound * (bound / lower_bound) ** (step_number / step_count)
-            for step_number in range(1, step_count)
+            lower_bound * (bound / lower_bound) ** (step_number / step_count) for step_number in range(1, step_count)
         ]
         finer_bounds.append(bound)
     return tuple(finer_bounds)
@@ -142,9 +134,7 @@ def bucket_middle(bounds: Sequence[float], bucket_index: int) -> float:
     return math.sqrt(bounds[bucket_index - 1] * bounds[bucket_index])
 
 
-def quantile(
-    bounds: Sequence[float], count_by_bucket: Mapping[int, int], fraction: float
-) -> float | None:
+def quantile(bounds: Sequence[float], count_by_bucket: Mapping[int, int], fraction: float) -> float | None:
     """The value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
     observation_count = sum(count_by_bucket.values())
     rank, cumulative_count = max(1, math.ceil(fraction * observation_count - 1e-9)), 0
@@ -204,9 +194,7 @@ class ChangedAnswers(Collector):
         self._list_count_by_table: Counter[str] = Counter()
         self._share_sum_by_table: defaultdict[str, float] = defaultdict(float)
 
-    def compare(
-        self, table_name: str, items: NDArray[np.uint32], night_items: NDArray[np.uint32]
-    ) -> None:
+    def compare(self, table_name: str, items: NDArray[np.uint32], night_items: NDArray[np.uint32]) -> None:
         """Adds the share of a computed list that is not in the one of the night."""
         if len(items):
             self._list_count_by_table[table_name] += 1
@@ -251,9 +239,7 @@ class InternalCounters(Collector):
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Counter families, one for each event."""
         for event, count in self._read_counts().items():
-            yield CounterMetricFamily(
-                f"larder_{event}", self._help_by_event.get(event, event), value=count
-            )
+            yield CounterMetricFamily(f"larder_{event}", self._help_by_event.get(event, event), value=count)
 
 
 def add_samples_by_label(family: Family, number_by_label_value: Mapping[str, float]) -> Family:

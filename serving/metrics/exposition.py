@@ -34,9 +34,7 @@ class Exposition:
     async def __call__(self) -> bytes:
         """The text, at most a moment old."""
         now_s = self._timer()
-        self._tokens = min(
-            BURST_EXPOSITIONS, self._tokens + (now_s - self._refilled_at) * EXPOSITIONS_PER_S
-        )
+        self._tokens = min(BURST_EXPOSITIONS, self._tokens + (now_s - self._refilled_at) * EXPOSITIONS_PER_S)
         self._refilled_at = now_s
         if self._tokens >= 1 or not self._exposition_body:
             self._tokens -= 1
@@ -82,20 +80,12 @@ class WorkerPeers:
     async def exposition(self) -> bytes:
         """The counts of every worker that answers in time, each series with the label `worker`."""
         peer_paths = [
-            peer_path
-            for peer_path in self._workers_folder.glob("*.sock")
-            if peer_path.stem != str(self._slot)
+            peer_path for peer_path in self._workers_folder.glob("*.sock") if peer_path.stem != str(self._slot)
         ]
         peer_texts = await asyncio.gather(*map(_read_counts, peer_paths))
-        text_by_slot = {
-            peer_path.stem: text
-            for peer_path, text in zip(peer_paths, peer_texts, strict=True)
-            if text
-        }
+        text_by_slot = {peer_path.stem: text for peer_path, text in zip(peer_paths, peer_texts, strict=True) if text}
         text_by_slot[str(self._slot)] = self._expose()
-        return merge_expositions(
-            dict(sorted(text_by_slot.items(), key=lambda slot_and_text: int(slot_and_text[0])))
-        )
+        return merge_expositions(dict(sorted(text_by_slot.items(), key=lambda slot_and_text: int(slot_and_text[0]))))
 
     async def _serve_counts(self, _reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError):
@@ -112,9 +102,7 @@ async def _read_counts(socket_path: Path) -> bytes:
         async with asyncio.timeout(_PEER_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(socket_path)
             exposition_text = bytearray()
-            while len(exposition_text) <= _PEER_TEXT_BYTES_MAX and (
-                text_chunk := await reader.read(1 << 16)
-            ):
+            while len(exposition_text) <= _PEER_TEXT_BYTES_MAX and (text_chunk := await reader.read(1 << 16)):
                 exposition_text += text_chunk
     except (OSError, TimeoutError):
         return b""
@@ -144,13 +132,9 @@ def merge_expositions(text_by_worker: Mapping[str, bytes]) -> bytes:
             if worker_line.startswith(b"#"):
                 head_lines.append(worker_line)
             else:
-                sample_lines_by_family.setdefault(family_name, []).append(
-                    _with_label(worker_line, worker_label)
-                )
+                sample_lines_by_family.setdefault(family_name, []).append(_with_label(worker_line, worker_label))
     merged_lines = [
-        line
-        for family, head in head_lines_by_family.items()
-        for line in head + sample_lines_by_family.get(family, [])
+        line for family, head in head_lines_by_family.items() for line in head + sample_lines_by_family.get(family, [])
     ]
     return b"".join(line + b"\n" for line in merged_lines)
 

@@ -41,30 +41,18 @@ class Metrics:
         gauge = functools.partial(Gauge, registry=registry)
         histogram = functools.partial(Histogram, registry=registry)
         # Not called `namespace`: Prometheus gives its targets in Kubernetes a label of that name.
-        self.namespace_info = gauge(
-            "larder_namespace_info", "1 for the namespace that is served", ["served_namespace"]
-        )
+        self.namespace_info = gauge("larder_namespace_info", "1 for the namespace that is served", ["served_namespace"])
         self.entities = counter("larder_entities", "Entities asked for", ["table"])
-        self.answers = counter(
-            "larder_answers", "Entities answered, by source", ["table", "source"]
-        )
-        self.misses = counter(
-            "larder_misses", "Entities no stored tier answered", ["table", "reason"]
-        )
+        self.answers = counter("larder_answers", "Entities answered, by source", ["table", "source"])
+        self.misses = counter("larder_misses", "Entities no stored tier answered", ["table", "reason"])
         self.l1_misses = L1Misses()
         registry.register(self.l1_misses)
         self.changed_answers = ChangedAnswers()
         registry.register(self.changed_answers)
-        self.live_failures = counter(
-            "larder_live_failures", "Inputs that live did not answer", ["table", "reason"]
-        )
+        self.live_failures = counter("larder_live_failures", "Inputs that live did not answer", ["table", "reason"])
         self.requests = counter("larder_requests", "HTTP requests", ["route", "status"])
-        self.refreshes = counter(
-            "larder_refreshes", "Looks at the pointer, by outcome", ["outcome"]
-        )
-        for (
-            outcome
-        ) in POINTER_LOOK_OUTCOMES:  # what first appears above 0 has no increase an alert could see
+        self.refreshes = counter("larder_refreshes", "Looks at the pointer, by outcome", ["outcome"])
+        for outcome in POINTER_LOOK_OUTCOMES:  # what first appears above 0 has no increase an alert could see
             self.refreshes.labels(outcome)
         self.answer_seconds = SecondsHistogram(
             "larder_answer_seconds",
@@ -83,15 +71,9 @@ class Metrics:
             _SECONDS_BOUNDS,
         )
         registry.register(self.stage_seconds)
-        self.live_batch = histogram(
-            "larder_live_batch_size", "Inputs per inference", buckets=_BATCH_SIZE_BOUNDS
-        )
-        self.generation_info = gauge(
-            "larder_generation_info", "1 for each generation held", ["generation", "role"]
-        )
-        self.generation_age = gauge(
-            "larder_generation_age_seconds", "Now minus data_until of the live generation"
-        )
+        self.live_batch = histogram("larder_live_batch_size", "Inputs per inference", buckets=_BATCH_SIZE_BOUNDS)
+        self.generation_info = gauge("larder_generation_info", "1 for each generation held", ["generation", "role"])
+        self.generation_age = gauge("larder_generation_age_seconds", "Now minus data_until of the live generation")
         self.generation_missing = gauge(
             "larder_generation_missing",
             "1 while the live generation is older than the newest night that is due",
@@ -114,9 +96,7 @@ class Metrics:
             "Values of items that events set, and whether the live generation's filters know them",
             ["result"],
         )
-        self.blocklist_age = gauge(
-            "larder_blocklist_age_seconds", "Since the blocklist was last read"
-        )
+        self.blocklist_age = gauge("larder_blocklist_age_seconds", "Since the blocklist was last read")
         self.l1_bytes = gauge("larder_l1_bytes", "Bytes in L1")
         self.l1_entries = gauge("larder_l1_entries", "Records in L1")
         self.live_queue = gauge("larder_live_queue", "Inputs waiting for the model")
@@ -124,12 +104,8 @@ class Metrics:
             "larder_flip_skew_seconds",
             "From the pointer's published_at to the swap here, both in Redis' time, at the last flip",
         )
-        self.warm_seconds = gauge(
-            "larder_warm_seconds", "From staged to ready, at the last staging"
-        )
-        self.warmed_records = counter(
-            "larder_warmed_records", "Records read into L1 before they were asked for"
-        )
+        self.warm_seconds = gauge("larder_warm_seconds", "From staged to ready, at the last staging")
+        self.warmed_records = counter("larder_warmed_records", "Records read into L1 before they were asked for")
         self.warming_seconds = counter("larder_warming_seconds", "Time spent on reading ahead")
         self.flip_answer_seconds = histogram(
             "larder_flip_answer_seconds",
@@ -147,9 +123,7 @@ class Metrics:
         if self.is_flipping:
             self.flip_answer_seconds.observe(seconds)
 
-    def count_fast_answers(
-        self, table: str, source: Source, seconds: float, times: int = 1
-    ) -> None:
+    def count_fast_answers(self, table: str, source: Source, seconds: float, times: int = 1) -> None:
         """Count `times` entities of a table, requested and answered on the hot route, each after `seconds`."""
         self.tally.answers[table, source] += times
         self.answer_seconds.observe(source, seconds, times)

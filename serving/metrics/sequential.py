@@ -51,9 +51,7 @@ class Drift:
             grown_capital = (self._capital_by_stake[stake_index] + reserved_capital) * (
                 1.0 + stake * largest_stake * (self.floor - overlap)
             )
-            self._capital_by_stake[stake_index] = min(
-                grown_capital, 2 * len(_DRIFT_STAKES) * alarm_capital
-            )
+            self._capital_by_stake[stake_index] = min(grown_capital, 2 * len(_DRIFT_STAKES) * alarm_capital)
         if self.found_after_samples is None and self.evidence >= alarm_capital:
             self.found_after_samples = self.samples
         return self.is_found
@@ -88,7 +86,6 @@ def lowest_error_rate(samples: int, wrong: int, alpha: float) -> float:
         return 0.0
     evidence = math.log(len(_WEIGHTS_ABOVE_1) / alpha)
     bounds = [
-        math.expm1((wrong * math.log(weight) - evidence) / samples) / (weight - 1.0)
-        for weight in _WEIGHTS_ABOVE_1
+        math.expm1((wrong * math.log(weight) - evidence) / samples) / (weight - 1.0) for weight in _WEIGHTS_ABOVE_1
     ]
     return max(0.0, *bounds)

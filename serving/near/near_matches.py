@@ -100,21 +100,13 @@ class RecentVectors(Generic[Entry]):
         nearest_entries: list[Nearest[Entry] | None] = []
         lengths = np.sqrt(np.einsum("nd,nd->n", queries, queries)).tolist()
         for first_index in range(0, len(queries), _QUERIES_PER_SEARCH):
-            query_chunk = np.ascontiguousarray(
-                queries[first_index : first_index + _QUERIES_PER_SEARCH], np.float32
-            )
+            query_chunk = np.ascontiguousarray(queries[first_index : first_index + _QUERIES_PER_SEARCH], np.float32)
             squared_distances, slots = self._index.search(query_chunk, 1)
-            squares_and_slots = zip(
-                squared_distances[:, 0].tolist(), slots[:, 0].tolist(), strict=True
-            )
-            for length, (squared_distance, slot) in zip(
-                lengths[first_index:], squares_and_slots, strict=False
-            ):
+            squares_and_slots = zip(squared_distances[:, 0].tolist(), slots[:, 0].tolist(), strict=True)
+            for length, (squared_distance, slot) in zip(lengths[first_index:], squares_and_slots, strict=False):
                 is_usable = length > 0 and slot >= 0
                 distance = squared_distance**0.5 / length if is_usable else 0.0
-                nearest_entries.append(
-                    Nearest(slot, self._entries[slot], distance) if is_usable else None
-                )
+                nearest_entries.append(Nearest(slot, self._entries[slot], distance) if is_usable else None)
         return nearest_entries
 
     def mark_used(self, slot: int) -> None:
@@ -188,9 +180,7 @@ class Neighbours(Generic[Answer]):
         self._blocklist_version = 0
         self._lock = Lock()
 
-    def find_near(
-        self, vectors: NDArray[np.float32], blocklist_version: int = 0
-    ) -> list[NearAnswer[Answer] | None]:
+    def find_near(self, vectors: NDArray[np.float32], blocklist_version: int = 0) -> list[NearAnswer[Answer] | None]:
         """Return the nearest recent answer of each vector [n, dims]; None if none is near, or it proved wrong at less.
 
         A later version of the common exclusions forgets the answers before it; an earlier one finds nothing.
@@ -233,19 +223,13 @@ class Neighbours(Generic[Answer]):
         distance_bound = math.inf
         with self._lock:
             if near_answer is not None and outcome in JUDGED_OUTCOMES:
-                self.policy.judge(
-                    near_answer.closeness, is_audit=outcome == "audit", wrong=is_wrong
-                )
+                self.policy.judge(near_answer.closeness, is_audit=outcome == "audit", wrong=is_wrong)
                 if not is_wrong:
                     return
                 distance_bound = near_answer.distance
-                near_answer.kept_answer.distance_bound = min(
-                    near_answer.kept_answer.distance_bound, distance_bound
-                )
+                near_answer.kept_answer.distance_bound = min(near_answer.kept_answer.distance_bound, distance_bound)
             # A vector of no length, or what is made of numbers that are none, has no neighbours.
-            is_sound = (
-                0 < float(np.abs(vector).max(initial=0)) < math.inf and 0 <= margin < math.inf
-            )
+            is_sound = 0 < float(np.abs(vector).max(initial=0)) < math.inf and 0 <= margin < math.inf
             if is_sound and blocklist_version == self._blocklist_version:
                 self._recent_vectors.add(vector, KeptAnswer(answer, margin, distance_bound))
 
@@ -259,9 +243,7 @@ def _near_answer(nearest: Nearest[KeptAnswer[Answer]]) -> NearAnswer[Answer] | N
     kept_answer, distance = nearest.entry, nearest.distance
     if not distance < min(FARTHEST_DISTANCE, kept_answer.distance_bound):
         return None
-    return NearAnswer(
-        kept_answer, distance, nearest.slot, closeness_range(distance, kept_answer.margin)
-    )
+    return NearAnswer(kept_answer, distance, nearest.slot, closeness_range(distance, kept_answer.margin))
 
 
 def closeness_range(distance: float, margin: float) -> int:
@@ -338,9 +320,7 @@ class ListMatches:
             for row, near_answer in enumerate(near_answers)
             if near_answer is not None and self._is_worth(near_answer, needed_depth_by_row[row])
         }
-        outcomes: list[NearOutcome] = [
-            "far" if near_answer is None else "leave" for near_answer in near_answers
-        ]
+        outcomes: list[NearOutcome] = ["far" if near_answer is None else "leave" for near_answer in near_answers]
         ordinals = np.full((len(batch), self._width), NO_ITEM, np.uint32)
         scores = np.zeros((len(batch), self._width), np.float32)
         if rows := list(near_answer_by_row):
@@ -348,28 +328,14 @@ class ListMatches:
                 [near_answer_by_row[row].answer for row in rows],
                 [excluded_by_row[row] for row in rows],
             )
-            candidates = [
-                candidate_set.ordinals.astype(np.int64) for candidate_set in candidate_sets
-            ]
-            ordinals[rows], scores[rows] = search.rank_candidates(
-                vectors[rows], candidates, row_exclusions
-            )
+            candidates = [candidate_set.ordinals.astype(np.int64) for candidate_set in candidate_sets]
+            ordinals[rows], scores[rows] = search.rank_candidates(vectors[rows], candidates, row_exclusions)
             distances = np.array([near_answer_by_row[row].distance for row in rows])
-            proven_flags = self._are_proven(
-                search, directions[rows], ordinals[rows, -1], candidate_sets, distances
-            )
+            proven_flags = self._are_proven(search, directions[rows], ordinals[rows, -1], candidate_sets, distances)
             for row, is_proven in zip(rows, proven_flags, strict=True):
-                outcomes[row] = (
-                    "proven" if is_proven else neighbours.decide(near_answer_by_row[row])
-                )
-        if rows := [
-            row
-            for row, row_outcome in enumerate(outcomes)
-            if row_outcome not in ("proven", "reuse")
-        ]:
-            search_depth = min(
-                SEARCH_DEPTH_LISTS * self._width, SEARCH_DEPTH_MAX, search.searcher.depth_max
-            )
+                outcomes[row] = "proven" if is_proven else neighbours.decide(near_answer_by_row[row])
+        if rows := [row for row, row_outcome in enumerate(outcomes) if row_outcome not in ("proven", "reuse")]:
+            search_depth = min(SEARCH_DEPTH_LISTS * self._width, SEARCH_DEPTH_MAX, search.searcher.depth_max)
             deep_ordinals_by_row = search.candidates(
                 vectors[rows], np.maximum(needed_depths[rows], search_depth), blocked
             )
@@ -380,16 +346,10 @@ class ListMatches:
             best_lists = search.rank_candidates(
                 vectors[rows], needed_candidates, [excluded_by_row[row] for row in rows]
             )
-            searched_candidate_sets = self._to_candidates(
-                search, directions[rows], deep_ordinals_by_row
-            )
-            for row, answer, best_items in zip(
-                rows, searched_candidate_sets, best_lists[0], strict=True
-            ):
+            searched_candidate_sets = self._to_candidates(search, directions[rows], deep_ordinals_by_row)
+            for row, answer, best_items in zip(rows, searched_candidate_sets, best_lists[0], strict=True):
                 is_judged = outcomes[row] in JUDGED_OUTCOMES
-                is_wrong = (
-                    is_judged and _list_overlap(ordinals[row], best_items) < self._overlap_min
-                )
+                is_wrong = is_judged and _list_overlap(ordinals[row], best_items) < self._overlap_min
                 neighbours.judge_and_store(
                     directions[row], answer, near_answer_by_row.get(row), outcomes[row],
                     is_wrong=is_wrong, blocklist_version=blocklist_version,
@@ -420,9 +380,7 @@ class ListMatches:
             return [False] * len(candidate_sets)
         is_full = last_ordinals != NO_ITEM
         score_bounds = np.array([candidate_set.score_bound for candidate_set in candidate_sets])
-        last_scores = search.scores(
-            directions, np.where(is_full, last_ordinals, 0).astype(np.int64)
-        )
+        last_scores = search.scores(directions, np.where(is_full, last_ordinals, 0).astype(np.int64))
         rounding = 4 * directions.shape[1] * _ULP  # of four sums of so many products
         is_above_bound = last_scores > score_bounds + (distances + rounding) * self._score_reach
         proven: list[bool] = (np.isneginf(score_bounds) | (is_full & is_above_bound)).tolist()
@@ -436,16 +394,13 @@ class ListMatches:
         if self._score_reach is not None:
             last_ordinals = np.array([row_ordinals[-1] for row_ordinals in searched_ordinals])
             is_whole_catalogue = (last_ordinals < 0) | (
-                np.array([len(row_ordinals) for row_ordinals in searched_ordinals])
-                == search.items.count
+                np.array([len(row_ordinals) for row_ordinals in searched_ordinals]) == search.items.count
             )
             scores = search.scores(directions, np.maximum(last_ordinals, 0))
             score_bounds = np.where(is_whole_catalogue, -math.inf, scores.astype(np.float64))
         return [
             Candidates(row_ordinals.astype(np.int32), score_bound)
-            for row_ordinals, score_bound in zip(
-                searched_ordinals, score_bounds.tolist(), strict=True
-            )
+            for row_ordinals, score_bound in zip(searched_ordinals, score_bounds.tolist(), strict=True)
         ]
 
 
@@ -484,15 +439,10 @@ class ValueMatches:
         sent_vectors = predictor.sent_vectors(self._table, batch)
         near_answers = neighbours.find_near(sent_vectors)
         outcomes: list[NearOutcome] = [
-            "far" if near_answer is None else neighbours.decide(near_answer)
-            for near_answer in near_answers
+            "far" if near_answer is None else neighbours.decide(near_answer) for near_answer in near_answers
         ]
         rows = [row for row, outcome in enumerate(outcomes) if outcome != "reuse"]
-        computed_values = (
-            predictor.vectors([batch[row] for row in rows])
-            if rows
-            else np.empty((0, 0), np.float32)
-        )
+        computed_values = predictor.vectors([batch[row] for row in rows]) if rows else np.empty((0, 0), np.float32)
         values_by_row = dict(zip(rows, computed_values, strict=True))
         answer_values: list[NumberArray] = []
         distances: list[float | None] = []
@@ -501,10 +451,7 @@ class ValueMatches:
                 answer_values.append(near_answer.answer)
                 distances.append(round(near_answer.distance, 6))
                 continue
-            is_wrong = (
-                near_answer is not None
-                and near_answer.answer.argmax() != values_by_row[row].argmax()
-            )
+            is_wrong = near_answer is not None and near_answer.answer.argmax() != values_by_row[row].argmax()
             values_copy, margin = values_by_row[row].copy(), _label_margin(values_by_row[row])
             neighbours.judge_and_store(
                 sent_vectors[row],
@@ -517,9 +464,7 @@ class ValueMatches:
             answer_values.append(values_by_row[row])
             distances.append(None)
         neighbours.count(outcomes)
-        return predictor.numbers(
-            self._table, np.stack(answer_values), fingerprints, scored_at
-        ), distances
+        return predictor.numbers(self._table, np.stack(answer_values), fingerprints, scored_at), distances
 
 
 def _label_margin(values: NumberArray) -> float:
@@ -552,17 +497,15 @@ class NearMatches:
     Learned state lives as long as the generation's models: an answer is never reused in another one.
     """
 
-    def __init__(
-        self, config_by_table: Mapping[str, NearConfig], rng: Random | None = None
-    ) -> None:
+    def __init__(self, config_by_table: Mapping[str, NearConfig], rng: Random | None = None) -> None:
         self.outcome_counts_by_table: dict[str, Counter[NearOutcome]] = {
             table_name: Counter() for table_name in config_by_table
         }
         self._config_by_table = config_by_table
         self._rng = rng or Random()
-        self._matches_by_predictor: WeakKeyDictionary[
-            Predictor, dict[tuple[str, InputKind], Matches]
-        ] = WeakKeyDictionary()
+        self._matches_by_predictor: WeakKeyDictionary[Predictor, dict[tuple[str, InputKind], Matches]] = (
+            WeakKeyDictionary()
+        )
         self._policy_by_key: dict[tuple[str, InputKind], ReusePolicy] = {}
         self._lock = Lock()
 
@@ -586,9 +529,7 @@ class NearMatches:
     ) -> list[ComputedRecord]:
         """Return a record for each job of one snapshot and table with its input; raise the model's errors."""
         inputs = [
-            NearInput(
-                prepared, job.fingerprint, input_kind(job.live_input) if job.may_reuse else None
-            )
+            NearInput(prepared, job.fingerprint, input_kind(job.live_input) if job.may_reuse else None)
             for job, prepared in zip(jobs, batch, strict=True)
         ]
         near_records = self.predict(jobs[0].snapshot, jobs[0].table, inputs, scored_at)
@@ -597,20 +538,14 @@ class NearMatches:
             for (record, distance), prepared in zip(near_records, batch, strict=True)
         ]
 
-    def predict(
-        self, snapshot: Snapshot, table: str, inputs: Sequence[NearInput], scored_at: int
-    ) -> list[NearRecord]:
+    def predict(self, snapshot: Snapshot, table: str, inputs: Sequence[NearInput], scored_at: int) -> list[NearRecord]:
         """Return a record for each input; raise the model's errors."""
         predictor = snapshot.predictor
         if predictor is None:
             raise ValueError("a snapshot without a model predicts nothing")
         records: list[NearRecord] = [NearRecord(b"")] * len(inputs)
         for input_kind_of_batch in {near_input.kind for near_input in inputs}:
-            rows = [
-                row
-                for row, near_input in enumerate(inputs)
-                if near_input.kind == input_kind_of_batch
-            ]
+            rows = [row for row, near_input in enumerate(inputs) if near_input.kind == input_kind_of_batch]
             batch = [inputs[row].prepared for row in rows]
             id_fingerprints = [inputs[row].fingerprint for row in rows]
             matches = (
@@ -620,9 +555,7 @@ class NearMatches:
             )
             blocked = snapshot.blocked_ordinals
             if matches is None or matches.neighbours.policy.is_off:
-                batch_records = predictor.predict(
-                    table, batch, id_fingerprints, scored_at, blocked=blocked
-                )
+                batch_records = predictor.predict(table, batch, id_fingerprints, scored_at, blocked=blocked)
                 distances: list[float | None] = [None] * len(batch_records)
             else:
                 # Not the version of the list: an arm obeys that of another namespace as well.
@@ -637,22 +570,16 @@ class NearMatches:
     def policies(self) -> Iterator[tuple[str, InputKind, ReusePolicy]]:
         """Yield the policy of each table and kind of input, of the most recently used generation."""
         with self._lock:  # a scrape comes while the model's threads meet a new kind
-            sorted_policies = sorted(
-                self._policy_by_key.items(), key=lambda keyed_policy: keyed_policy[0]
-            )
+            sorted_policies = sorted(self._policy_by_key.items(), key=lambda keyed_policy: keyed_policy[0])
         for (table, kind), policy in sorted_policies:
             yield table, kind, policy
 
-    def _find_matches(
-        self, predictor: Predictor, snapshot: Snapshot, table_name: str, kind: InputKind
-    ) -> Matches:
+    def _find_matches(self, predictor: Predictor, snapshot: Snapshot, table_name: str, kind: InputKind) -> Matches:
         with self._lock:
             matches_by_key = self._matches_by_predictor.setdefault(predictor, {})
             matches = matches_by_key.get((table_name, kind))
             if matches is None:
-                matches = matches_by_key[table_name, kind] = self._build_matches(
-                    predictor, snapshot, table_name
-                )
+                matches = matches_by_key[table_name, kind] = self._build_matches(predictor, snapshot, table_name)
             self._policy_by_key[table_name, kind] = matches.neighbours.policy
             return matches
 
@@ -668,13 +595,9 @@ class NearMatches:
             list_neighbours: Neighbours[Candidates] = Neighbours(
                 config.error, config.entries, dims, self._rng, count_by_outcome
             )
-            return ListMatches(
-                table_name, layout.width, config.overlap, score_reach, list_neighbours
-            )
+            return ListMatches(table_name, layout.width, config.overlap, score_reach, list_neighbours)
         dims = predictor.sent_dims(table_name)
-        return ValueMatches(
-            table_name, Neighbours(config.error, config.entries, dims, self._rng, count_by_outcome)
-        )
+        return ValueMatches(table_name, Neighbours(config.error, config.entries, dims, self._rng, count_by_outcome))
 
 
 def input_kind(source: LiveInput) -> InputKind | None:

@@ -100,20 +100,16 @@ class ReusePolicy:
                 from_here[range_index].add(wrong=wrong)
             range_samples = samples_by_range[closeness]
             self._is_hopeless[closeness] = (
-                lowest_error_rate(range_samples.judged, range_samples.wrong, self._alpha)
-                > self.error
+                lowest_error_rate(range_samples.judged, range_samples.wrong, self._alpha) > self.error
             )
         self._trust()
 
     def _trust(self) -> None:
         is_within = False
-        for range_index, (range_samples, samples) in enumerate(
-            zip(self._samples_by_range, self._from, strict=True)
-        ):
+        for range_index, (range_samples, samples) in enumerate(zip(self._samples_by_range, self._from, strict=True)):
             is_within = is_within or self._is_within_error(samples)
             is_clean = (
-                range_samples.judged * self.error >= 2
-                and range_samples.wrong <= range_samples.judged * self.error / 2
+                range_samples.judged * self.error >= 2 and range_samples.wrong <= range_samples.judged * self.error / 2
             )
             self._is_trusted[range_index] = is_within and is_clean
 
@@ -139,6 +135,4 @@ class ReusePolicy:
     def interval(self) -> tuple[float, float]:
         """Bounds of the error of reused answers, its mean over all audits; both hold at every moment, at 1 - ALPHA."""
         count, wrong = self.audits, self.wrong_audits
-        return lowest_error_rate(count, wrong, ALPHA / 2), highest_error_rate(
-            count, wrong, ALPHA / 2
-        )
+        return lowest_error_rate(count, wrong, ALPHA / 2), highest_error_rate(count, wrong, ALPHA / 2)

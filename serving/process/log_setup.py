@@ -39,14 +39,10 @@ def configure_for(settings: "ServingConfig", level: str, *, worker: int | None =
     urls = (settings.redis_url, settings.events_url, settings.artifacts)
     redact = Redactor({settings.token} | passwords_of(*urls))
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        (JsonFormatter if settings.log == "json" else TextFormatter)(redact, worker)
-    )
+    handler.setFormatter((JsonFormatter if settings.log == "json" else TextFormatter)(redact, worker))
     handler.addFilter(LogRateLimit(settings.log_lines_per_s))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("faiss").setLevel(
-        logging.WARNING
-    )  # each build that it does not find, as if that were news
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # each build that it does not find, as if that were news
 
 
 def record_fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -70,11 +66,7 @@ class Redactor:
         for secret in self._secrets:
             log_text = log_text.replace(secret, _MASK_TEXT)
         log_text = _BEARER_PATTERN.sub(rf"\g<1>{_MASK_TEXT}", mask_secrets(log_text))
-        return (
-            log_text
-            if len(log_text) <= TEXT_LENGTH_MAX
-            else f"{log_text[:TEXT_LENGTH_MAX]}... (cut)"
-        )
+        return log_text if len(log_text) <= TEXT_LENGTH_MAX else f"{log_text[:TEXT_LENGTH_MAX]}... (cut)"
 
 
 def passwords_of(*urls: str) -> set[str]:
@@ -173,9 +165,7 @@ class _Bucket:
 
     def take_token(self, now_s: float, records_per_s: float) -> int | None:
         """Takes a token: None if the record is to be dropped, else how many were dropped before it."""
-        self._tokens = min(
-            BURST_RECORDS, self._tokens + (now_s - self._refilled_at) * records_per_s
-        )
+        self._tokens = min(BURST_RECORDS, self._tokens + (now_s - self._refilled_at) * records_per_s)
         self._refilled_at = now_s
         if self._tokens < 1.0:
             self._dropped_count += 1

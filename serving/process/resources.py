@@ -44,9 +44,7 @@ def check_cores(cores: tuple[int, ...]) -> None:
     if not cores:
         return
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError(
-            "threads cannot be pinned here: leave live_cores empty", field="live_cores"
-        )
+        raise ConfigError("threads cannot be pinned here: leave live_cores empty", field="live_cores")
     allowed_cores = os.sched_getaffinity(0)
     if missing_cores := sorted(set(cores) - allowed_cores):
         raise ConfigError(

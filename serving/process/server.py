@@ -73,19 +73,13 @@ class Server(uvicorn.Server):
         """Start, then announce."""
         self._loop = asyncio.get_running_loop()
         # A new certificate closes the sockets that the old one was shown on: those are not the caller's.
-        server_sockets = (
-            sockets if self._tls is None else [listener.dup() for listener in sockets or []]
-        )
+        server_sockets = sockets if self._tls is None else [listener.dup() for listener in sockets or []]
         await super().startup(server_sockets)
         if self.started:
             self._listening_sockets.keep(sockets or [])
             if self._tls is not None:  # uvicorn has no setting for the time of a handshake
                 await self._listening_sockets.renew()
-            check_interval_s = (
-                _LISTENING_CHECK_S
-                if self._connections is None
-                else self._connections.check_interval_s
-            )
+            check_interval_s = _LISTENING_CHECK_S if self._connections is None else self._connections.check_interval_s
             self._check_tasks.append(
                 self._loops.start(
                     "connections",
@@ -200,9 +194,7 @@ class ListeningSockets:
     another thread took the descriptor that libuv keeps for this case): the process would live on, deaf.
     """
 
-    def __init__(
-        self, server: uvicorn.Server, tls: TlsWatch | None = None, handshake_s: float = 10.0
-    ) -> None:
+    def __init__(self, server: uvicorn.Server, tls: TlsWatch | None = None, handshake_s: float = 10.0) -> None:
         self._server = server
         self._tls, self._handshake_s, self._is_due = tls, handshake_s, False
         self._socket_pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -232,9 +224,7 @@ class ListeningSockets:
             del servers[len(old_servers) :]
             raise
         self._socket_pairs, self._is_due = socket_pairs, False
-        for (
-            old_server
-        ) in old_servers:  # not earlier: where listening anew fails, the old ones go on
+        for old_server in old_servers:  # not earlier: where listening anew fails, the old ones go on
             servers.remove(old_server)
             old_server.close()
 

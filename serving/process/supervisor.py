@@ -127,9 +127,7 @@ class WorkerSupervisor:
             loop.add_signal_handler(stop_signal, self._stop)
         loop.add_signal_handler(signal.SIGHUP, self._roll_event.set)
         self._workers_by_slot = [None] * self.worker_count
-        roll_task = self._loops.start(
-            "rolling_restart", self._roll_workers, wait=self._roll_event.wait
-        )
+        roll_task = self._loops.start("rolling_restart", self._roll_workers, wait=self._roll_event.wait)
         keep_tasks = [
             self._loops.start(
                 "workers", functools.partial(self._keep_worker, worker_index),
@@ -177,9 +175,7 @@ class WorkerSupervisor:
             workers[worker_index] = None
             if self._stop_event.is_set():
                 return
-            failure_count = (
-                1 if ended_worker is not None and ended_worker.is_steady else failure_count + 1
-            )
+            failure_count = 1 if ended_worker is not None and ended_worker.is_steady else failure_count + 1
             if self._is_hopeless(ended_worker, exit_code, failure_count):
                 return
             if ended_worker is None:
@@ -196,27 +192,19 @@ class WorkerSupervisor:
                 async with asyncio.timeout(self.pause_s(failure_count)):
                     await self._stop_event.wait()
 
-    def _is_hopeless(
-        self, ended_worker: Worker | None, exit_code: int | None, failure_count: int
-    ) -> bool:
+    def _is_hopeless(self, ended_worker: Worker | None, exit_code: int | None, failure_count: int) -> bool:
         """Returns whether starting again is given up; never while any worker answers.
 
         `ended_worker` is the worker that ended with `exit_code`; None where not even its process could be started.
         """
         if any(worker.ready_at is not None for worker in self._living_workers):
             return False
-        is_refused = (
-            exit_code == 2 and not self._is_announced
-        )  # its settings; it said what is wrong
+        is_refused = exit_code == 2 and not self._is_announced  # its settings; it said what is wrong
         was_ready = ended_worker is not None and ended_worker.ready_at is not None
         if was_ready or not (is_refused or failure_count >= FAILED_STARTS_MAX):
             return False
         if not self._stop_event.is_set():
-            failure_text = (
-                "no process"
-                if ended_worker is None
-                else f"{ended_worker} ended with code {exit_code}"
-            )
+            failure_text = "no process" if ended_worker is None else f"{ended_worker} ended with code {exit_code}"
             log.error("%s: giving up after %d starts", failure_text, failure_count)
             self._exit_code = 2 if is_refused else 1
             self._stop()
@@ -251,9 +239,7 @@ class WorkerSupervisor:
             worker.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(START_MAX_S):
-                ready_message = await asyncio.get_running_loop().sock_recv(
-                    worker.control, len(READY_MESSAGE)
-                )
+                ready_message = await asyncio.get_running_loop().sock_recv(worker.control, len(READY_MESSAGE))
         except (TimeoutError, OSError):
             ready_message = b""
         if ready_message == READY_MESSAGE:

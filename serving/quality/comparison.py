@@ -99,9 +99,7 @@ def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputPro
         return None
 
 
-def compare(
-    sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputProbe | None
-) -> AnswerComparison:
+def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputProbe | None) -> AnswerComparison:
     """Compare an answer; raise SampleSkipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
     table = snapshot.manifest.tables.get(sample.table)
     if table is None:
@@ -114,9 +112,7 @@ def compare(
     directory = snapshot.directories[table.entity]
     position = directory.find(hash_id(sample.raw, directory.seed))
     seen_ordinals = snapshot.past_item_ordinals(table, position)
-    job = InferenceJob(
-        snapshot, sample.table, live_input, fingerprint(sample.raw), 0, seen_ordinals=seen_ordinals
-    )
+    job = InferenceJob(snapshot, sample.table, live_input, fingerprint(sample.raw), 0, seen_ordinals=seen_ordinals)
     (outcome,) = compute([job])
     if isinstance(outcome, LiveUnavailable) and outcome.reason == LiveReason.NO_USABLE_INPUT:
         raise SampleSkipped("no_input")
@@ -124,9 +120,7 @@ def compare(
         raise SampleSkipped("failed")
     try:
         served_ordinals, served_numbers = _decode_served(sample, snapshot, table)
-        stored_prediction = (
-            _decode_stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
-        )
+        stored_prediction = _decode_stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
         live_record = decode_record(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # what a damaged record holds is the read path's to count
         raise SampleSkipped("failed") from damage
@@ -134,9 +128,7 @@ def compare(
         agreement = _compare_numbers(table, served_numbers, live_record.numbers)
         record_overlap: float | None = agreement.overlap
     else:
-        allowed_indices = _allowed_indices(
-            live_record.items, (*sample.exclusions, snapshot.blocked)
-        )
+        allowed_indices = _allowed_indices(live_record.items, (*sample.exclusions, snapshot.blocked))
         live_items, live_scores = (
             live_record.items[allowed_indices],
             live_record.numbers[allowed_indices],
@@ -144,14 +136,10 @@ def compare(
         agreement = _compare_lists(served_ordinals, served_numbers, live_items, live_scores)
         record_overlap = None
         if stored_prediction is not None and stored_prediction[0] is not None:
-            record_overlap = _compare_lists(
-                stored_prediction[0], stored_prediction[1], live_items, live_scores
-            ).overlap
+            record_overlap = _compare_lists(stored_prediction[0], stored_prediction[1], live_items, live_scores).overlap
     age_s = 0.0 if sample.producer == "live" else sample.at - snapshot.manifest.data_until
     band = _band(snapshot, live_input)
-    return AnswerComparison(
-        table.name, sample.source, sample.producer, band, *agreement, age_s, record_overlap
-    )
+    return AnswerComparison(table.name, sample.source, sample.producer, band, *agreement, age_s, record_overlap)
 
 
 def _comparison_input(
@@ -169,8 +157,7 @@ def _comparison_input(
     if night_input.features:  # of all models of users; each takes its own
         tower_spec = TowerSpec.from_json(snapshot.manifest.models[str(table.producer.model)].spec)
         model_features = {
-            str(feature.column): night_input.features[str(feature.column)]
-            for feature in tower_spec.features
+            str(feature.column): night_input.features[str(feature.column)] for feature in tower_spec.features
         }
         return replace(night_input, features=model_features or None)
     return night_input
@@ -181,9 +168,7 @@ def _decode_stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> O
     if stored_record.items is None:
         return None, stored_record.numbers
     allowed_indices = _allowed_indices(stored_record.items, (snapshot.blocked,))[:k]
-    return stored_record.items[allowed_indices].astype(np.int64), stored_record.numbers[
-        allowed_indices
-    ]
+    return stored_record.items[allowed_indices].astype(np.int64), stored_record.numbers[allowed_indices]
 
 
 def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> OrdinalsAndNumbers:
@@ -197,9 +182,7 @@ def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> Or
     return None, np.asarray(numbers, np.float32)
 
 
-def _allowed_indices(
-    item_ordinals: NDArray[np.uint32], exclusion_sets: Sequence[frozenset[int]]
-) -> list[int]:
+def _allowed_indices(item_ordinals: NDArray[np.uint32], exclusion_sets: Sequence[frozenset[int]]) -> list[int]:
     """Places of the items that no set of `exclusion_sets` holds."""
     ordinals = item_ordinals.tolist()
     return [
@@ -218,17 +201,13 @@ def _compare_lists(
     served_count = len(served_ordinals)
     live_items, live_scores = live_items[:served_count], live_scores[:served_count]
     if not served_count or not len(live_items):
-        return Agreement(
-            served_count == len(live_items), float(served_count == len(live_items)), 0.0
-        )
+        return Agreement(served_count == len(live_items), float(served_count == len(live_items)), 0.0)
     is_exact = len(live_items) == served_count and bool((live_items == served_ordinals).all())
     error = relative_errors(served_scores[: len(live_items)], live_scores).mean_error
     return Agreement(is_exact, overlap(served_ordinals, live_items, served_count), error)
 
 
-def _compare_numbers(
-    table: Table, served_numbers: NDArray[np.float32], live_numbers: NDArray[np.float32]
-) -> Agreement:
+def _compare_numbers(table: Table, served_numbers: NDArray[np.float32], live_numbers: NDArray[np.float32]) -> Agreement:
     errors = relative_errors(served_numbers, live_numbers)
     is_close = errors.largest_error <= CLOSE_SHARE
     if table.kind != "vector":
@@ -241,17 +220,10 @@ def _compare_numbers(
 def _band(snapshot: Snapshot, live_input: LiveInput) -> Band:
     if live_input.item is not None:
         is_popular = any(
-            live_input.item in default_list.ordinal_by_id.values()
-            for default_list in snapshot.defaults.values()
+            live_input.item in default_list.ordinal_by_id.values() for default_list in snapshot.defaults.values()
         )
         return "popular" if is_popular else "other"
     history_length = len(live_input.history or ())
     return (
-        "none"
-        if not history_length
-        else "1-9"
-        if history_length < 10
-        else "10-99"
-        if history_length < 100
-        else "100+"
+        "none" if not history_length else "1-9" if history_length < 10 else "10-99" if history_length < 100 else "100+"
     )

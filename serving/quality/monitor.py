@@ -73,13 +73,9 @@ class QualityMonitor:
         watch.on_cold.append(cold_names.append)
         watch.on_read.append(self._read_hashes.add)
         watch.sampler = AnswerSampler(config.sampled_per_mille)
-        self.cold_sketch = HotKeySketch(
-            SharedHotKeys(control), cold_names, get_live_snapshot, clock, COLD_WINDOW
-        )
+        self.cold_sketch = HotKeySketch(SharedHotKeys(control), cold_names, get_live_snapshot, clock, COLD_WINDOW)
         self._results = QualityResults()
-        self._table_usage = TableUsage(
-            control, self._read_hashes, metrics, recent_names.all_names, get_live_snapshot
-        )
+        self._table_usage = TableUsage(control, self._read_hashes, metrics, recent_names.all_names, get_live_snapshot)
         self._shared_report = SharedReport(
             control,
             name,
@@ -99,9 +95,7 @@ class QualityMonitor:
             get_live_snapshot=get_live_snapshot,
             find_snapshot=holder.find_snapshot,
             open_night_inputs=partial(open_night_inputs, config.store()),
-            is_busy=lambda: (
-                batcher.queued > 0 or admission.is_behind or admission.live_admitted_share < 1
-            ),
+            is_busy=lambda: batcher.queued > 0 or admission.is_behind or admission.live_admitted_share < 1,
             executor=self._executor,
             cpu_share=config.quality_cpu_share,
             threads=config.live_threads,
@@ -166,9 +160,7 @@ class AnswerJudge:
     executor: Executor
     cpu_share: float
     threads: int
-    _inputs_by_generation: dict[str, NightInputProbe | None] = field(
-        init=False, default_factory=dict
-    )
+    _inputs_by_generation: dict[str, NightInputProbe | None] = field(init=False, default_factory=dict)
 
     async def judge_next(self) -> None:
         """Judge an answer if one waits, and pause; an answer that cannot be judged is counted, and raises."""

@@ -133,9 +133,7 @@ def wilson_interval(hit_count: int, total: int) -> tuple[float, float]:
         return 0.0, 1.0
     rate, z2 = hit_count / total, _Z_OF_95_PERCENT * _Z_OF_95_PERCENT
     interval_middle = rate + z2 / (2 * total)
-    interval_half_width = _Z_OF_95_PERCENT * math.sqrt(
-        rate * (1 - rate) / total + z2 / (4 * total * total)
-    )
+    interval_half_width = _Z_OF_95_PERCENT * math.sqrt(rate * (1 - rate) / total + z2 / (4 * total * total))
     # At the ends the bound is the rate itself, but for the rounding of floats.
     low = (interval_middle - interval_half_width) / (1 + z2 / total) if hit_count else 0.0
     high = (interval_middle + interval_half_width) / (1 + z2 / total) if hit_count < total else 1.0
@@ -194,9 +192,7 @@ class QualityResults(Collector):
         self.judged_release, self.judged_since = release, now_s
         self._live_totals_by_cell.clear()
         self._drift_by_table = {
-            table_name: Drift(
-                _overlap_floor(live_snapshot, table.kind == "topk"), DRIFT_ALPHA / len(tables)
-            )
+            table_name: Drift(_overlap_floor(live_snapshot, table.kind == "topk"), DRIFT_ALPHA / len(tables))
             for table_name, table in tables.items()
         }
 
@@ -252,9 +248,7 @@ class QualityResults(Collector):
             "larder_quality_skipped", "Answers drawn and not compared", labels=["reason"]
         )
         yield add_samples_by_label(skipped_family, self.skipped_by_reason)
-        yield CounterMetricFamily(
-            "larder_quality_cpu_seconds", "Processor time spent on it", value=self.cpu_s
-        )
+        yield CounterMetricFamily("larder_quality_cpu_seconds", "Processor time spent on it", value=self.cpu_s)
         drift_family = GaugeMetricFamily(
             "larder_quality_drift",
             "1 once the live release's answers have been shown to differ from the model's",
@@ -262,10 +256,7 @@ class QualityResults(Collector):
         )
         yield add_samples_by_label(
             drift_family,
-            {
-                table_name: float(drift.is_found)
-                for table_name, drift in self._drift_by_table.items()
-            },
+            {table_name: float(drift.is_found) for table_name, drift in self._drift_by_table.items()},
         )
         evidence_family = GaugeMetricFamily(
             "larder_quality_drift_evidence_ratio",
@@ -273,8 +264,7 @@ class QualityResults(Collector):
             labels=["table"],
         )
         evidence_ratio_by_table = {
-            table_name: drift.evidence * drift.alpha
-            for table_name, drift in self._drift_by_table.items()
+            table_name: drift.evidence * drift.alpha for table_name, drift in self._drift_by_table.items()
         }
         yield add_samples_by_label(evidence_family, evidence_ratio_by_table)
 
@@ -283,11 +273,7 @@ def _overlap_floor(live: Snapshot, is_list: bool) -> float:
     rule = SKEW_RULE if is_list else SKEW_COSINE_RULE
     gates: Iterable[Mapping[str, Any]] = live.manifest.gates
     threshold = next((gate.get("threshold") for gate in gates if gate.get("rule") == rule), None)
-    return (
-        float(threshold) - THRESHOLD_LENIENCE
-        if isinstance(threshold, int | float)
-        else OVERLAP_FLOOR
-    )
+    return float(threshold) - THRESHOLD_LENIENCE if isinstance(threshold, int | float) else OVERLAP_FLOOR
 
 
 class SharedReport:
@@ -331,28 +317,18 @@ class SharedReport:
                 replica_name: _parse_part(raw)
                 for replica_name, raw in dict(await send_command("HGETALL", report_key)).items()
             }
-            sound_parts = {
-                replica_name: part for replica_name, part in parts.items() if part is not None
-            }
+            sound_parts = {replica_name: part for replica_name, part in parts.items() if part is not None}
             expired_replicas = [
-                replica_name
-                for replica_name, part in sound_parts.items()
-                if now_s - part["at"] > self._part_fresh_s
+                replica_name for replica_name, part in sound_parts.items() if now_s - part["at"] > self._part_fresh_s
             ]
             if expired_replicas:
                 await send_command("HDEL", report_key, *expired_replicas)
-            fresh_parts = [
-                part
-                for replica_name, part in sound_parts.items()
-                if replica_name not in expired_replicas
-            ]
+            fresh_parts = [part for replica_name, part in sound_parts.items() if replica_name not in expired_replicas]
             await self._count_worklist(now_s)
         except TierUnavailable:
             fresh_parts, self._worklist_size, self._reports_until_count = [], None, 0
         self._other_parts = [
-            replica_part
-            for replica_part in fresh_parts
-            if replica_part["replica"] != self._replica_name
+            replica_part for replica_part in fresh_parts if replica_part["replica"] != self._replica_name
         ]
 
     async def sign_off(self) -> None:
@@ -431,9 +407,7 @@ def summarise_parts(
     """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
     totals_by_cell = merge_cells(replica_part["cells"] for replica_part in replica_parts)
     total_cell = SampleTotals.of(cell_totals.to_json() for cell_totals in totals_by_cell.values())
-    drifted_tables = sorted(
-        {table for replica_part in replica_parts for table in replica_part["drift"]}
-    )
+    drifted_tables = sorted({table for replica_part in replica_parts for table in replica_part["drift"]})
     gigabytes = size_bytes / GIGABYTE
     return {
         "since": min(replica_part["since"] for replica_part in replica_parts),
@@ -441,15 +415,10 @@ def summarise_parts(
         "drift": bool(drifted_tables),
         "drifted": drifted_tables,
         "sentence": _sentence(total_cell, drifted_tables),
-        "by": [
-            _cell_row(cell_key, cell_totals)
-            for cell_key, cell_totals in sorted(totals_by_cell.items())
-        ],
+        "by": [_cell_row(cell_key, cell_totals) for cell_key, cell_totals in sorted(totals_by_cell.items())],
         "worklist": worklist,
         "read_share": read_share,
-        "hits_per_gb": sum(replica_part["hits"] for replica_part in replica_parts) / gigabytes
-        if gigabytes
-        else None,
+        "hits_per_gb": sum(replica_part["hits"] for replica_part in replica_parts) / gigabytes if gigabytes else None,
     }
 
 

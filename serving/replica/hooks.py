@@ -41,9 +41,7 @@ class RequestWatch(Protocol):
     def leaves(self, scope: Scope) -> bool:
         """True if a single lookup may pass by."""
 
-    async def __call__(
-        self, below: Application, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def __call__(self, below: Application, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request by `below`, under observation."""
 
 

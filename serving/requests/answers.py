@@ -50,9 +50,7 @@ class Source(StrEnum):
 STORED_SOURCES = (Source.L1, Source.L2)
 """Sources that hold records of the live generation, ready to be read."""
 
-FALLBACK_SOURCES = tuple(
-    [source for source in Source if source not in (*STORED_SOURCES, Source.LIVE)]
-)
+FALLBACK_SOURCES = tuple([source for source in Source if source not in (*STORED_SOURCES, Source.LIVE)])
 """Sources that answer when the live generation cannot."""
 
 
@@ -177,12 +175,8 @@ class AnswerField:
         arrow_column = self.arrow_field
         if arrow_column.child is None:
             return _ARROW_NAME_BY_KIND[arrow_column.kind]
-        has_table_width = (
-            self.declaration.present_when in ("vector", "value") and self.type is Numbers
-        )
-        return (
-            f"{'fixed_size_' * has_table_width}list<{_ARROW_NAME_BY_KIND[arrow_column.child.kind]}>"
-        )
+        has_table_width = self.declaration.present_when in ("vector", "value") and self.type is Numbers
+        return f"{'fixed_size_' * has_table_width}list<{_ARROW_NAME_BY_KIND[arrow_column.child.kind]}>"
 
     @property
     def json_schema(self) -> dict[str, Any]:
@@ -192,15 +186,11 @@ class AnswerField:
             value_schema["format"] = self.declaration.schema_format
         allowed_values = list(Source) if self.type is Source else get_args(self.type)
         if allowed_values and get_origin(self.type) is not tuple and self.type is not Numbers:
-            return value_schema | {
-                "enum": [*map(str, allowed_values), *[None] * self.declaration.is_nullable]
-            }
+            return value_schema | {"enum": [*map(str, allowed_values), *[None] * self.declaration.is_nullable]}
         json_type = _JSON_NAME_BY_TYPE.get(self.type, "array")
         if json_type == "array":
             value_schema["items"] = {"type": "number" if self.type is Numbers else "string"}
-        return value_schema | {
-            "type": [json_type, "null"] if self.declaration.is_nullable else json_type
-        }
+        return value_schema | {"type": [json_type, "null"] if self.declaration.is_nullable else json_type}
 
 
 def declared_fields(answer_class: type[Origin]) -> tuple[AnswerField, ...]:
@@ -228,11 +218,7 @@ ORIGIN_FIELDS = declared_fields(Origin)[2:]
 
 PREDICTION_FIELDS_BY_KIND: Mapping[str, tuple[AnswerField, ...]] = {
     kind: tuple(
-        [
-            answer_field
-            for answer_field in declared_fields(Answer)
-            if answer_field.declaration.present_when == kind
-        ]
+        [answer_field for answer_field in declared_fields(Answer) if answer_field.declaration.present_when == kind]
     )
     for kind in ("topk", "vector", "value")
 }

@@ -53,9 +53,7 @@ def declares_longer_body(headers: Iterable[tuple[bytes, bytes]], body_bytes_max:
     return False
 
 
-async def read_replayable_body(
-    receive: Receive, body_bytes_max: int, timeout_s: float
-) -> tuple[bytes | None, Receive]:
+async def read_replayable_body(receive: Receive, body_bytes_max: int, timeout_s: float) -> tuple[bytes | None, Receive]:
     """Body of the request, None if it is too long or never ended; and a `receive` that replays all that was read.
 
     Raises Problem 408 for a body that has not arrived within `timeout_s`, however steadily it trickles.
@@ -77,9 +75,7 @@ async def read_replayable_body(
                 has_more = message.get("more_body", False)
     except TimeoutError as error:
         raise _body_timeout_problem(timeout_s) from error
-    return b"".join(
-        [read_message.get("body", b"") for read_message in received_messages]
-    ), replay_receive
+    return b"".join([read_message.get("body", b"") for read_message in received_messages]), replay_receive
 
 
 def _body_timeout_problem(timeout_s: float) -> Problem:
@@ -105,9 +101,7 @@ def refusal_response(problem: Problem) -> Response:
 
 def json_response(status: int, body: object) -> Response:
     """JSON response with this body."""
-    return Response(
-        orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=JSON_MEDIA_TYPE
-    )
+    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=JSON_MEDIA_TYPE)
 
 
 def arrow_response(stream: bytes) -> Response:
@@ -148,9 +142,7 @@ class BudgetedBody:
         piece_bytes = len(message.get("body", b""))
         if self._budget.held_bytes + piece_bytes > self._budget.bytes_max:
             problem_message = f"bodies of all requests together have at most {self._budget.bytes_max} bytes at once"
-            raise Problem(
-                503, "overloaded", problem_message, field="body", limit=self._budget.bytes_max
-            )
+            raise Problem(503, "overloaded", problem_message, field="body", limit=self._budget.bytes_max)
         self._budget.held_bytes += piece_bytes
         self._charged_bytes += piece_bytes
         return message

@@ -10,9 +10,7 @@ from typing import NamedTuple
 CALLER_KEY = "larder.caller"
 """Key in the scope of a request: its caller, whose `name` may be logged."""
 
-_TRACEPARENT_PATTERN = re.compile(
-    rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
-)
+_TRACEPARENT_PATTERN = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _TRACEPARENT_BYTES_MAX = 512
 
 _TRACESTATE_BYTES_MAX = 512
@@ -108,9 +106,7 @@ class RequestFacts(NamedTuple):
     entity: str | None
 
 
-def parse_parent(
-    traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()
-) -> ParentSpan | None:
+def parse_parent(traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()) -> ParentSpan | None:
     """Parse the caller's span by W3C Trace Context (https://www.w3.org/TR/trace-context/); None starts a trace anew.
 
     None if there is no traceparent, more than one, or an invalid one.
@@ -129,8 +125,6 @@ def parse_parent(
         return None
     tracestate = b",".join(tracestates)
     tracestate_text = (
-        tracestate.decode("ascii")
-        if tracestate.isascii() and len(tracestate) <= _TRACESTATE_BYTES_MAX
-        else ""
+        tracestate.decode("ascii") if tracestate.isascii() and len(tracestate) <= _TRACESTATE_BYTES_MAX else ""
     )
     return ParentSpan(trace_id.decode(), span_id.decode(), int(flags, 16), tracestate_text)

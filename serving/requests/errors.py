@@ -11,9 +11,7 @@ class Problem(LarderError):
 
     code = "invalid_request"
 
-    def __init__(
-        self, status: int, code: str, message: str, *, field: str | None = None, **details: object
-    ) -> None:
+    def __init__(self, status: int, code: str, message: str, *, field: str | None = None, **details: object) -> None:
         super().__init__(message, **details)
         self.status = status
         self.reason = code
@@ -35,9 +33,7 @@ def unprocessable(code: str, message: str, field: str | None, **details: object)
 def problem_from_input(error: InvalidInput, field: str) -> Problem:
     """A refusal by cache's own checks, with the place in the request that it is about."""
     details = {
-        detail_name: detail_value
-        for detail_name, detail_value in error.details.items()
-        if detail_name != "field"
+        detail_name: detail_value for detail_name, detail_value in error.details.items() if detail_name != "field"
     }
     inner_field = error.details.get("field")
     return Problem(
@@ -57,32 +53,20 @@ class ErrorCode(NamedTuple):
 
 
 ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
-    "disconnected": ErrorCode(
-        400, "The body ended early; most servers see it first, and answer in plain text"
-    ),
+    "disconnected": ErrorCode(400, "The body ended early; most servers see it first, and answer in plain text"),
     "unauthorized": ErrorCode(401, "No token was sent, or nobody's"),
     "token_expired": ErrorCode(401, "The token's time is over: ask for a new one"),
-    "scope_missing": ErrorCode(
-        403, "The token lacks the scope that `scope` names; `scopes` are those it has"
-    ),
+    "scope_missing": ErrorCode(403, "The token lacks the scope that `scope` names; `scopes` are those it has"),
     "not_found": ErrorCode(404, "There is no such route"),
     "unknown_table": ErrorCode(404, "There is no such table; /v1/generations lists them"),
-    "method_not_allowed": ErrorCode(
-        405, "The route has no such method; `Allow` names those it has"
-    ),
-    "not_acceptable": ErrorCode(
-        406, "No such form of an answer; `supported` lists those there are"
-    ),
+    "method_not_allowed": ErrorCode(405, "The route has no such method; `Allow` names those it has"),
+    "not_acceptable": ErrorCode(406, "No such form of an answer; `supported` lists those there are"),
     "body_timeout": ErrorCode(408, "The body did not arrive in time"),
     "generation_gone": ErrorCode(409, "The generation is not held here: ask without it"),
     "arm_gone": ErrorCode(409, "The arm of the experiment is not held here: ask without it"),
     "body_too_large": ErrorCode(413, "The body has more than `limit` bytes: send less at once"),
-    "unsupported_media_type": ErrorCode(
-        415, "No such form of a body; `supported` lists those there are"
-    ),
-    "unsupported_content_encoding": ErrorCode(
-        415, "The body is in a content coding: send it as it is"
-    ),
+    "unsupported_media_type": ErrorCode(415, "No such form of a body; `supported` lists those there are"),
+    "unsupported_content_encoding": ErrorCode(415, "The body is in a content coding: send it as it is"),
     "invalid_json": ErrorCode(422, "The body is no JSON"),
     "invalid_arrow": ErrorCode(422, "The body is no Arrow IPC stream"),
     "unsupported_arrow": ErrorCode(422, "The stream has what this service does not read"),
@@ -102,14 +86,10 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "too_many_features": ErrorCode(422, "More features than are allowed"),
     "too_many_values": ErrorCode(422, "A feature has more values than `limit`"),
     "feature_too_long": ErrorCode(422, "A text feature is longer than `limit`"),
-    "batch_too_long": ErrorCode(
-        422, "No entities (events, items) at all, or more than `limit`: send several requests"
-    ),
+    "batch_too_long": ErrorCode(422, "No entities (events, items) at all, or more than `limit`: send several requests"),
     "history_too_long": ErrorCode(422, "A history is longer than `limit`"),
     "exclude_too_long": ErrorCode(422, "`exclude` is longer than `limit`"),
-    "too_many_ids": ErrorCode(
-        422, "All histories and `exclude` together hold more ids than `limit`"
-    ),
+    "too_many_ids": ErrorCode(422, "All histories and `exclude` together hold more ids than `limit`"),
     "too_many_numbers": ErrorCode(422, "All features together hold more values than `limit`"),
     "quota_exceeded": ErrorCode(429, "`quota` has no room: come again after `Retry-After`"),
     "internal_error": ErrorCode(500, "A defect of the service, which has logged it"),

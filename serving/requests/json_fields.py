@@ -55,11 +55,7 @@ def read_object(json_value: object, field: str, known_fields: frozenset[str]) ->
                 field_path,
                 known=sorted(known_fields),
             )
-    return {
-        field_name: field_value
-        for field_name, field_value in json_value.items()
-        if field_value is not None
-    }
+    return {field_name: field_value for field_name, field_value in json_value.items() if field_value is not None}
 
 
 def read_id(sent_id: object, field: str) -> bytes:
@@ -88,9 +84,7 @@ def read_ids(sent_ids: object, field: str, ids_max: int, error_code: str) -> tup
         raise
 
 
-def read_features(
-    sent_features: object, field: str, text_bytes_max: int
-) -> dict[str, FeatureValue]:
+def read_features(sent_features: object, field: str, text_bytes_max: int) -> dict[str, FeatureValue]:
     """Return named features, of types and sizes that a model may take; a text has at most `text_bytes_max` of UTF-8."""
     if not isinstance(sent_features, dict):
         raise unprocessable("invalid_field", f"{field} is a JSON object", field)
@@ -104,9 +98,7 @@ def read_features(
 
 def _read_feature(feature_value: object, field: str, text_bytes_max: int) -> FeatureValue:
     if isinstance(feature_value, bool):
-        raise unprocessable(
-            "invalid_feature", f"{field} is true or false, which no model takes: send 1 or 0", field
-        )
+        raise unprocessable("invalid_feature", f"{field} is true or false, which no model takes: send 1 or 0", field)
     if isinstance(feature_value, float) and not math.isfinite(feature_value):
         raise unprocessable("not_finite", f"{field} is not a finite number", field)
     if isinstance(feature_value, str):
@@ -143,20 +135,11 @@ def _read_vector(sent_numbers: list[Any], field: str) -> tuple[float, ...]:
     """Return the numbers of a list feature; whole numbers stay whole, as the model decides their dtype."""
     value_types = set(map(type, sent_numbers))
     if not value_types <= {int, float}:
-        index = next(
-            position
-            for position, element in enumerate(sent_numbers)
-            if type(element) not in (int, float)
-        )
+        index = next(position for position, element in enumerate(sent_numbers) if type(element) not in (int, float))
         field_path = f"{field}[{index}]"
         raise unprocessable("invalid_feature", f"{field_path} is not a number", field_path)
-    if (
-        int in value_types
-        and max(abs(min(sent_numbers)), abs(max(sent_numbers))) > _EXACT_WHOLE_NUMBER_MAX
-    ):
-        raise unprocessable(
-            "invalid_feature", f"{field} holds numbers beyond 2**53 beside whole ones", field
-        )
+    if int in value_types and max(abs(min(sent_numbers)), abs(max(sent_numbers))) > _EXACT_WHOLE_NUMBER_MAX:
+        raise unprocessable("invalid_feature", f"{field} holds numbers beyond 2**53 beside whole ones", field)
     return tuple(sent_numbers)
 
 
@@ -170,9 +153,7 @@ def _check_feature_size(size: int, size_max: int, unit: str, field: str) -> None
         )
 
 
-def check_length(
-    sent_list: list[Any], length_min: int, length_max: int, field: str, error_code: str
-) -> None:
+def check_length(sent_list: list[Any], length_min: int, length_max: int, field: str, error_code: str) -> None:
     """Raise Problem for a list of fewer than `length_min` or more than `length_max` entries."""
     if not length_min <= len(sent_list) <= length_max:
         raise unprocessable(
@@ -186,25 +167,15 @@ def check_length(
 def has_more_values(json_text: bytes, values_max: int) -> bool:
     """True if a JSON text has more than `values_max` values: commas and opening brackets outside its strings."""
     value_count, is_in_string, odd_backslash = 0, False, b""
-    for chunk_start in range(
-        0, len(json_text) if len(json_text) > values_max else 0, _SCAN_CHUNK_BYTES
-    ):
-        chunk_chars = np.frombuffer(
-            odd_backslash + json_text[chunk_start : chunk_start + _SCAN_CHUNK_BYTES], np.uint8
-        )
+    for chunk_start in range(0, len(json_text) if len(json_text) > values_max else 0, _SCAN_CHUNK_BYTES):
+        chunk_chars = np.frombuffer(odd_backslash + json_text[chunk_start : chunk_start + _SCAN_CHUNK_BYTES], np.uint8)
         quote_mask = chunk_chars == _QUOTE
         escaped_positions = _escaped_positions(chunk_chars)
         # A run of backslashes that is cut here goes on with as many as count: one or none.
-        odd_backslash = (
-            b"\\" if len(escaped_positions) and escaped_positions[-1] == len(chunk_chars) else b""
-        )
+        odd_backslash = b"\\" if len(escaped_positions) and escaped_positions[-1] == len(chunk_chars) else b""
         quote_mask[escaped_positions[: len(escaped_positions) - len(odd_backslash)]] = False
         in_string_mask = np.bitwise_xor.accumulate(quote_mask) ^ is_in_string
-        separator_mask = (
-            (chunk_chars == _COMMA)
-            | (chunk_chars == _OPENING_BRACKET)
-            | (chunk_chars == _OPENING_BRACE)
-        )
+        separator_mask = (chunk_chars == _COMMA) | (chunk_chars == _OPENING_BRACKET) | (chunk_chars == _OPENING_BRACE)
         value_count += int(np.count_nonzero(separator_mask & ~in_string_mask))
         if value_count > values_max:
             return True

@@ -27,9 +27,7 @@ DETAILS_SCHEMA = NamedSchema(
 )
 
 
-def object_schema(
-    properties: Json, required: tuple[str, ...] = (), **further_keywords: object
-) -> Json:
+def object_schema(properties: Json, required: tuple[str, ...] = (), **further_keywords: object) -> Json:
     """Return the schema of an object with these properties."""
     return {
         "type": "object",
@@ -66,14 +64,11 @@ def nullable_schema(schema: Json) -> Json:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def open_enum_schema(
-    name: str, value_meanings: Iterable[tuple[str, str]], meaning: str
-) -> NamedSchema:
+def open_enum_schema(name: str, value_meanings: Iterable[tuple[str, str]], meaning: str) -> NamedSchema:
     """Return a named schema of a text that is one of `value_meanings` today; more values may be added."""
     known_value_meanings = list(value_meanings)
     value_lines = "".join(
-        f"\n- `{allowed_value}`: {value_meaning}"
-        for allowed_value, value_meaning in known_value_meanings
+        f"\n- `{allowed_value}`: {value_meaning}" for allowed_value, value_meaning in known_value_meanings
     )
     known_values_schema = NamedSchema(
         f"Known{name}",
@@ -100,8 +95,7 @@ def collect_named_schemas(schema_part: Any, schema_by_name: Json) -> Any:
     """
     if isinstance(schema_part, NamedSchema):
         collected_schema = {
-            key: collect_named_schemas(inner_part, schema_by_name)
-            for key, inner_part in schema_part.items()
+            key: collect_named_schemas(inner_part, schema_by_name) for key, inner_part in schema_part.items()
         }
         if schema_by_name.setdefault(schema_part.name, collected_schema) != collected_schema:
             raise ConfigError(f"two different schemas of the API are called {schema_part.name}")
@@ -114,10 +108,7 @@ def collect_named_schemas(schema_part: Any, schema_by_name: Json) -> Any:
                 if key != "$ref"
             }
             return collect_named_schemas(referenced_schema, schema_by_name) | sibling_parts
-        return {
-            key: collect_named_schemas(inner_part, schema_by_name)
-            for key, inner_part in schema_part.items()
-        }
+        return {key: collect_named_schemas(inner_part, schema_by_name) for key, inner_part in schema_part.items()}
     if isinstance(schema_part, list | tuple):
         return [collect_named_schemas(inner_part, schema_by_name) for inner_part in schema_part]
     return schema_part

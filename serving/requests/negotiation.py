@@ -47,9 +47,7 @@ def parse_forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
             accept_values.append(header_value)
         elif header_name == b"content-encoding":
             _check_coding(header_value)
-    return Forms(
-        body_form, _choose_response_form(b",".join(accept_values)) if accept_values else "json"
-    )
+    return Forms(body_form, _choose_response_form(b",".join(accept_values)) if accept_values else "json")
 
 
 def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:

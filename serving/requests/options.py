@@ -156,9 +156,7 @@ def _options_with_deadline(options: dict[str, Any], limits: Limits) -> RequestOp
     return RequestOptions(**options)
 
 
-def with_headers(
-    options: RequestOptions, headers: Iterable[tuple[bytes, bytes]], limits: Limits
-) -> RequestOptions:
+def with_headers(options: RequestOptions, headers: Iterable[tuple[bytes, bytes]], limits: Limits) -> RequestOptions:
     """Return the options with the request's headers (names in lower case) applied, in one pass.
 
     The tighter of two deadlines counts; the canary's key, and an arm, only if the body or the query has none.
@@ -255,9 +253,7 @@ def _parse_query(query: bytes) -> dict[str, str]:
         if "%" in query_text or "+" in query_text:
             return dict(parse_qsl(query_text, keep_blank_values=True, errors="strict"))
     except ValueError as error:
-        raise unprocessable(
-            "invalid_field", f"the query cannot be read: {error}", "query"
-        ) from error
+        raise unprocessable("invalid_field", f"the query cannot be read: {error}", "query") from error
     query_parts = [query_part.partition("=") for query_part in query_text.split("&") if query_part]
     return {name: sent_value for name, _, sent_value in query_parts}
 
@@ -271,13 +267,9 @@ def _parse_number(text: str, field: str) -> float:
 
 def _parse_whole_number(text: str, field: str) -> int:
     if not _WHOLE_NUMBER_PATTERN.fullmatch(text):
-        raise unprocessable(
-            f"invalid_{field}", f"{field} is a whole number, not {text[:40]!r}", field
-        )
+        raise unprocessable(f"invalid_{field}", f"{field} is a whole number, not {text[:40]!r}", field)
     if len(text) > _DIGITS_MAX:
-        raise unprocessable(
-            f"invalid_{field}", f"{field} has at most {_DIGITS_MAX} digits, not {len(text)}", field
-        )
+        raise unprocessable(f"invalid_{field}", f"{field} has at most {_DIGITS_MAX} digits, not {len(text)}", field)
     return int(text)
 
 
@@ -291,9 +283,7 @@ def _parse_k(sent_value: object, _limits: Limits) -> int:
 
 def _parse_max_events(sent_value: object, _limits: Limits) -> int:
     if isinstance(sent_value, bool) or sent_value != 0:
-        raise unprocessable(
-            "invalid_field", "max_events is 0, for the stored answer, or left out", "max_events"
-        )
+        raise unprocessable("invalid_field", "max_events is 0, for the stored answer, or left out", "max_events")
     return 0
 
 
@@ -314,23 +304,13 @@ def _parse_as_of(sent_value: object, _limits: Limits) -> int:
 
 
 def _parse_max_age_s(sent_value: object, _limits: Limits) -> float:
-    if (
-        isinstance(sent_value, bool)
-        or not isinstance(sent_value, int | float)
-        or not 0 <= sent_value < math.inf
-    ):
-        raise unprocessable(
-            "invalid_field", "max_age_seconds is a finite number, 0 or more", "max_age_seconds"
-        )
+    if isinstance(sent_value, bool) or not isinstance(sent_value, int | float) or not 0 <= sent_value < math.inf:
+        raise unprocessable("invalid_field", "max_age_seconds is a finite number, 0 or more", "max_age_seconds")
     return float(sent_value)
 
 
 def _parse_deadline_s(sent_value: object, limits: Limits, field: str = "deadline_ms") -> float:
-    if (
-        isinstance(sent_value, bool)
-        or not isinstance(sent_value, int | float)
-        or not 0 < sent_value < math.inf
-    ):
+    if isinstance(sent_value, bool) or not isinstance(sent_value, int | float) or not 0 < sent_value < math.inf:
         raise unprocessable("invalid_field", f"{field} is a finite number above 0", field)
     return min(float(sent_value), limits.deadline_max_ms) / 1000
 
@@ -376,9 +356,7 @@ _RERANKING_SCHEMA = NamedSchema(
                     "Boost",
                     object_schema(
                         {
-                            "filter": with_description(
-                                _FILTER_SCHEMA, "Items whose scores are raised"
-                            ),
+                            "filter": with_description(_FILTER_SCHEMA, "Items whose scores are raised"),
                             "factor": {"type": "number", "exclusiveMinimum": 0},
                         },
                         ("filter", "factor"),
@@ -546,7 +524,5 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
 }
 """Options by their names in bodies and URLs."""
 
-QUERY_OPTION_NAMES: Final = frozenset(
-    name for name, option in REQUEST_OPTIONS.items() if not option.is_for_lists_only
-)
+QUERY_OPTION_NAMES: Final = frozenset(name for name, option in REQUEST_OPTIONS.items() if not option.is_for_lists_only)
 """Options of a URL, and of a score request."""

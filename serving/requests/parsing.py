@@ -90,9 +90,7 @@ def peek_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limit
     if _CONTENT_KEY not in scope:
         try:
             is_arrow = form == "arrow"
-            scope[_CONTENT_KEY] = (
-                read_arrow_lookup(body, limits) if is_arrow else read_json(body, limits.max_values)
-            )
+            scope[_CONTENT_KEY] = read_arrow_lookup(body, limits) if is_arrow else read_json(body, limits.max_values)
         except Problem as problem:
             scope[_CONTENT_KEY] = problem
     content_or_problem = scope[_CONTENT_KEY]
@@ -101,9 +99,7 @@ def peek_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limit
     try:
         raise content_or_problem.with_traceback(None)
     finally:
-        del (
-            content_or_problem
-        )  # else the error holds this frame, and with it the body, until Python looks for cycles
+        del content_or_problem  # else the error holds this frame, and with it the body, until Python looks for cycles
 
 
 def store_refusal(scope: RequestScope, error: Exception) -> None:
@@ -113,16 +109,10 @@ def store_refusal(scope: RequestScope, error: Exception) -> None:
 
 async def run_in_thread_if_large(body: bytes, read_body_content: Callable[[], T]) -> T:
     """Runs `read_body_content`: in a thread if the body is large, so that other requests are answered meanwhile."""
-    return (
-        read_body_content()
-        if len(body) <= LARGE_BODY_BYTES
-        else await asyncio.to_thread(read_body_content)
-    )
+    return read_body_content() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read_body_content)
 
 
-def lookup_from_url(
-    raw_path: bytes, path_prefix: bytes, query: bytes, limits: Limits
-) -> LookupRequest:
+def lookup_from_url(raw_path: bytes, path_prefix: bytes, query: bytes, limits: Limits) -> LookupRequest:
     """Lookup from `<prefix><table>/<entity>?k=...`; the id is all after the table, percent-decoded, with slashes."""
     prefix_index = raw_path.find(path_prefix)
     if prefix_index < 0:
@@ -136,9 +126,7 @@ def lookup_from_url(
         id_bytes = canonical_id(id_text)
     except InvalidId as error:
         raise invalid_id_problem(error, "id") from error
-    return LookupRequest(
-        (RequestedEntity(_path_text(table), id_text, id_bytes, "id"),), query_options(query, limits)
-    )
+    return LookupRequest((RequestedEntity(_path_text(table), id_text, id_bytes, "id"),), query_options(query, limits))
 
 
 def lookup_from_json(content: object, table: str | None, limits: Limits) -> LookupRequest:
@@ -178,32 +166,20 @@ def feedback_from_json(content: object) -> FeedbackReport:
     generation, canary_key = body_fields.get("generation"), body_fields.get("canary_key")
     arm = None if body_fields.get("arm") is None else read_arm(body_fields["arm"])
     if sum(subject is not None for subject in (generation, canary_key, arm)) != 1:
-        problem_message = (
-            "send one of generation, as the answer had it, canary_key, and arm, as EXPERIMENT=ARM"
-        )
+        problem_message = "send one of generation, as the answer had it, canary_key, and arm, as EXPERIMENT=ARM"
         raise unprocessable("missing_field", problem_message, "body")
     if generation is not None and not isinstance(generation, str):
         raise unprocessable("invalid_field", "generation is a string", "generation")
     event, count = body_fields.get("event"), body_fields.get("count", 1)
     if not isinstance(event, str) or not _FEEDBACK_EVENT_PATTERN.fullmatch(event):
-        raise unprocessable(
-            "invalid_field", "event is 1 to 32 of a-z, 0-9 and _, a letter first", "event"
-        )
-    if (
-        isinstance(count, bool)
-        or not isinstance(count, int)
-        or not 1 <= count <= _FEEDBACK_COUNT_MAX
-    ):
-        raise unprocessable(
-            "invalid_field", f"count is a whole number from 1 to {_FEEDBACK_COUNT_MAX}", "count"
-        )
+        raise unprocessable("invalid_field", "event is 1 to 32 of a-z, 0-9 and _, a letter first", "event")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _FEEDBACK_COUNT_MAX:
+        raise unprocessable("invalid_field", f"count is a whole number from 1 to {_FEEDBACK_COUNT_MAX}", "count")
     canary_key = None if canary_key is None else read_id(canary_key, "canary_key")
     return FeedbackReport(generation, canary_key, arm, event, count)
 
 
-def _read_entity(
-    sent_entity: object, table: str | None, field: str, limits: Limits
-) -> RequestedEntity:
+def _read_entity(sent_entity: object, table: str | None, field: str, limits: Limits) -> RequestedEntity:
     if isinstance(sent_entity, str | int) and table is not None:
         sent_entity = {"id": sent_entity}
     known_fields = _ENTITY_FIELDS if table is not None else _ENTITY_FIELDS | {"table"}
@@ -225,17 +201,11 @@ def _read_entity(
         else read_ids(sent_history, f"{field}.history", limits.max_history, "history_too_long")
     )
     features = (
-        None
-        if sent_features is None
-        else read_features(sent_features, f"{field}.features", limits.feature_text_bytes)
+        None if sent_features is None else read_features(sent_features, f"{field}.features", limits.feature_text_bytes)
     )
     if id_bytes is None and not history and not features:
-        raise unprocessable(
-            "missing_field", f"{field} has neither id nor history nor features", field
-        )
-    return RequestedEntity(
-        table, None if id_bytes is None else id_bytes.decode(), id_bytes, field, history, features
-    )
+        raise unprocessable("missing_field", f"{field} has neither id nor history nor features", field)
+    return RequestedEntity(table, None if id_bytes is None else id_bytes.decode(), id_bytes, field, history, features)
 
 
 def _check_totals(entities: list[Any], body_fields: Mapping[str, Any], limits: Limits) -> None:
@@ -251,9 +221,7 @@ def _check_totals(entities: list[Any], body_fields: Mapping[str, Any], limits: L
             "body",
             limit=limits.max_ids,
         )
-    number_count = sum(
-        [_count_values(sent_entity.get("features")) for sent_entity in sent_entities]
-    )
+    number_count = sum([_count_values(sent_entity.get("features")) for sent_entity in sent_entities])
     if number_count > limits.max_numbers:
         raise unprocessable(
             "too_many_numbers",
@@ -267,10 +235,7 @@ def _count_values(features: object) -> int:
     """Count of values: each number of a list, and each feature that is no list."""
     feature_values = features.values() if isinstance(features, dict) else ()
     return sum(
-        [
-            max(1, len(feature_value)) if isinstance(feature_value, list) else 1
-            for feature_value in feature_values
-        ]
+        [max(1, len(feature_value)) if isinstance(feature_value, list) else 1 for feature_value in feature_values]
     )
 
 
@@ -293,9 +258,7 @@ def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
         rows_max = limits.max_batch + 1
         frame = read_frame(body, rows_max, as_bytes=True, cutter=cutter, check_fields=_check_column)
     except MalformedStream as error:
-        raise unprocessable(
-            "invalid_arrow", f"the body is no Arrow IPC stream of ids: {error}", "body"
-        ) from error
+        raise unprocessable("invalid_arrow", f"the body is no Arrow IPC stream of ids: {error}", "body") from error
     except UnsupportedStream as error:
         raise unprocessable("unsupported_arrow", str(error), "body") from error
     sent_ids = frame.columns[ID_COLUMN_NAME]
@@ -314,14 +277,10 @@ def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
 def lookup_from_stream(id_stream: ArrowLookup, table: str, limits: Limits) -> LookupRequest:
     """Lookup from the stream of POST /v1/lookup/{table}."""
     text_ids = [raw_id.decode() for raw_id in id_stream.ids]
-    canonical_ids = [
-        read_id(text_id, f"entities[{index}]") for index, text_id in enumerate(text_ids)
-    ]
+    canonical_ids = [read_id(text_id, f"entities[{index}]") for index, text_id in enumerate(text_ids)]
     entities = tuple(
         RequestedEntity(table, entity_id, canonical_id_bytes, f"entities[{index}]")
-        for index, (entity_id, canonical_id_bytes) in enumerate(
-            zip(text_ids, canonical_ids, strict=True)
-        )
+        for index, (entity_id, canonical_id_bytes) in enumerate(zip(text_ids, canonical_ids, strict=True))
     )
     return LookupRequest(entities, text_options(id_stream.options, limits))
 
@@ -451,11 +410,7 @@ class HeaderReader:
             if header_name not in _WATCHED_HEADERS:
                 continue
             if header_name == b"x-deadline-ms":
-                sent_ms = (
-                    header_value.isdigit()
-                    and len(header_value) <= _DEADLINE_DIGITS_MAX
-                    and int(header_value)
-                )
+                sent_ms = header_value.isdigit() and len(header_value) <= _DEADLINE_DIGITS_MAX and int(header_value)
                 if not sent_ms:
                     return None
                 deadline_s = min(deadline_s, min(sent_ms, self._limits.deadline_max_ms) / 1000)

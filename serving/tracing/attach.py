@@ -39,11 +39,7 @@ def attach(replica: Replica) -> RequestObserver:
 
 
 def _is_traced(spans: "Spans", scope: Scope) -> bool:
-    traceparents = [
-        header_value
-        for header_name, header_value in scope["headers"]
-        if header_name == b"traceparent"
-    ]
+    traceparents = [header_value for header_name, header_value in scope["headers"] if header_name == b"traceparent"]
     return spans.decide_traced(scope, parse_parent(traceparents))
 
 
@@ -55,6 +51,4 @@ def _open_spans(config: ServingConfig, instance: str) -> "Spans":
             f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}",
             field="traces",
         ) from error
-    return Spans.exporting(
-        trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance
-    )
+    return Spans.exporting(trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance)

@@ -67,9 +67,7 @@ class RequestLog:
             return logging.WARNING
         return logging.INFO if self.draw() < self.sampled_share else None
 
-    def write(
-        self, level: int, request_record: RequestRecord, request: RequestFacts, seconds: float
-    ) -> None:
+    def write(self, level: int, request_record: RequestRecord, request: RequestFacts, seconds: float) -> None:
         """Write one line, unless the request is a readiness probe, whose answer is a state and no fault."""
         if request.route != "/readyz" and log.isEnabledFor(level):
             fields = {RECORD_FIELDS_ATTRIBUTE: log_fields(request_record, request, seconds)}
@@ -124,9 +122,7 @@ class RequestObserver:
                     headers.append(
                         (
                             b"server-timing",
-                            server_timing(
-                                request_record, time.monotonic() - request_record.started
-                            ),
+                            server_timing(request_record, time.monotonic() - request_record.started),
                         )
                     )
                 message = {**message, "headers": headers}
@@ -153,9 +149,7 @@ def _read_request_headers(
 ) -> Scope:
     """Read request id and trace headers; return the scope for the hot route, which takes only headers it knows."""
     request_record.id = (
-        accepted_id(values_by_header[b"x-request-id"][0]) or ""
-        if b"x-request-id" in values_by_header
-        else ""
+        accepted_id(values_by_header[b"x-request-id"][0]) or "" if b"x-request-id" in values_by_header else ""
     )
     if traceparents := values_by_header.get(b"traceparent"):
         request_record.parent = parse_parent(traceparents, values_by_header.get(b"tracestate", ()))
@@ -169,11 +163,7 @@ def _read_request_headers(
 
 def accepted_id(sent_id: bytes | None) -> str | None:
     """A caller's own id: 1 to 128 letters, digits and `._~:+/=@-`; None for anything else, which no log shall hold."""
-    return (
-        sent_id.decode("ascii")
-        if sent_id is not None and _VALID_REQUEST_ID_PATTERN.fullmatch(sent_id)
-        else None
-    )
+    return sent_id.decode("ascii") if sent_id is not None and _VALID_REQUEST_ID_PATTERN.fullmatch(sent_id) else None
 
 
 def new_request_id() -> str:
@@ -216,9 +206,7 @@ def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Reque
     return RequestFacts(method, route + "/{entity}" * bool(slash), known_table, entity or None)
 
 
-def log_fields(
-    request_record: RequestRecord, request: RequestFacts, seconds: float
-) -> dict[str, Any]:
+def log_fields(request_record: RequestRecord, request: RequestFacts, seconds: float) -> dict[str, Any]:
     """Fields of the request's line; none of them is an entity's id."""
     fields: dict[str, Any] = dict(request_record.log_ids())
     if request.table is not None:

@@ -51,9 +51,7 @@ class Spans:
         with_ids: bool,
         instance: str,
     ) -> None:
-        self._provider = TracerProvider(
-            resource=_resource(instance), sampler=ALWAYS_ON, shutdown_on_exit=False
-        )
+        self._provider = TracerProvider(resource=_resource(instance), sampler=ALWAYS_ON, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("larder.serving")
         self._sampled_share = trace_share
@@ -87,9 +85,7 @@ class Spans:
         request_record.span = f"{ids.trace_id:032x}", f"{ids.span_id:016x}"
         return span
 
-    def end(
-        self, span: Span, request_record: RequestRecord, request: RequestFacts, seconds: float
-    ) -> None:
+    def end(self, span: Span, request_record: RequestRecord, request: RequestFacts, seconds: float) -> None:
         """End the span after the request's duration, with a child for each stage: `parse`, `stored` (L2), `live`..."""
         now_ns, monotonic_s = time.time_ns(), time.monotonic()
 
@@ -127,9 +123,7 @@ class Spans:
             except Exception:  # a guest: what it raises must not keep the service from ending
                 log.warning("spans could not be sent at the end", exc_info=True)
             finally:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the loop waited long enough, and is closed
+                with contextlib.suppress(RuntimeError):  # the loop waited long enough, and is closed
                     loop.call_soon_threadsafe(closed_event.set)
 
         threading.Thread(target=close, name="larder-spans", daemon=True).start()
@@ -158,9 +152,7 @@ def _parent_context(parent: ParentSpan | None) -> Context:
     return set_span_in_context(NonRecordingSpan(parent_span_context), Context())
 
 
-def _shared_attributes(
-    request_record: RequestRecord, request: RequestFacts
-) -> dict[str, str | int]:
+def _shared_attributes(request_record: RequestRecord, request: RequestFacts) -> dict[str, str | int]:
     """Return the attributes that every span of a request carries."""
     generation = find_generation(request_record.body)
     value_by_attribute = {"larder.table": request.table, "larder.generation": generation}
@@ -171,9 +163,7 @@ def _shared_attributes(
     }
 
 
-def _request_attributes(
-    request_record: RequestRecord, request: RequestFacts
-) -> dict[str, str | int]:
+def _request_attributes(request_record: RequestRecord, request: RequestFacts) -> dict[str, str | int]:
     """Return the attributes of the request's own span; names by OpenTelemetry's conventions where there are any."""
     count_by_source = count_sources(request_record.body)
     attributes: dict[str, str | int] = {
@@ -184,9 +174,7 @@ def _request_attributes(
     }
     if count_by_source:
         attributes["larder.entities"] = sum(count_by_source.values())
-        attributes |= {
-            f"larder.answers.{source}": count for source, count in count_by_source.items()
-        }
+        attributes |= {f"larder.answers.{source}": count for source, count in count_by_source.items()}
         if len(count_by_source) == 1:
             attributes["larder.source"] = next(iter(count_by_source))
     return attributes

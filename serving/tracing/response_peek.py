@@ -9,9 +9,7 @@ _GENERATION_PATTERN = re.compile(rb'"generation":"([^"\\]+)"')
 
 def count_sources(body: bytes) -> dict[str, int]:
     """Count answers by source; empty for a body that is not JSON."""
-    count_by_source = {
-        source.value: body.count(b'"source":"%b"' % source.encode()) for source in Source
-    }
+    count_by_source = {source.value: body.count(b'"source":"%b"' % source.encode()) for source in Source}
     return {source: count for source, count in count_by_source.items() if count}
 
 

@@ -85,9 +85,7 @@ class Arm:
     def enter(self, state: ArmState) -> None:
         """Change the state; raise RuntimeError for one that cannot follow."""
         if state not in _NEXT_STATES[self.state]:
-            raise RuntimeError(
-                f"arm {self.name} cannot become {state.value}: it is {self.state.value}"
-            )
+            raise RuntimeError(f"arm {self.name} cannot become {state.value}: it is {self.state.value}")
         self.state = state
 
     @property
@@ -105,9 +103,7 @@ class Routing:
     """Experiments of one version, ready for lookups of keys."""
 
     def __init__(self, record: Experiments) -> None:
-        self.experiments: Mapping[str, Experiment] = {
-            experiment.name: experiment for experiment in record.current
-        }
+        self.experiments: Mapping[str, Experiment] = {experiment.name: experiment for experiment in record.current}
         self._experiment_owners = record.owners
         self._arm_owners_by_experiment: Mapping[str, BucketOwners] = {
             experiment.name: experiment.owners for experiment in record.running
@@ -120,9 +116,7 @@ class Routing:
     def find_arm(self, assignment_key: bytes) -> tuple[str, str] | None:
         """Return the running experiment and arm of the key; None without one."""
         experiment_name = self._experiment_owners.owner_of(assignment_key)
-        arm_owners = (
-            None if experiment_name is None else self._arm_owners_by_experiment.get(experiment_name)
-        )
+        arm_owners = None if experiment_name is None else self._arm_owners_by_experiment.get(experiment_name)
         arm_name = None if arm_owners is None else arm_owners.owner_of(assignment_key)
         return None if experiment_name is None or arm_name is None else (experiment_name, arm_name)
 
@@ -185,9 +179,7 @@ class ArmHolder:
         async with self._refresh_lock:
             follower = self.own_service.follower
             try:
-                newer_record = await self._in_thread(
-                    _read_newer_experiments, self._store, self.record.version
-                )
+                newer_record = await self._in_thread(_read_newer_experiments, self._store, self.record.version)
             except (LarderError, OSError, ValueError) as error:
                 follower.note_concern("experiments", StaleReason.EXPERIMENTS_UNREADABLE, str(error))
             else:
@@ -207,9 +199,7 @@ class ArmHolder:
 
     async def settled(self) -> None:
         """Wait until no namespace is being started or closed."""
-        while tasks := {
-            arm.task for arm in self._arm_by_namespace.values() if arm.task is not None
-        }:
+        while tasks := {arm.task for arm in self._arm_by_namespace.values() if arm.task is not None}:
             await asyncio.wait(tasks)
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -241,12 +231,8 @@ class ArmHolder:
     async def drain(self) -> None:
         """Sign off in all namespaces, and open no more."""
         self._is_ending = True
-        open_namespaces = [
-            arm.namespace for arm in self._arm_by_namespace.values() if arm.namespace is not None
-        ]
-        await asyncio.gather(
-            *(namespace.drain() for namespace in open_namespaces), return_exceptions=True
-        )
+        open_namespaces = [arm.namespace for arm in self._arm_by_namespace.values() if arm.namespace is not None]
+        await asyncio.gather(*(namespace.drain() for namespace in open_namespaces), return_exceptions=True)
 
     async def aclose(self) -> None:
         """Release all namespaces; none is opened again."""
@@ -267,9 +253,7 @@ class ArmHolder:
             elif arm.state is ArmState.FAILED and now_s >= arm.retry_at:
                 arm.enter(ArmState.STARTING)
                 self._begin_start(arm)
-        for arm in [
-            arm for arm in self._arm_by_namespace.values() if arm.name not in named_namespaces
-        ]:
+        for arm in [arm for arm in self._arm_by_namespace.values() if arm.name not in named_namespaces]:
             if arm.state is ArmState.SERVING:
                 arm.enter(ArmState.DRAINING)
                 arm.draining_since = now_s
@@ -353,7 +337,5 @@ class ArmHolder:
 
 def _read_newer_experiments(store: ArtefactStore, current_version: int) -> Experiments | None:
     return (
-        EXPERIMENTS_VERSIONS.latest(store)
-        if EXPERIMENTS_VERSIONS.read_newest_number(store) > current_version
-        else None
+        EXPERIMENTS_VERSIONS.latest(store) if EXPERIMENTS_VERSIONS.read_newest_number(store) > current_version else None
     )

@@ -20,9 +20,7 @@ _GENERATION_SCHEMA: Json = {
     "type": "string",
     "description": "As the answer named it; or canary_key or arm",
 }
-_CANARY_KEY_SCHEMA: Json = with_description(
-    ID_SCHEMA, "As the request had it; or generation or arm"
-)
+_CANARY_KEY_SCHEMA: Json = with_description(ID_SCHEMA, "As the request had it; or generation or arm")
 _ARM_SCHEMA: Json = {
     **REQUEST_OPTIONS["arm"].schema,
     "description": "EXPERIMENT=ARM, as the answer had them",
@@ -124,17 +122,13 @@ def attach(replica: Replica) -> ExperimentRouter:
         own_namespace.store, replica.name, clock=own_namespace.clock, in_thread=replica.in_thread
     )
     own_namespace.refresher.add_periodic("exposures", FLUSH_S, exposure_log.flush)
-    replica.metrics.registry.register(
-        InternalCounters(exposure_log.internal_counters, HELP_BY_EVENT)
-    )
+    replica.metrics.registry.register(InternalCounters(exposure_log.internal_counters, HELP_BY_EVENT))
     metrics = ExperimentMetrics(replica.metrics.registry)
     metrics.version.set_function(lambda: arm_holder.record.version)
     experiment_router = ExperimentRouter(arm_holder, exposure_log, metrics, canary_routers.of)
 
     async def answer_feedback(request: Request, _started: float) -> object:
-        return experiment_router.feedback(
-            feedback_from_json(await read_json(replica.service, request))
-        )
+        return experiment_router.feedback(feedback_from_json(await read_json(replica.service, request)))
 
     async def close_arms() -> None:
         await arm_holder.aclose()

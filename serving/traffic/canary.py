@@ -74,12 +74,8 @@ class CanaryMetrics:
             ["arm", "source"],
             registry=registry,
         )
-        self.top_score = Summary(
-            "larder_canary_top_score", "Best score of each list", ["arm"], registry=registry
-        )
-        self.feedback = Counter(
-            "larder_feedback", "What callers report, by arm", ["arm", "event"], registry=registry
-        )
+        self.top_score = Summary("larder_canary_top_score", "Best score of each list", ["arm"], registry=registry)
+        self.feedback = Counter("larder_feedback", "What callers report, by arm", ["arm", "event"], registry=registry)
 
 
 class CanaryRouter:
@@ -118,9 +114,7 @@ class CanaryRouter:
         """True while a canary runs."""
         return self._holder.canary is not None
 
-    def finish(
-        self, assignment: CanaryAssignment, answers: Sequence[AnswerJson], is_of_candidates: bool
-    ) -> None:
+    def finish(self, assignment: CanaryAssignment, answers: Sequence[AnswerJson], is_of_candidates: bool) -> None:
         """Count the answers of a request; scores of items that its caller chose say nothing of a generation."""
         if is_of_candidates:
             answers = [{"source": answer["source"]} for answer in answers]
@@ -164,15 +158,12 @@ class CanaryRouter:
         else:
             arm = (
                 "canary"
-                if assignment_key is not None
-                and canary_split(served.canary).has_key(assignment_key)
+                if assignment_key is not None and canary_split(served.canary).has_key(assignment_key)
                 else "live"
             )
         if arm is not None:
             self._counts_by_arm[arm].count_feedback(event_name, count)
-            self._metrics.feedback.labels(
-                arm, self._event_names.counted_name(event_name, canary.event)
-            ).inc(count)
+            self._metrics.feedback.labels(arm, self._event_names.counted_name(event_name, canary.event)).inc(count)
         return arm
 
     def report(self) -> dict[str, Any] | None:
@@ -188,17 +179,13 @@ class CanaryRouter:
         }
 
     def _begin_counts(self, canary: Canary) -> None:
-        if (
-            canary != self._counted_canary
-        ):  # another one, or another share: what was counted is not comparable
+        if canary != self._counted_canary:  # another one, or another share: what was counted is not comparable
             self._counted_canary, self._counts_by_arm = (
                 canary,
                 {arm: ArmCounts(canary.event) for arm in ARMS},
             )
 
-    def _without_arm(
-        self, served: ServedGenerations, reason: str
-    ) -> tuple[ServedGenerations, None]:
+    def _without_arm(self, served: ServedGenerations, reason: str) -> tuple[ServedGenerations, None]:
         self._metrics.requests.labels(reason).inc()
         return served, None
 
@@ -207,9 +194,7 @@ class CanaryRouters:
     """Routers by namespace, for as long as each is held."""
 
     def __init__(self) -> None:
-        self._router_by_holder: WeakKeyDictionary[GenerationHolder, CanaryRouter] = (
-            WeakKeyDictionary()
-        )
+        self._router_by_holder: WeakKeyDictionary[GenerationHolder, CanaryRouter] = WeakKeyDictionary()
 
     def add(self, holder: GenerationHolder, router: CanaryRouter) -> None:
         """Add the router of a namespace, under the holder of its generations."""
@@ -320,16 +305,10 @@ class KeySample:
         first_answers = self._first_answer_by_key.values()
         self.count_by_kind = Tally([first_answer.answer_kind for first_answer in first_answers])
         self.count_by_score_bucket = Tally(
-            [
-                first_answer.score_bucket
-                for first_answer in first_answers
-                if first_answer.score_bucket is not None
-            ]
+            [first_answer.score_bucket for first_answer in first_answers if first_answer.score_bucket is not None]
         )
         self.score_sum = sum(
-            first_answer.top_score
-            for first_answer in first_answers
-            if first_answer.top_score is not None
+            first_answer.top_score for first_answer in first_answers if first_answer.top_score is not None
         )
 
 
@@ -342,25 +321,17 @@ class ArmCounts:
     feedback: Tally[str] = field(default_factory=Tally)
     keys: KeySample = field(default_factory=KeySample)
 
-    def count_answers(
-        self, assignment_key: bytes, answers: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def count_answers(self, assignment_key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
         """Counts one more request; the top scores of the lists that this very generation gave."""
         self.requests += 1
         if answers:
-            self.keys.add_answer(
-                assignment_key, _answer_kind(answers[0]), _top_score_of(answers[0])
-            )
+            self.keys.add_answer(assignment_key, _answer_kind(answers[0]), _top_score_of(answers[0]))
         return [top_score for answer in answers if (top_score := _top_score_of(answer)) is not None]
 
     def count_feedback(self, event_name: str, count: int) -> None:
         """Counts feedback; kinds beyond `COUNTED_EVENTS_MAX` are counted as `other`."""
         other_count = len(self.feedback) - (self.event in self.feedback)
-        if (
-            event_name not in self.feedback
-            and event_name != self.event
-            and other_count >= COUNTED_EVENTS_MAX
-        ):
+        if event_name not in self.feedback and event_name != self.event and other_count >= COUNTED_EVENTS_MAX:
             event_name = OTHER_EVENT
         self.feedback[event_name] += count
 
@@ -376,8 +347,7 @@ class ArmCounts:
             "sketch": self.keys.sketch.to_text(),
             "kinds": dict(self.keys.count_by_kind),
             "scores": {
-                str(score_bucket): count
-                for score_bucket, count in sorted(self.keys.count_by_score_bucket.items())
+                str(score_bucket): count for score_bucket, count in sorted(self.keys.count_by_score_bucket.items())
             },
             "score_sum": self.keys.score_sum,
             "feedback": dict(self.feedback),

@@ -93,9 +93,7 @@ class ExposureLog:
         arm_hour.requests += 1
         if exposed_key is None:
             return
-        exposure_hash = xxhash.xxh3_64_intdigest(
-            b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), exposed_key)
-        )
+        exposure_hash = xxhash.xxh3_64_intdigest(b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), exposed_key))
         if exposure_hash in self._logged_hashes:
             return
         if self._waiting_count >= WAITING_EXPOSURES_MAX:
@@ -162,13 +160,9 @@ class ExposureLog:
                 first_index = 0
                 while first_index < max(1, len(arm_hour.exposures)):
                     exposures = arm_hour.exposures[first_index : first_index + remaining_exposures]
-                    key_time_pairs = [
-                        [exposure.key.decode(), round(exposure.at, 3)] for exposure in exposures
-                    ]
+                    key_time_pairs = [[exposure.key.decode(), round(exposure.at, 3)] for exposure in exposures]
                     experiment_and_arm = {"experiment": experiment, "arm": arm}
-                    arm_lines.append(
-                        {**experiment_and_arm, **requests_and_feedback, "exposures": key_time_pairs}
-                    )
+                    arm_lines.append({**experiment_and_arm, **requests_and_feedback, "exposures": key_time_pairs})
                     requests_and_feedback = {"requests": 0, "feedback": {}}
                     first_index, remaining_exposures = (
                         first_index + max(1, len(exposures)),

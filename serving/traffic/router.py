@@ -38,9 +38,7 @@ class ExperimentMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
-        self.requests = counter(
-            "larder_experiment_requests", "Requests that an arm answered", ["experiment", "arm"]
-        )
+        self.requests = counter("larder_experiment_requests", "Requests that an arm answered", ["experiment", "arm"])
         self.answers = counter(
             "larder_experiment_answers",
             "Entities answered by source, by an arm",
@@ -101,9 +99,7 @@ class ExperimentRouter:
         finisher = partial(self.finish, assignment)
         return routed._replace(service=service, finishers=(finisher, *routed.finishers))
 
-    def finish(
-        self, assignment: ExperimentAssignment, answers: list[AnswerJson], _is_of_candidates: bool
-    ) -> None:
+    def finish(self, assignment: ExperimentAssignment, answers: list[AnswerJson], _is_of_candidates: bool) -> None:
         """Note the arm in the answers of a request, and count them."""
         self.attach_arm(assignment, answers)
 
@@ -130,13 +126,9 @@ class ExperimentRouter:
         service = self._arm_service(experiment_name, arm_name)
         if service is None or not _can_answer(service, entities):
             return self._without_arm(own_service, "not_held")
-        return service, ExperimentAssignment(
-            experiment_name, arm_name, key, routing.is_sampled(experiment_name, key)
-        )
+        return service, ExperimentAssignment(experiment_name, arm_name, key, routing.is_sampled(experiment_name, key))
 
-    def attach_arm(
-        self, assignment: ExperimentAssignment | None, answers: list[AnswerJson]
-    ) -> list[AnswerJson]:
+    def attach_arm(self, assignment: ExperimentAssignment | None, answers: list[AnswerJson]) -> list[AnswerJson]:
         """The answers of a request, each with its arm, counted; without an arm as they are."""
         if assignment is None:
             return answers
@@ -160,9 +152,7 @@ class ExperimentRouter:
             service = self._service_holding(report.generation)
         if experiment_and_arm is not None:
             arm_service = self._running_service(*experiment_and_arm)
-            service, experiment_and_arm = (
-                (service, None) if arm_service is None else (arm_service, experiment_and_arm)
-            )
+            service, experiment_and_arm = (service, None) if arm_service is None else (arm_service, experiment_and_arm)
         canary_arm = None
         if report.arm is None:
             canary_arm = self._canary_of(service).count_feedback(
@@ -178,26 +168,18 @@ class ExperimentRouter:
     def _log_exposure(self, assignment: ExperimentAssignment, key: bytes) -> None:
         """Write a request down: no erased or blocked key, and none that the experiment's sample leaves out."""
         blocklist = self._arm_holder.own_service.follower.holder.blocklist
-        is_logged = (
-            assignment.is_sampled and key not in blocklist.users and key not in blocklist.entities
-        )
-        self.exposures.count_request(
-            assignment.experiment, assignment.arm, key if is_logged else None
-        )
+        is_logged = assignment.is_sampled and key not in blocklist.users and key not in blocklist.entities
+        self.exposures.count_request(assignment.experiment, assignment.arm, key if is_logged else None)
 
     def _running_service(self, experiment: str, arm: str) -> LookupService | None:
         """The service of an arm of an experiment that runs."""
         routing = self._arm_holder.routing
         held_experiment = None if routing is None else routing.experiments.get(experiment)
         return (
-            self._arm_service(experiment, arm)
-            if held_experiment is not None and held_experiment.is_running
-            else None
+            self._arm_service(experiment, arm) if held_experiment is not None and held_experiment.is_running else None
         )
 
-    def _route_to_named_arm(
-        self, requested_arm: RequestedArm
-    ) -> tuple[LookupService, ExperimentAssignment]:
+    def _route_to_named_arm(self, requested_arm: RequestedArm) -> tuple[LookupService, ExperimentAssignment]:
         service = self._arm_service(requested_arm.experiment, requested_arm.arm)
         if service is None:
             routing = self._arm_holder.routing

@@ -52,9 +52,7 @@ class HotKeySketch:
             return
         hottest_counts = await asyncio.to_thread(_count_hottest, new_names)
         hottest_counts = [
-            counted_name
-            for counted_name in hottest_counts
-            if counted_name[0][0] in live_snapshot.manifest.tables
+            counted_name for counted_name in hottest_counts if counted_name[0][0] in live_snapshot.manifest.tables
         ]
         hottest_names = {name for name, _ in hottest_counts}
         blocked_names = list(
@@ -68,9 +66,7 @@ class HotKeySketch:
             )
         )
         reported_counts = [
-            counted_name
-            for counted_name in hottest_counts
-            if not _is_blocked(live_snapshot, counted_name[0])
+            counted_name for counted_name in hottest_counts if not _is_blocked(live_snapshot, counted_name[0])
         ]
         self._reported_names = {name for name, _ in reported_counts}
         if not reported_counts and not blocked_names:
@@ -80,9 +76,7 @@ class HotKeySketch:
             for first_index in range(0, max(1, len(reported_counts)), _NAMES_PER_CALL):
                 counts_chunk = reported_counts[first_index : first_index + _NAMES_PER_CALL]
                 await self.shared.add_report(
-                    HotKeyReport(
-                        hour, counts_chunk, () if first_index else blocked_names, self.window
-                    )
+                    HotKeyReport(hour, counts_chunk, () if first_index else blocked_names, self.window)
                 )
                 self.reported_count += len(counts_chunk)
         except TierUnavailable:

@@ -77,8 +77,7 @@ class HitRatioCurve(NamedTuple):
             "hit_ratio": self.ratio(0),
             "sentence": self._sentence(),
             "curve": [
-                {"bytes": size_bytes, "entries": entries, "hit_ratio": ratio}
-                for size_bytes, entries, ratio in points
+                {"bytes": size_bytes, "entries": entries, "hit_ratio": ratio} for size_bytes, entries, ratio in points
             ],
         }
 
@@ -127,9 +126,7 @@ class L1Advisor(Collector):
         self._budget_bytes = budget_bytes = tiers.local_tier.max_bytes
         doublings = [
             step_index / STEPS_PER_DOUBLING
-            for step_index in range(
-                SMALLEST_DOUBLING * STEPS_PER_DOUBLING, LARGEST_DOUBLING * STEPS_PER_DOUBLING + 1
-            )
+            for step_index in range(SMALLEST_DOUBLING * STEPS_PER_DOUBLING, LARGEST_DOUBLING * STEPS_PER_DOUBLING + 1)
         ]
         self._capacities = [round(budget_bytes * 2**doubling) for doubling in doublings]
         self._miss_ratio_curve = MissRatioCurve(self._capacities, keys_max)
@@ -178,9 +175,7 @@ class L1Advisor(Collector):
                 self._tiers.local_tier.table_bytes_per_entry,
             )
             trace.sample_up_to(miss_ratio_curve.greatest_sampled_spot)
-        earned_credit = FREE_TOUCHES_PER_S * elapsed_s + TOUCHES_PER_READ * (
-            self._last_counts[1] - earlier_counts[1]
-        )
+        earned_credit = FREE_TOUCHES_PER_S * elapsed_s + TOUCHES_PER_READ * (self._last_counts[1] - earlier_counts[1])
         self._touch_credit += min(TOUCHES_PER_S * elapsed_s, earned_credit) - len(touches)
         self._touch_credit = min(_CREDIT_MAX, self._touch_credit)
         if self._touch_credit < 0:
@@ -222,9 +217,7 @@ class L1Advisor(Collector):
             for size_label, doublings in DOUBLINGS_BY_SIZE.items():
                 predicted_family.add_metric([size_label], curve.ratio(doublings))
         yield predicted_family
-        sampling_rate = (
-            self._tiers.access_trace.greatest_sampled_spot >= 0 and miss_ratio_curve.rate
-        )
+        sampling_rate = self._tiers.access_trace.greatest_sampled_spot >= 0 and miss_ratio_curve.rate
         for gauge_name, help_text, gauge_value in (
             (
                 "sampling_rate",
@@ -233,9 +226,7 @@ class L1Advisor(Collector):
             ),
             ("sampled_keys", "Keys in the advisor's sample", miss_ratio_curve.keys),
         ):
-            yield GaugeMetricFamily(
-                f"larder_l1_advisor_{gauge_name}", help_text, float(gauge_value)
-            )
+            yield GaugeMetricFamily(f"larder_l1_advisor_{gauge_name}", help_text, float(gauge_value))
         yield CounterMetricFamily(
             "larder_l1_advisor_lost_steps",
             "Steps of the advisor whose reads came too fast to be counted",
@@ -262,22 +253,16 @@ def merge_curves(worker_reports: Iterable[Mapping[str, Any] | None]) -> dict[str
         return None
     budget_bytes, total_reads = reads_by_budget.most_common(1)[0]
     same_budget_reports = [
-        curve_report
-        for curve_report in curve_reports
-        if curve_report["budget_bytes"] == budget_bytes
+        curve_report for curve_report in curve_reports if curve_report["budget_bytes"] == budget_bytes
     ]
     weights = [
         curve_report["reads"] / total_reads if total_reads else 1 / len(same_budget_reports)
         for curve_report in same_budget_reports
     ]
-    points_by_size = list(
-        zip(*(curve_report["curve"] for curve_report in same_budget_reports), strict=True)
-    )
+    points_by_size = list(zip(*(curve_report["curve"] for curve_report in same_budget_reports), strict=True))
 
     def mean(points: Sequence[Mapping[str, Any]], field_name: str) -> float:
-        return sum(
-            weight * float(point[field_name]) for weight, point in zip(weights, points, strict=True)
-        )
+        return sum(weight * float(point[field_name]) for weight, point in zip(weights, points, strict=True))
 
     return HitRatioCurve(
         budget_bytes,
@@ -294,9 +279,5 @@ def format_size(size_bytes: int) -> str:
     """Size as text, rounded, in the largest binary unit that it fills."""
     for unit, unit_bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if (size_in_unit := size_bytes / (1 << unit_bits)) >= 1:
-            return (
-                f"{size_in_unit:.0f} {unit}"
-                if size_in_unit >= 100
-                else f"{size_in_unit:.3g} {unit}"
-            )
+            return f"{size_in_unit:.0f} {unit}" if size_in_unit >= 100 else f"{size_in_unit:.3g} {unit}"
     return f"{size_bytes} B"

@@ -43,9 +43,7 @@ class ReadHashes:
 
     def __init__(self) -> None:
         self.left_out = 0
-        self._hashes_by_table: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = (
-            defaultdict(list)
-        )
+        self._hashes_by_table: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = defaultdict(list)
         self._remaining_hashes = READ_HASHES_MAX
 
     def add(self, generation: str, table_name: str, entity_hashes: Sequence[int | bytes]) -> None:
@@ -71,11 +69,7 @@ class ReadHashes:
 def pack_hashes(hash_batches: HashBatches) -> list[bytes]:
     """Hashes as bytes, each once; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
     entity_hashes = set(chain.from_iterable(hash_batches))
-    return [
-        entity_hash.to_bytes(8, "little")
-        for entity_hash in entity_hashes
-        if isinstance(entity_hash, int)
-    ]
+    return [entity_hash.to_bytes(8, "little") for entity_hash in entity_hashes if isinstance(entity_hash, int)]
 
 
 def split_hashes(packed_hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
@@ -122,20 +116,12 @@ class TableUsage(Collector):
         try:
             for table, packed_hashes in packed_hashes_by_table.items():
                 for hash_batch in split_hashes(packed_hashes):
-                    await send_command(
-                        "PFADD", read_key_of(live_snapshot.generation, table), *hash_batch
-                    )
-                await send_command(
-                    "EXPIRE", read_key_of(live_snapshot.generation, table), READ_COUNTS_TTL_S
-                )
+                    await send_command("PFADD", read_key_of(live_snapshot.generation, table), *hash_batch)
+                await send_command("EXPIRE", read_key_of(live_snapshot.generation, table), READ_COUNTS_TTL_S)
             for table in live_snapshot.manifest.tables:
                 # An estimate: off by 0.8 % in the standard deviation, so it may exceed what there is.
-                read_count = int(
-                    await send_command("PFCOUNT", read_key_of(live_snapshot.generation, table))
-                )
-                self.read_count_by_table[table] = min(
-                    read_count, record_count(live_snapshot, table)
-                )
+                read_count = int(await send_command("PFCOUNT", read_key_of(live_snapshot.generation, table)))
+                self.read_count_by_table[table] = min(read_count, record_count(live_snapshot, table))
         except TierUnavailable:
             self.failed += 1
 
@@ -146,17 +132,13 @@ class TableUsage(Collector):
         hashes_by_table: Mapping[str, HashBatches],
     ) -> dict[str, list[bytes]]:
         """Pack hashes of read entities, and of those requested without a read, as they were warmed before."""
-        packed_hashes_by_table = {
-            table: pack_hashes(hash_batches) for table, hash_batches in hashes_by_table.items()
-        }
+        packed_hashes_by_table = {table: pack_hashes(hash_batches) for table, hash_batches in hashes_by_table.items()}
         names_of_generation = {(live.generation, entity_name) for entity_name in recent_names}
         for _, (table_name, entity_id) in names_of_generation - self._reported_names:
             table = live.manifest.tables.get(table_name)
             if table is not None:
                 entity_hash = hash_id(entity_id, live.directories[table.entity].seed)
-                packed_hashes_by_table.setdefault(table_name, []).append(
-                    entity_hash.to_bytes(8, "little")
-                )
+                packed_hashes_by_table.setdefault(table_name, []).append(entity_hash.to_bytes(8, "little"))
         self._reported_names = names_of_generation
         return packed_hashes_by_table
 
@@ -170,11 +152,7 @@ class TableUsage(Collector):
     def read_share(self) -> float | None:
         """Share of the live generation's records that were read at least once; None when that is not known."""
         live = self.get_live_snapshot()
-        if (
-            live is None
-            or not self.read_count_by_table
-            or self._release != (live.generation, live.epoch)
-        ):
+        if live is None or not self.read_count_by_table or self._release != (live.generation, live.epoch):
             return None
         return sum(self.read_count_by_table.values()) / max(
             1, sum(record_count(live, table) for table in self.read_count_by_table)

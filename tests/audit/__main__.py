@@ -23,9 +23,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), action="append")
-    parser.add_argument(
-        "--keep", action="store_true", help="leave the folder of sources, store and logs"
-    )
+    parser.add_argument("--keep", action="store_true", help="leave the folder of sources, store and logs")
     parser.add_argument("--lanes", type=int, default=2, help="scenarios at a time")
     parser.add_argument("--first", action="store_true", help="end at the first violation")
     options = parser.parse_args()
@@ -80,20 +78,14 @@ def run_audit(
     return combined_report
 
 
-def run_scenario(
-    name: str, folder: Path, report: Report, seconds: float, has_enough: Callable[[], bool]
-) -> None:
+def run_scenario(name: str, folder: Path, report: Report, seconds: float, has_enough: Callable[[], bool]) -> None:
     """Run one scenario with Redis servers of its own; an error that ends it is a violation, too."""
     started_at = time.monotonic()
     servers = Servers.start(folder)
     try:
-        SCENARIOS[name](
-            Stage(folder, servers, report, report.seed, started_at + seconds, has_enough)
-        )
+        SCENARIOS[name](Stage(folder, servers, report, report.seed, started_at + seconds, has_enough))
     except Exception:
-        report.violate(
-            "scenario ended early", "it runs to its end", "", traceback.format_exc()[-4000:], []
-        )
+        report.violate("scenario ended early", "it runs to its end", "", traceback.format_exc()[-4000:], [])
     finally:
         servers.stop()
     print(f"{name}: {time.monotonic() - started_at:.0f} s", flush=True)

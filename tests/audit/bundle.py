@@ -90,9 +90,7 @@ def write_bundle(model: Model, folder: Path, version: str = "1") -> None:
         {"name": "looks", "bind": "feature", "column": "looks", "dtype": "float32", "width": DIMS},
         {"name": "lift", "bind": "feature", "column": "lift", "dtype": "float32"},
     ]
-    mood_inputs: list[Json] = [
-        {"name": "country", "bind": "feature", "column": "country", "dtype": "int64"}
-    ]
+    mood_inputs: list[Json] = [{"name": "country", "bind": "feature", "column": "country", "dtype": "int64"}]
     towers = {
         "user_tower": (_user_graph(model), "vector", DIMS, user_inputs),
         "item_tower": (_item_graph(), "vector", DIMS, item_inputs),

@@ -147,9 +147,7 @@ class Checker:
     knowledge: Knowledge
     report: Report
 
-    def judge_lookups(
-        self, client: Client, *asks: EntityLookup, route: str = "lookup"
-    ) -> list[Json]:
+    def judge_lookups(self, client: Client, *asks: EntityLookup, route: str = "lookup") -> list[Json]:
         """Send asks of equal options as one request and judge the answers; look twice while changes travel."""
         while True:
             settled = self.knowledge.is_settled()
@@ -177,15 +175,11 @@ class Checker:
             entities = []
             for lookup in asks:
                 body = lookup.entity.body()
-                entities.append(
-                    {"table": lookup.table, **(body if isinstance(body, dict) else {"id": body})}
-                )
+                entities.append({"table": lookup.table, **(body if isinstance(body, dict) else {"id": body})})
             return client.send("POST", "/v1/lookup", {"entities": entities, **options})
         return client.lookup(first.table, [lookup.entity.body() for lookup in asks], **options)
 
-    def judge_reply(
-        self, asks: tuple[EntityLookup, ...], reply: Reply
-    ) -> tuple[list[Complaint], list[Json]]:
+    def judge_reply(self, asks: tuple[EntityLookup, ...], reply: Reply) -> tuple[list[Complaint], list[Json]]:
         """Judge a whole reply."""
         if reply.status != 200 or not isinstance(reply.body, dict):
             return [("status", 200, {"status": reply.status, "body": reply.body})], []
@@ -201,9 +195,7 @@ class Checker:
         complaints: list[Complaint] = []
         ids = {answer["generation"] for answer in answers if answer["source"] != "previous"}
         if len(ids) > 1:
-            complaints.append(
-                ("one generation", "one", [answer["generation"] for answer in answers])
-            )
+            complaints.append(("one generation", "one", [answer["generation"] for answer in answers]))
         for lookup, answer in zip(asks, answers, strict=True):
             complaints += self.judge(lookup, answer)
         return complaints, answers
@@ -214,9 +206,7 @@ class Checker:
         wrong: list[Complaint] = []
         self.report.count("judged")
         if answer.get("id") != lookup.entity.id or answer.get("table") != lookup.table:
-            wrong.append(
-                ("echo", [lookup.entity.id, lookup.table], [answer.get("id"), answer.get("table")])
-            )
+            wrong.append(("echo", [lookup.entity.id, lookup.table], [answer.get("id"), answer.get("table")]))
         if answer.get("stale") and not know.impaired and not know.events_away and know.is_settled():
             wrong.append(("stale", "no `stale`", answer["stale"]))
         id_ = answer["generation"]
@@ -234,17 +224,9 @@ class Checker:
                 user_view(live_generation, lookup.entity, self._events(lookup, live_generation))
                 for live_generation in live
             ]
-            if any(
-                view.has_record or view.vector is not None
-                for view in views
-                if lookup.table != "mood"
-            ):
-                wrong.append(
-                    ("source", "not the previous generation: the live one has a record", answer)
-                )
-            listed_had_items = {item for view in views for item in view.history_items} & set(
-                answer.get("items", ())
-            )
+            if any(view.has_record or view.vector is not None for view in views if lookup.table != "mood"):
+                wrong.append(("source", "not the previous generation: the live one has a record", answer))
+            listed_had_items = {item for view in views for item in view.history_items} & set(answer.get("items", ()))
             if listed_had_items:
                 wrong.append(("had", sorted(listed_had_items), answer))
         judges = {
@@ -268,9 +250,7 @@ class Checker:
         if not lookup.stored_only:
             return events
         return [
-            event
-            for event_index, event in enumerate(events)
-            if event_index < generation.events or event.user is None
+            event for event_index, event in enumerate(events) if event_index < generation.events or event.user is None
         ]
 
     def _banned(self, lookup: EntityLookup, generation: Generation) -> set[str]:
@@ -288,9 +268,7 @@ class Checker:
 
     # Lists of users
 
-    def _judge_user_list(
-        self, lookup: EntityLookup, answer: Json, generation: Generation
-    ) -> list[Complaint]:
+    def _judge_user_list(self, lookup: EntityLookup, answer: Json, generation: Generation) -> list[Complaint]:
         know = self.knowledge
         user = lookup.entity
         view = user_view(generation, user, self._events(lookup, generation))
@@ -298,9 +276,7 @@ class Checker:
         if user.id in know.blocked_users:
             if answer.get("reason") != "entity_blocked":
                 wrong.append(("reason", "entity_blocked", answer))
-            view = UserView(
-                None, None, frozenset(), frozenset(), view.sent_items, 0, False, False, False
-            )
+            view = UserView(None, None, frozenset(), frozenset(), view.sent_items, 0, False, False, False)
             return wrong + self._judge_defaults(lookup, answer, generation, view)
         if user.is_sent and user.id is not None:
             know.stored_inputs.setdefault((generation.id, user.id), []).append(user)
@@ -308,9 +284,7 @@ class Checker:
             wrong += self._judge_events(answer, view)
         if answer["source"] == "default":
             if view.vector is not None and not know.impaired:
-                wrong.append(
-                    ("source", "not the defaults: there is something to compute from", answer)
-                )
+                wrong.append(("source", "not the defaults: there is something to compute from", answer))
             return (
                 wrong
                 + self._judge_default_words(lookup, answer, view)
@@ -323,13 +297,7 @@ class Checker:
                     ("source", "default: the previous night knew nothing either", answer),
                 ]
             return wrong + self._judge_ranked(lookup, answer, generation, view, personal=True)
-        if (
-            lookup.fresh
-            and user.is_sent
-            and user.country is None
-            and view.has_record
-            and not view.events
-        ):
+        if lookup.fresh and user.is_sent and user.country is None and view.has_record and not view.events:
             if (answer.get("reason"), answer.get("live")) != (
                 "fresh_unavailable",
                 "no_usable_input",
@@ -377,9 +345,7 @@ class Checker:
             wrong.append(("events", "`as_of`, as events are counted", answer))
         return wrong
 
-    def _judge_default_words(
-        self, lookup: EntityLookup, answer: Json, view: UserView
-    ) -> list[Complaint]:
+    def _judge_default_words(self, lookup: EntityLookup, answer: Json, view: UserView) -> list[Complaint]:
         if self.knowledge.impaired:
             return []
         wrong: list[Complaint] = []
@@ -389,9 +355,7 @@ class Checker:
             wrong.append(("live", "no_usable_input", answer))
         return wrong
 
-    def _judge_personal_words(
-        self, lookup: EntityLookup, answer: Json, view: UserView
-    ) -> list[Complaint]:
+    def _judge_personal_words(self, lookup: EntityLookup, answer: Json, view: UserView) -> list[Complaint]:
         if self.knowledge.impaired:
             return []
         source, producer, reason = answer["source"], answer["producer"], answer.get("reason")
@@ -418,23 +382,17 @@ class Checker:
             right = is_stored and producer == "batch" and reason is None
             expected = "l1 or l2, producer batch, no reason"
             if view.brings_vector and view.events:
-                right = (
-                    right or (source == "live" and reason == "newer_events") or producer == "live"
-                )
+                right = right or (source == "live" and reason == "newer_events") or producer == "live"
             if lookup.fresh and not lookup.entity.is_sent:
                 right = is_stored and reason == "nothing_to_compute_from"
                 expected = "l1 or l2, reason nothing_to_compute_from"
             elif lookup.fresh:
                 right = True
         else:
-            reasons = {"not_in_generation", "input_changed", "expired"} | (
-                {"exhausted"} if tight else set()
-            )
+            reasons = {"not_in_generation", "input_changed", "expired"} | ({"exhausted"} if tight else set())
             reasons |= {"newer_events"} if view.events else set()
             reasons |= {"fresh"} if lookup.fresh else set()
-            right = producer == "live" and (
-                (source == "live" and reason in reasons) or (is_stored and reason is None)
-            )
+            right = producer == "live" and ((source == "live" and reason in reasons) or (is_stored and reason is None))
             expected = f"live with one of {sorted(reasons)}, or stored by live"
         return [] if right else [("source", expected, [origin_fields, answer])]
 
@@ -457,9 +415,7 @@ class Checker:
         items, scores = answer["items"], answer["scores"]
         wrong = self._judge_items(lookup, items, scores, banned, view.history_items)
         if expression is not None:
-            failing = [
-                item for item in items if not passes(expression, day.attributes.get(item, {}))
-            ]
+            failing = [item for item in items if not passes(expression, day.attributes.get(item, {}))]
             if failing:
                 wrong.append(("passes", expression, {"failing": failing, "answer": answer}))
         if wrong:
@@ -470,27 +426,17 @@ class Checker:
         night = dict(generation.items)
         everything = night if lookup.stored_only else night | day.new_items
         by_night = view.history_items - view.recent if is_stored else view.history_items
-        ranked = generation.rank_by(
-            view.vector, {i: v for i, v in night.items() if i not in by_night}
-        )
-        base_night = [
-            pair for pair in generation.cut(ranked, width, marks_end) if pair[1] not in left_out
-        ]
-        ranked_all = generation.rank_by(
-            view.vector, {i: v for i, v in everything.items() if i not in by_night}
-        )
-        base_all = [
-            pair for pair in generation.cut(ranked_all, width, marks_end) if pair[1] not in left_out
-        ]
+        ranked = generation.rank_by(view.vector, {i: v for i, v in night.items() if i not in by_night})
+        base_night = [pair for pair in generation.cut(ranked, width, marks_end) if pair[1] not in left_out]
+        ranked_all = generation.rank_by(view.vector, {i: v for i, v in everything.items() if i not in by_night})
+        base_all = [pair for pair in generation.cut(ranked_all, width, marks_end) if pair[1] not in left_out]
         full_night = [pair for pair in ranked if pair[1] not in left_out]
         full_all = [pair for pair in ranked_all if pair[1] not in left_out]
 
         before_cut = [
             [
                 pair
-                for pair in generation.cut(
-                    [p for p in all_ if p[1] not in sooner], width, marks_end
-                )
+                for pair in generation.cut([p for p in all_ if p[1] not in sooner], width, marks_end)
                 if pair[1] not in left_out
             ]
             for all_ in (ranked, ranked_all)
@@ -534,9 +480,7 @@ class Checker:
             rule = "list"
         else:
             rule = "filter"
-            passing_night = [
-                pair for pair in full_night if passes(expression, day.attributes[pair[1]])
-            ]
+            passing_night = [pair for pair in full_night if passes(expression, day.attributes[pair[1]])]
             passing_all = [pair for pair in full_all if passes(expression, day.attributes[pair[1]])]
             of_base = [pair for pair in base_night if passes(expression, day.attributes[pair[1]])]
             if is_stored and len(of_base) >= k:
@@ -570,9 +514,7 @@ class Checker:
         complaints: list[list[Complaint]] = []
         for ranking, count_min, count_max, short in tries:
             is_index = answer["source"] == "live" and expression is None
-            complaint_list = self._compare(
-                answer, ranking, count_min, count_max, k, short, rule, is_index
-            )
+            complaint_list = self._compare(answer, ranking, count_min, count_max, k, short, rule, is_index)
             if not complaint_list:
                 return []
             complaints.append(complaint_list)
@@ -659,28 +601,18 @@ class Checker:
         k = lookup.k or width
         pools = list(bases)
         if expression is not None:
-            pools = [
-                [pair for pair in base if passes(expression, day.attributes[pair[1]])]
-                for base in bases
-            ]
-            wide = [
-                [pair for pair in full if passes(expression, day.attributes[pair[1]])][:width]
-                for full in fulls
-            ]
+            pools = [[pair for pair in base if passes(expression, day.attributes[pair[1]])] for base in bases]
+            wide = [[pair for pair in full if passes(expression, day.attributes[pair[1]])][:width] for full in fulls]
             if len(answer["items"]) < k:
                 pools = wide
             else:
                 pools += wide
         for full in list(pools):
             pools.append([pair for pair in full if pair[1] in generation.items])
-        reasons = [
-            complaint(pool, spec, day.attributes, vectors, k, answer["items"]) for pool in pools
-        ]
+        reasons = [complaint(pool, spec, day.attributes, vectors, k, answer["items"]) for pool in pools]
         wrong: list[Complaint] = []
         if all(reason is not None for reason in reasons):
-            wrong.append(
-                ("rerank", {"spec": spec, "why": reasons[0], "candidates": pools[0]}, answer)
-            )
+            wrong.append(("rerank", {"spec": spec, "why": reasons[0], "candidates": pools[0]}, answer))
         scores = {item: score for pool in pools for score, item in pool}
         for item, score in zip(answer["items"], answer["scores"], strict=True):
             if item in scores and float(np.float32(scores[item])) != float(np.float32(score)):
@@ -691,12 +623,7 @@ class Checker:
             wrong.append(("reranked", names, answer))
         if answer["short"] and len(answer["items"]) >= k:
             wrong.append(("short", False, answer))
-        if (
-            not answer["short"]
-            and len(answer["items"]) < k
-            and expression is None
-            and answer["source"] != "default"
-        ):
+        if not answer["short"] and len(answer["items"]) < k and expression is None and answer["source"] != "default":
             wrong.append(("short", True, answer))
         return wrong
 
@@ -714,18 +641,14 @@ class Checker:
         k = lookup.k or width
         popular = generation.popular()
         if len(popular) < width:
-            unpopular = generation.rank(
-                {i: 0.0 for i in generation.items if not generation.counts[i]}
-            )
+            unpopular = generation.rank({i: 0.0 for i in generation.items if not generation.counts[i]})
             popular = popular + unpopular
         left_out = banned | view.history_items
         base = [pair for pair in popular[:width] if pair[1] not in left_out]
         full = [pair for pair in popular if pair[1] not in left_out]
         if expression is not None:
             passing_items = [
-                i
-                for i in day.find_passing_items(expression)
-                if i in generation.items and i not in left_out
+                i for i in day.find_passing_items(expression) if i in generation.items and i not in left_out
             ]
             new = [
                 i
@@ -753,18 +676,12 @@ class Checker:
                     wrong.append(("short", {"passing": len(passing_items), "k": k}, answer))
                 return wrong
         if lookup.rerank is not None:
-            return self._judge_reranked(
-                lookup, answer, generation, None, [base, full[:width]], [full]
-            )
-        return self._compare(
-            answer, full, min(k, len(base)), min(k, len(full)), k, len(full) < k, "defaults", False
-        )
+            return self._judge_reranked(lookup, answer, generation, None, [base, full[:width]], [full])
+        return self._compare(answer, full, min(k, len(base)), min(k, len(full)), k, len(full) < k, "defaults", False)
 
     # Other tables
 
-    def _judge_user_vector(
-        self, lookup: EntityLookup, answer: Json, generation: Generation
-    ) -> list[Complaint]:
+    def _judge_user_vector(self, lookup: EntityLookup, answer: Json, generation: Generation) -> list[Complaint]:
         user = lookup.entity
         wrong: list[Complaint] = []
         if user.id in self.knowledge.blocked_users:
@@ -775,9 +692,7 @@ class Checker:
         if user.is_sent and user.id is not None:
             self.knowledge.stored_inputs.setdefault((generation.id, user.id), []).append(user)
         if answer["source"] == "previous":
-            return wrong + self._judge_numbers(
-                lookup, answer, generation, view, view.vector, "vector"
-            )
+            return wrong + self._judge_numbers(lookup, answer, generation, view, view.vector, "vector")
         if view.brings_vector:
             if "events" in answer:
                 wrong.append(("events", "none: the vector is the night's", answer))
@@ -785,9 +700,7 @@ class Checker:
             wrong += self._judge_events(answer, view)
         return wrong + self._judge_numbers(lookup, answer, generation, view, view.vector, "vector")
 
-    def _judge_mood(
-        self, lookup: EntityLookup, answer: Json, generation: Generation
-    ) -> list[Complaint]:
+    def _judge_mood(self, lookup: EntityLookup, answer: Json, generation: Generation) -> list[Complaint]:
         user = lookup.entity
         if user.id in self.knowledge.blocked_users:
             if answer["values"] is not None or answer.get("reason") != "entity_blocked":
@@ -812,26 +725,16 @@ class Checker:
     ) -> list[Complaint]:
         answered_numbers = answer[rule]
         if numbers is None:
-            stored_inputs = self.knowledge.stored_inputs.get(
-                (generation.id, lookup.entity.id or ""), []
-            )
+            stored_inputs = self.knowledge.stored_inputs.get((generation.id, lookup.entity.id or ""), [])
             views = [
-                user_view(generation, stored_input, self._events(lookup, generation))
-                for stored_input in stored_inputs
+                user_view(generation, stored_input, self._events(lookup, generation)) for stored_input in stored_inputs
             ]
-            allowed = [
-                stored_view.vector if rule == "vector" else stored_view.mood
-                for stored_view in views
-            ]
+            allowed = [stored_view.vector if rule == "vector" else stored_view.mood for stored_view in views]
             if answered_numbers is not None and answered_numbers not in [
                 list(allowed_numbers) for allowed_numbers in allowed if allowed_numbers is not None
             ]:
                 return [(rule, None, answer)]
-            if (
-                answered_numbers is None
-                and answer.get("reason") != "not_in_generation"
-                and not self.knowledge.impaired
-            ):
+            if answered_numbers is None and answer.get("reason") != "not_in_generation" and not self.knowledge.impaired:
                 return [("reason", "not_in_generation", answer)]
             return []
         if answered_numbers != [float(np.float32(number)) for number in numbers]:
@@ -840,25 +743,17 @@ class Checker:
             return [(rule, list(numbers), answer)]
         return []
 
-    def _judge_item_vector(
-        self, lookup: EntityLookup, answer: Json, generation: Generation
-    ) -> list[Complaint]:
+    def _judge_item_vector(self, lookup: EntityLookup, answer: Json, generation: Generation) -> list[Complaint]:
         item = lookup.entity.id or ""
         answered_vector = answer["vector"]
-        if item in self.knowledge.blocked_items or (
-            answered_vector is None and self.knowledge.impaired
-        ):
+        if item in self.knowledge.blocked_items or (answered_vector is None and self.knowledge.impaired):
             return []
         expected = generation.items.get(item)
         if expected is None:
-            return (
-                [] if answered_vector is None and "reason" in answer else [("vector", None, answer)]
-            )
+            return [] if answered_vector is None and "reason" in answer else [("vector", None, answer)]
         return [] if answered_vector == list(expected) else [("vector", list(expected), answer)]
 
-    def _judge_similar(
-        self, lookup: EntityLookup, answer: Json, generation: Generation
-    ) -> list[Complaint]:
+    def _judge_similar(self, lookup: EntityLookup, answer: Json, generation: Generation) -> list[Complaint]:
         item = lookup.entity.id or ""
         know = self.knowledge
         banned = self._banned(lookup, generation)
@@ -872,9 +767,7 @@ class Checker:
             right = answer["items"] == [] and "reason" in answer
             return [] if right else [("similar", "an empty list with a reason", answer)]
         day = day_of(generation, know.events)
-        ranked = generation.rank(
-            {i: dot(vector, v) for i, v in generation.items.items() if i != item}
-        )
+        ranked = generation.rank({i: dot(vector, v) for i, v in generation.items.items() if i != item})
         full = [pair for pair in ranked if pair[1] not in banned]
         base = [pair for pair in ranked[:width] if pair[1] not in banned]
         expression = self._filter(lookup, generation)
@@ -891,9 +784,7 @@ class Checker:
                 False,
             )
         if lookup.rerank is not None:
-            return self._judge_reranked(
-                lookup, answer, generation, None, [base, full[:width]], [full]
-            )
+            return self._judge_reranked(lookup, answer, generation, None, [base, full[:width]], [full])
         return self._compare(
             answer,
             full,
@@ -905,9 +796,7 @@ class Checker:
             answer["source"] == "live",
         )
 
-    def _judge_facet(
-        self, lookup: EntityLookup, answer: Json, generation: Generation
-    ) -> list[Complaint]:
+    def _judge_facet(self, lookup: EntityLookup, answer: Json, generation: Generation) -> list[Complaint]:
         attribute = generation.rules.facets[lookup.table]
         value = lookup.entity.id or ""
         banned = self._banned(lookup, generation)
@@ -919,22 +808,14 @@ class Checker:
 
         def has(item: str, attributes: dict[str, object] | None) -> bool:
             attribute_value = (attributes or {}).get(attribute)
-            return (
-                value in attribute_value
-                if isinstance(attribute_value, list)
-                else attribute_value == value
-            )
+            return value in attribute_value if isinstance(attribute_value, list) else attribute_value == value
 
-        of_night = [
-            item for item in generation.items if has(item, dict(generation.attributes[item]))
-        ]
+        of_night = [item for item in generation.items if has(item, dict(generation.attributes[item]))]
         width = generation.rules.facet
         k = lookup.k or width
         ranked = generation.rank({item: generation.counts[item] / total for item in of_night})
         base = [
-            pair
-            for pair in ranked[:width]
-            if pair[1] not in banned and has(pair[1], dict(day.attributes[pair[1]]))
+            pair for pair in ranked[:width] if pair[1] not in banned and has(pair[1], dict(day.attributes[pair[1]]))
         ]
         if not of_night:
             right = (answer["items"], answer["source"], answer.get("reason")) == (
@@ -945,9 +826,7 @@ class Checker:
             return [] if right else [("facet", "[], default, not_in_generation", answer)]
         if lookup.rerank is not None:
             return self._judge_reranked(lookup, answer, generation, None, [base], [base])
-        return self._compare(
-            answer, base, min(k, len(base)), min(k, len(base)), k, len(base) < k, "facet", False
-        )
+        return self._compare(answer, base, min(k, len(base)), min(k, len(base)), k, len(base) < k, "facet", False)
 
     # Other routes
 
@@ -973,14 +852,11 @@ class Checker:
             "l1",
             "l2",
         }:
-            self.report.count(
-                "undecided: under a filter `explain` names the list's tier, `source` the vector's"
-            )
+            self.report.count("undecided: under a filter `explain` names the list's tier, `source` the vector's")
             return
         observed_fields = [answers[0]["source"], answers[0].get("reason"), answers[0].get("live")]
         self.report.require(
-            [explained_answer["tier"], explained_answer["reason"], explained_answer["live"]]
-            == observed_fields,
+            [explained_answer["tier"], explained_answer["reason"], explained_answer["live"]] == observed_fields,
             "explain",
             PROMISES["explain"],
             {"explained": explained_answer, "sentence": reply.body["sentence"]},
@@ -988,9 +864,7 @@ class Checker:
             client.recent[-6:],
         )
 
-    def score(
-        self, client: Client, user: Input, candidates: list[str], expression: Json | None = None
-    ) -> None:
+    def score(self, client: Client, user: Input, candidates: list[str], expression: Json | None = None) -> None:
         """Ask `/v1/score` and judge the order, the scores and what was left out."""
         body: Json = {"user": user.body(), "items": candidates}
         if expression is not None:
@@ -1014,9 +888,7 @@ class Checker:
                 return
             if settled:
                 for rule, expected, observed in wrong:
-                    self.report.violate(
-                        rule, PROMISES[rule], expected, observed, client.recent[-12:]
-                    )
+                    self.report.violate(rule, PROMISES[rule], expected, observed, client.recent[-12:])
                 return
             time.sleep(0.05)
 
@@ -1039,9 +911,7 @@ class Checker:
         if set(answer["blocked"]) & set(answer["items"]) or set(blocked) & set(answer["items"]):
             return [("banned", sorted(blocked), answer)]
         excluded = [item for item in catalogue_candidates if item in (user.history or ())]
-        open_ = [
-            item for item in catalogue_candidates if item not in blocked and item not in excluded
-        ]
+        open_ = [item for item in catalogue_candidates if item not in blocked and item not in excluded]
         if expression is not None:
             failing = [item for item in open_ if not passes(expression, day.attributes[item])]
             if set(failing) & set(answer["items"]):
@@ -1049,26 +919,17 @@ class Checker:
             open_ = [item for item in open_ if item not in failing]
         if view.vector is None:
             stored_inputs = know.stored_inputs.get((generation.id, user.id or ""), [])
-            return (
-                []
-                if stored_inputs or not answer["scores"]
-                else [("score route", "no scores", answer)]
-            )
+            return [] if stored_inputs or not answer["scores"] else [("score route", "no scores", answer)]
         vectors = [view.vector]
         if user.country is not None and not view.is_live:
             sent_vector = user_view(generation, Input(None, user.history, user.country), []).vector
             vectors += [sent_vector] if sent_vector is not None else []
-        answered_ranking = [
-            (float(np.float32(s)), i)
-            for s, i in zip(answer["scores"], answer["items"], strict=True)
-        ]
+        answered_ranking = [(float(np.float32(s)), i) for s, i in zip(answer["scores"], answer["items"], strict=True)]
         wrong: list[Complaint] = []
         rankings = [
             [
                 (float(np.float32(score)), item)
-                for score, item in generation.rank(
-                    {i: dot(vector, generation.items[i]) for i in set(open_)}
-                )
+                for score, item in generation.rank({i: dot(vector, generation.items[i]) for i in set(open_)})
             ]
             for vector in vectors
         ]
@@ -1076,26 +937,14 @@ class Checker:
             ordered = [score for score, _ in answered_ranking] == sorted(
                 (score for score, _ in answered_ranking), reverse=True
             )
-            if not (
-                ordered and sorted(answered_ranking) in [sorted(ranking) for ranking in rankings]
-            ):
+            if not (ordered and sorted(answered_ranking) in [sorted(ranking) for ranking in rankings]):
                 wrong.append(("score route", rankings, answer))
             else:
-                self.report.count(
-                    "undecided: equal scores of /v1/score in another order than the catalogue's"
-                )
-        if sorted(answer["unknown"]) != sorted(
-            {item for item in candidates if item not in generation.items}
-        ):
-            wrong.append(
-                ("score route", "unknown: those that the generation does not have", answer)
-            )
+                self.report.count("undecided: equal scores of /v1/score in another order than the catalogue's")
+        if sorted(answer["unknown"]) != sorted({item for item in candidates if item not in generation.items}):
+            wrong.append(("score route", "unknown: those that the generation does not have", answer))
         allowed_event_counts = {view.events} if len(vectors) == 1 else {view.events, 0}
-        if (
-            not view.brings_vector
-            and answer.get("events", 0) not in allowed_event_counts
-            and user.id is not None
-        ):
+        if not view.brings_vector and answer.get("events", 0) not in allowed_event_counts and user.id is not None:
             wrong.append(("events", view.events, answer))
         return wrong
 

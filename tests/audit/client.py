@@ -50,9 +50,7 @@ class Client:
                     "localhost", self.port, timeout=self.timeout_s, context=self.tls
                 )
             else:
-                self.connection = http.client.HTTPConnection(
-                    "127.0.0.1", self.port, timeout=self.timeout_s
-                )
+                self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.timeout_s)
         return self.connection
 
     def close(self) -> None:
@@ -114,31 +112,23 @@ class Client:
 
     def lookup(self, table: str, entities: list[object], **options: object) -> Reply:
         """Ask `POST /v1/lookup/{table}`."""
-        return self.send(
-            "POST", f"/v1/lookup/{quote(table, safe='')}", {"entities": entities, **options}
-        )
+        return self.send("POST", f"/v1/lookup/{quote(table, safe='')}", {"entities": entities, **options})
 
     def lookup_one(self, table: str, entity: str, **options: object) -> Reply:
         """Ask `GET /v1/lookup/{table}/{entity}`."""
         query_parameters = {
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in options.items()
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()
         }
         query = "?" + urlencode(query_parameters, quote_via=quote) if query_parameters else ""
-        return self.send(
-            "GET", f"/v1/lookup/{quote(table, safe='')}/{quote(entity, safe='')}{query}"
-        )
+        return self.send("GET", f"/v1/lookup/{quote(table, safe='')}/{quote(entity, safe='')}{query}")
 
     def explain(self, table: str, entity: str, **options: object) -> Reply:
         """Ask `GET /v1/explain/{table}/{entity}`."""
         query_parameters = {
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in options.items()
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()
         }
         query = "?" + urlencode(query_parameters, quote_via=quote) if query_parameters else ""
-        return self.send(
-            "GET", f"/v1/explain/{quote(table, safe='')}/{quote(entity, safe='')}{query}"
-        )
+        return self.send("GET", f"/v1/explain/{quote(table, safe='')}/{quote(entity, safe='')}{query}")
 
     def events(self, events: list[Json]) -> Reply:
         """Send `POST /v1/events`."""

@@ -33,9 +33,7 @@ def passes(expression: Json, attributes: Mapping[str, Attribute]) -> bool:
     if name == "since":
         value = float(str(value))
         filter_value = (
-            [_seconds(moment) for moment in filter_value]
-            if isinstance(filter_value, list)
-            else _seconds(filter_value)
+            [_seconds(moment) for moment in filter_value] if isinstance(filter_value, list) else _seconds(filter_value)
         )
     if operator == "in":
         return bool(value in filter_value)

@@ -25,9 +25,7 @@ class TimedOut(AssertionError):
     """A condition did not hold before its deadline."""
 
 
-def wait_until(
-    condition: Callable[[], bool], deadline_s: float, description: str, pause_s: float = 0.02
-) -> None:
+def wait_until(condition: Callable[[], bool], deadline_s: float, description: str, pause_s: float = 0.02) -> None:
     """Poll until the condition holds; raise TimedOut after the deadline."""
     deadline = time.monotonic() + deadline_s
     while not condition():
@@ -227,9 +225,7 @@ class Service:
         def is_ready() -> bool:
             assert self.process is not None
             if self.process.poll() is not None:
-                raise AssertionError(
-                    f"the service ended with {self.process.returncode}: {self.log()[-2000:]}"
-                )
+                raise AssertionError(f"the service ended with {self.process.returncode}: {self.log()[-2000:]}")
             return self.client.is_ready()
 
         wait_until(is_ready, deadline_s, f"the service on port {self.port} is ready")

@@ -94,9 +94,7 @@ class Generation:
         sure = [pair for pair in ranked if pair[0] > last]
         equal = [pair for pair in ranked if pair[0] == last]
         preferred_items = set(preferred)
-        selected_ties = sorted(equal, key=lambda pair: pair[1] not in preferred_items)[
-            : width - len(sure)
-        ]
+        selected_ties = sorted(equal, key=lambda pair: pair[1] not in preferred_items)[: width - len(sure)]
         return sure + [pair for pair in equal if pair in selected_ties]
 
     def rank_by(self, vector: Vector, items: Mapping[str, Vector]) -> Ranked:
@@ -106,9 +104,7 @@ class Generation:
     def popular(self) -> Ranked:
         """Return the defaults: items by their share of all interactions."""
         total = self.interactions
-        return self.rank(
-            {item: self.counts[item] / total for item in self.items if self.counts[item]}
-        )
+        return self.rank({item: self.counts[item] / total for item in self.items if self.counts[item]})
 
     def knows_user(self, user: str) -> bool:
         """Return whether the night's input names the user."""
@@ -133,17 +129,13 @@ def make_generation(
     gone_users, gone_items = frozenset(erased_users), frozenset(erased_items)
     table = dict(world.items)
     values: dict[str, dict[str, object]] = {}
-    countries = {
-        user: country for user, country in world.countries.items() if user not in gone_users
-    }
+    countries = {user: country for user, country in world.countries.items() if user not in gone_users}
     for event in events:
         if event.features is not None and event.item is not None and event.item not in world.items:
             table[event.item] = new_item(event)
         if event.attributes and event.user is None and event.item is not None:
             values.setdefault(event.item, {}).update(event.attributes)
-        sets_country = (
-            event.user is not None and event.item is None and "country" in (event.attributes or {})
-        )
+        sets_country = event.user is not None and event.item is None and "country" in (event.attributes or {})
         if sets_country and event.user is not None and event.user not in gone_users:
             country = (event.attributes or {})["country"]
             countries[event.user] = country if isinstance(country, int) else None
@@ -157,11 +149,7 @@ def make_generation(
     clicks: dict[str, list[tuple[float, int, str]]] = {}
     counts: Counter[str] = Counter()
     rows = [row for row in world.interactions[: world.written] if row.counts]
-    rows += [
-        Interaction(event.user or "", event.item or "", 0, event.weight)
-        for event in events
-        if event.is_action
-    ]
+    rows += [Interaction(event.user or "", event.item or "", 0, event.weight) for event in events if event.is_action]
     times = [float(row.time) for row in world.interactions[: world.written] if row.counts]
     times += [event.time for event in events if event.is_action]
     for source_index, (row, time) in enumerate(zip(rows, times, strict=True)):
@@ -194,17 +182,11 @@ def new_item(event: Event) -> Item:
     assert isinstance(looks_vector, list)
     lift = event.features.get("lift", 0.0)
     event_values = {**event.features, **(event.attributes or {})}
-    attributes = merge_attributes(
-        {}, {name: event_values[name] for name in ATTRIBUTE_NAMES if name in event_values}
-    )
-    return Item(
-        event.item, tuple(float(part) for part in looks_vector), float(str(lift)), attributes
-    )
+    attributes = merge_attributes({}, {name: event_values[name] for name in ATTRIBUTE_NAMES if name in event_values})
+    return Item(event.item, tuple(float(part) for part in looks_vector), float(str(lift)), attributes)
 
 
-def merge_attributes(
-    attributes: Mapping[str, Attribute], values: Mapping[str, object]
-) -> dict[str, Attribute]:
+def merge_attributes(attributes: Mapping[str, Attribute], values: Mapping[str, object]) -> dict[str, Attribute]:
     """Lay values that events set over attributes; null, an empty list and a wrong kind clear one."""
     kinds: dict[str, type | tuple[type, ...]] = {
         "brand": str,
@@ -218,9 +200,7 @@ def merge_attributes(
         if name not in kinds:
             continue
         merged.pop(name, None)
-        is_right = isinstance(value, kinds[name]) and not (
-            name in ("price", "since") and isinstance(value, bool)
-        )
+        is_right = isinstance(value, kinds[name]) and not (name in ("price", "since") and isinstance(value, bool))
         if is_right and value != []:
             merged[name] = value  # type: ignore[assignment]
     return merged
@@ -313,13 +293,9 @@ def user_view(generation: Generation, user: Input, events: list[Event]) -> UserV
     vector_of_own = generation.vectors.get(user.id or "")
     has_record = is_known_user and (vector_of_own is not None or night_country is not None)
     new = {event.item for event in events if event.features is not None}
-    counted_events = [
-        event for event in actions if event.item in generation.items or event.item in new
-    ]
+    counted_events = [event for event in actions if event.item in generation.items or event.item in new]
     numbered_events = list(enumerate(counted_events, start=len(clicks)))
-    with_events = clicks + [
-        (event.time, source_index, event.item or "") for source_index, event in numbered_events
-    ]
+    with_events = clicks + [(event.time, source_index, event.item or "") for source_index, event in numbered_events]
     recent = frozenset(event.item or "" for event in actions)
     sent_items = frozenset(user.history or ())
     vector: Vector | None
@@ -370,9 +346,7 @@ class Day:
     def find_passing_items(self, expression: Json | None) -> set[str]:
         """Return the items, night's and new, that pass a filter."""
         return {
-            item
-            for item, attributes in self.attributes.items()
-            if expression is None or passes(expression, attributes)
+            item for item, attributes in self.attributes.items() if expression is None or passes(expression, attributes)
         }
 
 

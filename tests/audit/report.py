@@ -35,9 +35,7 @@ class Report:
         """Count something that was covered."""
         self.counts[counter_name] += number
 
-    def violate(
-        self, rule: str, promise: str, expected: object, observed: object, recipe: Iterable[str]
-    ) -> None:
+    def violate(self, rule: str, promise: str, expected: object, observed: object, recipe: Iterable[str]) -> None:
         """Record a violation."""
         self.violations.setdefault(rule, []).append(
             Violation(rule, promise, _text(expected), _text(observed), tuple(recipe), self.scenario)

@@ -35,9 +35,7 @@ def draw_rerank(rng: random.Random) -> Json:
     return drawn
 
 
-def boost(
-    candidates: Ranked, spec: Json, attributes: Mapping[str, Mapping[str, Attribute]]
-) -> Ranked:
+def boost(candidates: Ranked, spec: Json, attributes: Mapping[str, Mapping[str, Attribute]]) -> Ranked:
     """Apply the boosts; candidates of equal worth keep their order."""
     boosted = []
     for score, item in candidates:
@@ -83,10 +81,7 @@ def complaint(
             if item not in chosen_items
             and (
                 per_value_max is None
-                or all(
-                    count_by_value[value] < per_value_max
-                    for value in _values(attributes[item], name)
-                )
+                or all(count_by_value[value] < per_value_max for value in _values(attributes[item], name))
             )
         ]
         if rank == k or not open_:
@@ -98,10 +93,7 @@ def complaint(
             worth = mmr * (score - low) / span
             if mmr < 1 and chosen_items:
                 worth -= (1 - mmr) * max(
-                    (
-                        max(cosine(vectors[item], vectors[chosen_item]), 0.0)
-                        for chosen_item in chosen_items
-                    ),
+                    (max(cosine(vectors[item], vectors[chosen_item]), 0.0) for chosen_item in chosen_items),
                     default=0.0,
                 )
             worths.append(worth)

@@ -434,11 +434,7 @@ class Shop:
         receipt: Json = reply.body
         rejected = {rejection["index"]: rejection["reason"] for rejection in receipt["rejected"]}
         refused_users = self.erased_users | self.knowledge.blocked_users
-        expected = {
-            index: "erased"
-            for index, event in enumerate(events)
-            if event.get("user") in refused_users
-        }
+        expected = {index: "erased" for index, event in enumerate(events) if event.get("user") in refused_users}
         self.report.require(
             rejected == expected,
             "events rejected",
@@ -486,15 +482,9 @@ class Shop:
         drawn: list[Json] = []
         for number in range(count):
             id_ = f"e{self.sent_events}-{number}-{rng.randrange(10**6)}"
-            kind = rng.choices(
-                ["click", "stranger", "user value", "item value", "new item"], [60, 8, 10, 17, 5]
-            )[0]
+            kind = rng.choices(["click", "stranger", "user value", "item value", "new item"], [60, 8, 10, 17, 5])[0]
             if kind in ("click", "stranger"):
-                user = (
-                    rng.choice(self.world.users)
-                    if kind == "click"
-                    else f"stranger {rng.randrange(4)}"
-                )
+                user = rng.choice(self.world.users) if kind == "click" else f"stranger {rng.randrange(4)}"
                 event: Json = {"user": user, "item": self.draw_item(rng), "id": id_}
                 if rng.random() < 0.4:
                     event["time"] = self.world.clock - rng.randrange(0, 4000) + rng.random()
@@ -511,9 +501,7 @@ class Shop:
                     }
                 )
             elif kind == "item value":
-                drawn.append(
-                    {"item": self.draw_item(rng), "id": id_, "attributes": self.draw_values(rng)}
-                )
+                drawn.append({"item": self.draw_item(rng), "id": id_, "attributes": self.draw_values(rng)})
             else:
                 item = f"new {self.world.seed}/{self.sent_events}-{number}"
                 attributes = draw_attributes(rng)
@@ -579,13 +567,9 @@ class Shop:
     def draw_ask(self, rng: random.Random, generations: list[str] | None = None) -> EntityLookup:
         """Draw a question about a list of a user."""
         entity = self.draw_input(rng)
-        lookup = EntityLookup(
-            "user_topk", entity, k=rng.choice([None, 1, 2, 3, 5, 10, self.rules.topk])
-        )
+        lookup = EntityLookup("user_topk", entity, k=rng.choice([None, 1, 2, 3, 5, 10, self.rules.topk]))
         if rng.random() < 0.4:
-            expression = (
-                rng.choice(["in_stock", "cheap"]) if rng.random() < 0.4 else draw_filter(rng)
-            )
+            expression = rng.choice(["in_stock", "cheap"]) if rng.random() < 0.4 else draw_filter(rng)
             lookup = replace(lookup, filter=expression)
         if rng.random() < 0.25:
             count = rng.choice([1, 3, 8, 40])
@@ -602,9 +586,7 @@ class Shop:
             lookup = replace(lookup, generation=rng.choice(generations))
         return lookup
 
-    def ask_once(
-        self, rng: random.Random, generations: list[str] | None = None, client: Client | None = None
-    ) -> None:
+    def ask_once(self, rng: random.Random, generations: list[str] | None = None, client: Client | None = None) -> None:
         """Ask one random question of a random route, and judge the answer."""
         client = client or self.client
         kind = rng.choices(
@@ -646,9 +628,7 @@ class Shop:
         elif kind == "mood":
             checker.judge_lookups(client, EntityLookup("mood", self.draw_input(rng)))
         elif kind == "item":
-            checker.judge_lookups(
-                client, EntityLookup("item_vector", Input(rng.choice([*items, "unheard of"])))
-            )
+            checker.judge_lookups(client, EntityLookup("item_vector", Input(rng.choice([*items, "unheard of"]))))
         elif kind == "similar":
             lookup = EntityLookup(
                 "item_similar",
@@ -674,9 +654,7 @@ class Shop:
             candidates = rng.sample([*items, "unheard of", "x"], rng.randrange(1, 20))
             entity = self.draw_input(rng)
             if entity.id is not None:
-                checker.score(
-                    client, entity, candidates, draw_filter(rng) if rng.random() < 0.3 else None
-                )
+                checker.score(client, entity, candidates, draw_filter(rng) if rng.random() < 0.3 else None)
         elif kind == "tables":
             user = rng.choice(self.world.users)
             checker.judge_lookups(
@@ -711,11 +689,7 @@ class Shop:
             ),
             (
                 "larder_misses_total",
-                {
-                    f'reason="{r}",table="{t}"': n
-                    for (t, r), n in know.reasons.items()
-                    if r not in STORED_REASONS
-                },
+                {f'reason="{r}",table="{t}"': n for (t, r), n in know.reasons.items() if r not in STORED_REASONS},
             ),
             (
                 "larder_event_answers_total",
@@ -731,19 +705,9 @@ class Shop:
                 metric_counts == {name: number for name, number in expected.items() if number},
                 f"metrics {label}",
                 PROMISES["metrics"],
-                {
-                    name: n
-                    for name, n in sorted(expected.items())
-                    if metric_counts.get(name, 0) != n
-                },
-                {
-                    name: n
-                    for name, n in sorted(metric_counts.items())
-                    if expected.get(name, 0) != n
-                },
-                [
-                    "count the answers of all requests since the start of the service, then GET /metrics"
-                ],
+                {name: n for name, n in sorted(expected.items()) if metric_counts.get(name, 0) != n},
+                {name: n for name, n in sorted(metric_counts.items()) if expected.get(name, 0) != n},
+                ["count the answers of all requests since the start of the service, then GET /metrics"],
             )
 
     def close(self) -> None:

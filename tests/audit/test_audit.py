@@ -23,9 +23,7 @@ def _text_of(report: Report) -> str:
     return "\n".join(report.lines())
 
 
-def test_answers_keep_the_promises_of_the_documents_over_five_small_seeds(
-    seed: int, tmp_path: Path
-) -> None:
+def test_answers_keep_the_promises_of_the_documents_over_five_small_seeds(seed: int, tmp_path: Path) -> None:
     # given a shop that five seeds share, and its printed seed
     print(f"seed {seed}")
 
@@ -38,9 +36,7 @@ def test_answers_keep_the_promises_of_the_documents_over_five_small_seeds(
 
 
 @pytest.mark.storm
-def test_answers_keep_the_promises_of_the_documents_in_all_scenarios(
-    seed: int, tmp_path: Path
-) -> None:
+def test_answers_keep_the_promises_of_the_documents_in_all_scenarios(seed: int, tmp_path: Path) -> None:
     # given ten minutes, and a printed seed
     print(f"seed {seed}")
     started_at = time.monotonic()

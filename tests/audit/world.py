@@ -36,9 +36,7 @@ class Item:
         """Return the output of the item tower, or None if the tower has no input."""
         if self.looks_vector is None:
             return None
-        return tuple(
-            part + self.lift * LIFT_DIRECTION[d] for d, part in enumerate(self.looks_vector)
-        )
+        return tuple(part + self.lift * LIFT_DIRECTION[d] for d, part in enumerate(self.looks_vector))
 
 
 LIFT_DIRECTION = (0.5, 0.0, -0.5, 0.0, 1.0, 0.0, 0.0, 0.25)

@@ -39,14 +39,10 @@ def requests_of(case: Case, kind: str, header: str) -> list[bytes]:
     """Requests of one kind, with a token if `header` has one."""
     users = random.Random(0).sample(case.users, 200)
     if kind == "batch":
-        bodies = [
-            orjson.dumps({"entities": users[at : at + 100], "k": 20}) for at in range(0, 100, 10)
-        ]
+        bodies = [orjson.dumps({"entities": users[at : at + 100], "k": 20}) for at in range(0, 100, 10)]
         raw_requests = [request(f"/v1/lookup/{TABLE}", body) for body in bodies]
     else:
-        raw_requests = [
-            request(f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20") for user in users
-        ]
+        raw_requests = [request(f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20") for user in users]
     if not header:
         return raw_requests
     line = f"\r\nAuthorization: {header}\r\n".encode()
@@ -72,9 +68,7 @@ def variants(folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     return {"open": {}, "default": {"LARDER_TOKEN": "sesame"}, **settings}, headers
 
 
-def measure(
-    report: Report, case: Case, kind: str, baseline_checkout: Path, options: Options
-) -> None:
+def measure(report: Report, case: Case, kind: str, baseline_checkout: Path, options: Options) -> None:
     """One kind of request, a service for each variant, all on the first core."""
     settings, headers = variants(case.folder)
     count = COUNTS[kind] // (6 if options.quick else 1)
@@ -91,13 +85,8 @@ def measure(
             raw_requests = requests_of(case, kind, headers[name])
             return lambda: per_cpu_s(target, raw_requests, count)
 
-        baselines = {
-            name: serve(f"before-{name}", baseline_checkout, settings[name])
-            for name in ("open", "default")
-        }
-        running = {
-            name: serve(name, ROOT, variant_settings) for name, variant_settings in settings.items()
-        }
+        baselines = {name: serve(f"before-{name}", baseline_checkout, settings[name]) for name in ("open", "default")}
+        running = {name: serve(name, ROOT, variant_settings) for name, variant_settings in settings.items()}
         placed = pin_programs(*baselines.values(), *running.values())
         report.figures["placement"] = f"servers on {placed}"
         ratio_by_pair = compare(

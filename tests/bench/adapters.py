@@ -61,9 +61,7 @@ class Fitted:
     def by_implicit(self) -> NDArray[np.int64]:
         """Lists [users, K] by implicit."""
         users = np.arange(self.clicks.shape[0])
-        ids_and_scores = self.model.recommend(
-            users, self.clicks, N=K, filter_already_liked_items=True
-        )
+        ids_and_scores = self.model.recommend(users, self.clicks, N=K, filter_already_liked_items=True)
         return np.asarray(ids_and_scores[0], np.int64)
 
     def by_larder(self) -> NDArray[np.int64]:
@@ -75,9 +73,7 @@ class Fitted:
         """Share of implicit's lists that ours hold; items that score as the last one does count as equal."""
         theirs, larder_lists = self.by_implicit(), self.by_larder()
         missing = 0
-        differ = np.flatnonzero(
-            (np.sort(theirs, axis=1) != np.sort(larder_lists, axis=1)).any(axis=1)
-        )
+        differ = np.flatnonzero((np.sort(theirs, axis=1) != np.sort(larder_lists, axis=1)).any(axis=1))
         for row in differ:
             user = self.model.user_factors[row].astype(np.float64)
             last = float((self.model.item_factors[theirs[row]] @ user).min())

@@ -100,14 +100,9 @@ def public(report: Report, options: Options) -> None:
         report.figures["judge"], hit_ratios_by_policy = judge(keys, capacities, ("LRU",))
         lru = np.array(hit_ratios_by_policy["LRU"])
         for sampled_keys_max, errors in worst.items():
-            errors.append(
-                np.max(
-                    [off(keys, capacities, sampled_keys_max, lru, seed) for seed in seeds], axis=0
-                )
-            )
+            errors.append(np.max([off(keys, capacities, sampled_keys_max, lru, seed) for seed in seeds], axis=0))
         hit_ratio_text = ", ".join(
-            f"{lru[KEY_SHARES.index(key_share)]:.4f} at {key_share:.0%}"
-            for key_share in REPORTED_KEY_SHARES
+            f"{lru[KEY_SHARES.index(key_share)]:.4f} at {key_share:.0%}" for key_share in REPORTED_KEY_SHARES
         )
         report.figures[f"{trace.name}: {len(keys):,} reads, {int(keys.max()) + 1:,} keys"] = (
             f"LRU {hit_ratio_text}; off by at most "
@@ -123,9 +118,7 @@ def public(report: Report, options: Options) -> None:
     for sampled_keys_max, suffix in ((keys_max, ""), (keys_max // FEWER, "_quarter")):
         for name, capacity_mask in (("public", IS_LARGE), ("public_small", ~IS_LARGE)):
             error = float(np.max(worst[sampled_keys_max], axis=0)[capacity_mask].max())
-            report.ratios[f"max_error_points_{name}{suffix}"] = Ratio(
-                error, 1.0, len(seeds), error, 1.0
-            )
+            report.ratios[f"max_error_points_{name}{suffix}"] = Ratio(error, 1.0, len(seeds), error, 1.0)
     report.promises["max_error_points_public"] = Promise(maximum=1.0)
 
 
@@ -151,9 +144,7 @@ def main() -> None:
         report.absent.append(f"the trace orm-busy: {DATA} names no folder that holds traces/")
     report.promises |= {
         "max_error_points": Promise(maximum=1.0, quick="two seeds instead of eight"),
-        "cost_share": Promise(
-            maximum=0.02, quick="five pairs of processes, which differ by a few per cent"
-        ),
+        "cost_share": Promise(maximum=0.02, quick="five pairs of processes, which differ by a few per cent"),
     }
     report.show(options)
 

@@ -80,9 +80,7 @@ class Strangers:
         return {"id": f"stranger-{next(self._numbers)}", "history": history}
 
 
-def over_http(
-    report: Report, case: Case, strangers: Strangers, options: Options, prefix: str = ""
-) -> None:
+def over_http(report: Report, case: Case, strangers: Strangers, options: Options, prefix: str = "") -> None:
     """Both request sizes, over one night; rows are named with the prefix."""
     with ExitStack() as stack:
         servers: dict[str, Program] = {}
@@ -122,9 +120,7 @@ def over_http(
             for name, ratio in ratio_by_name.items():
                 report.ratios[f"{size}{name}vs_no_cache"] = ratio
             busy_share = min(statistics.median(busy_shares) for busy_shares in busy.values())
-            report.figures[f"{size or 'single_'}share of the core used, at least"] = round(
-                busy_share, 3
-            )
+            report.figures[f"{size or 'single_'}share of the core used, at least"] = round(busy_share, 3)
 
 
 def in_process(report: Report, case: Case, strangers: Strangers, options: Options) -> None:
@@ -143,9 +139,7 @@ def in_process(report: Report, case: Case, strangers: Strangers, options: Option
         with no_tiers():
             services["no_cache"] = service(config)
         for running_service in services.values():
-            runner.run(
-                _answer(running_service, strangers.bodies(STRANGERS_BEFORE, 1), IN_FLIGHT[1])
-            )
+            runner.run(_answer(running_service, strangers.bodies(STRANGERS_BEFORE, 1), IN_FLIGHT[1]))
         freeze_objects()
         for entities, size in ((1, ""), (100, "batch_")):
             count = (800 if options.quick else 4_000) // entities
@@ -176,9 +170,7 @@ async def _answer(service: Service, bodies: Sequence[bytes], in_flight: int) -> 
     async def caller() -> None:
         for body in waiting:
             lookup: LookupRequest = lookup_from_body({}, body, "json", TABLE, service.limits)
-            for answer in await service.ladder.lookup(
-                service.capture_served(), lookup, time.monotonic()
-            ):
+            for answer in await service.ladder.lookup(service.capture_served(), lookup, time.monotonic()):
                 if answer["source"] != "live":
                     raise RuntimeError(f"not a live answer: {answer}")
 

@@ -57,9 +57,7 @@ def workloads(case: Case, scale: float) -> dict[str, Workload]:
     gets = [request(f"{path}/{quote(user, safe='')}?k=20") for user in case.users]
     batches = [rng.sample(case.users, BATCH) for _ in range(64)]
     texts = [request(path, json.dumps({"entities": ids, "k": 20}).encode()) for ids in batches]
-    streams = [
-        request(path, write_arrow_ids(ids, {"k": "20"}), ARROW_MEDIA_TYPE) for ids in batches
-    ]
+    streams = [request(path, write_arrow_ids(ids, {"k": "20"}), ARROW_MEDIA_TYPE) for ids in batches]
     histories = [
         request(path, json.dumps({
             "entities": [{"id": f"stranger-{number}", "history": rng.sample(case.items, 8)}], "k": 20, "fresh": True,
@@ -76,9 +74,7 @@ def workloads(case: Case, scale: float) -> dict[str, Workload]:
 
 
 @contextmanager
-def services(
-    name: str, tree: Path, night: NightConfig, folder: Path
-) -> Iterator[dict[bool, Program]]:
+def services(name: str, tree: Path, night: NightConfig, folder: Path) -> Iterator[dict[bool, Program]]:
     """Run two services of a tree: with L1 (True) and without (False)."""
     serve = [sys.executable, "-P", "-m", "serving", "--port", "0", "--log-level", "warning"]
     with ExitStack() as stack:
@@ -86,9 +82,7 @@ def services(
         for has_l1 in (True, False):
             variables = {"PYTHONPATH": str(tree)} | ({} if has_l1 else {"LARDER_L1_BYTES": "1"})
             log = folder / f"{name}-{has_l1}.log"
-            programs[has_l1] = stack.enter_context(
-                program(serve, log, environment(night, **variables))
-            )
+            programs[has_l1] = stack.enter_context(program(serve, log, environment(night, **variables)))
         pin_programs(*programs.values())
         yield programs
 
@@ -100,10 +94,7 @@ def measure_pair(
     loads = {name: load for name, load in workloads(case, scale).items() if name in names}
     order = sorted(trees, key=lambda name: name != first)
     with ExitStack() as stack:
-        programs = {
-            name: stack.enter_context(services(name, trees[name], case.night, case.folder))
-            for name in order
-        }
+        programs = {name: stack.enter_context(services(name, trees[name], case.night, case.folder)) for name in order}
 
         def rate_of(name: str, load: Workload) -> Callable[[], float]:
             target = programs[name][load.has_l1]
@@ -131,22 +122,16 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--tree",
         type=Path,
         required=True,
         help="root of the other tree, its C code built; this one: A/A",
     )
-    parser.add_argument(
-        "--pairs", type=int, default=40, help="pairs of processes, at least 2 (default: 40)"
-    )
+    parser.add_argument("--pairs", type=int, default=40, help="pairs of processes, at least 2 (default: 40)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each pair (default: 3)")
-    parser.add_argument(
-        "--scale", type=float, default=0.5, help="factor of requests of a turn (default: 0.5)"
-    )
+    parser.add_argument("--scale", type=float, default=0.5, help="factor of requests of a turn (default: 0.5)")
     parser.add_argument(
         "--only",
         default=",".join(NAMES),
@@ -176,9 +161,7 @@ def main() -> None:
         for pair in range(options.pairs):
             first = "ours" if pair % 2 else "theirs"
             pair_ratios = measure_pair(case, trees, names, options.turns, options.scale, first)
-            print(
-                pair + 1, {name: round(ratio, 3) for name, ratio in pair_ratios.items()}, flush=True
-            )
+            print(pair + 1, {name: round(ratio, 3) for name, ratio in pair_ratios.items()}, flush=True)
             for name, ratio in pair_ratios.items():
                 ratios.setdefault(name, []).append(ratio)
     intervals = {name: interval(values) for name, values in ratios.items()}

@@ -55,9 +55,7 @@ def make_case(root: Path, count: int, config: NightConfig) -> Case:
     producer = Producer("topk", "user_tower", "inner_product")
     table = Table("user_topk", "user", producer, LAYOUT, per_page, (entry,), ())
     items = ItemFiles(file, file, file, file, 0, 0)
-    manifest = Manifest(
-        "bench", GENERATION, 0, 0, "", "", {}, items, {table.name: table}, {}, {}, file, ()
-    )
+    manifest = Manifest("bench", GENERATION, 0, 0, "", "", {}, items, {table.name: table}, {}, {}, file, ())
     size = LAYOUT.size_bytes
     return Case(
         root,
@@ -79,9 +77,7 @@ def main() -> None:
         report.figures["entities"] = count
         report.figures["record bytes"] = LAYOUT.size_bytes
         report.figures["page bytes"] = case.part.table.page_bytes
-        report.figures["placement"] = (
-            f"client on {pin(0, 0)}, redis on {pin(server.pid, -1)}, TCP on loopback"
-        )
+        report.figures["placement"] = f"client on {pin(0, 0)}, redis on {pin(server.pid, -1)}, TCP on loopback"
         measure(report, case, server, config, options.rounds)
         unpin()
         with redis.Redis.from_url(server.url, protocol=2) as client:
@@ -96,9 +92,7 @@ def writers(case: Case, config: NightConfig) -> dict[str, Write]:
     def one_by_one(client: "redis.Redis") -> None:
         pipeline = client.pipeline(transaction=False)
         for at in range(0, count, AT_ONCE):
-            for name, record in zip(
-                case.names[at : at + AT_ONCE], case.records[at : at + AT_ONCE], strict=True
-            ):
+            for name, record in zip(case.names[at : at + AT_ONCE], case.records[at : at + AT_ONCE], strict=True):
                 pipeline.set(name, record)
             pipeline.execute()
 
@@ -116,9 +110,7 @@ def writers(case: Case, config: NightConfig) -> dict[str, Write]:
     return {"SET pipeline": one_by_one, "MSET": mset, "load_part": load}
 
 
-def measure(
-    report: Report, case: Case, server: RedisServer, config: NightConfig, rounds: int
-) -> None:
+def measure(report: Report, case: Case, server: RedisServer, config: NightConfig, rounds: int) -> None:
     """Rates are entities per second."""
     client = redis.Redis.from_url(server.url, protocol=3)
     count = len(case.records)
@@ -134,9 +126,7 @@ def measure(
 
     ways = writers(case, config)
     for name, writer_name in (("vs_set_pipeline", "SET pipeline"), ("vs_mset", "MSET")):
-        ratio_by_name = alternate(
-            timed(ways[writer_name]), {"load": timed(ways["load_part"])}, rounds=rounds
-        )
+        ratio_by_name = alternate(timed(ways[writer_name]), {"load": timed(ways["load_part"])}, rounds=rounds)
         report.ratios[name] = ratio_by_name["load"]
     client.close()
     size, bytes_per_record_by_writer = (
@@ -146,9 +136,7 @@ def measure(
     for name, bytes_per_record in bytes_per_record_by_writer.items():
         report.figures[f"bytes per entity, {name}"] = round(bytes_per_record, 1)
     loader_bytes_per_record = bytes_per_record_by_writer["load_part"]
-    report.ratios["bytes_over_payload"] = Ratio(
-        loader_bytes_per_record / size, 1.0, 1, loader_bytes_per_record, size
-    )
+    report.ratios["bytes_over_payload"] = Ratio(loader_bytes_per_record / size, 1.0, 1, loader_bytes_per_record, size)
     report.promises["bytes_over_payload"] = Promise(minimum=1.0, maximum=1.01)
 
 

@@ -56,23 +56,15 @@ def by_vectors(report: Report, options: Options) -> None:
         passing_ordinals = np.flatnonzero(rng.random(ITEMS) < passing_share)
         selector = faiss.SearchParameters(sel=faiss.IDSelectorBatch(passing_ordinals))
         theirs = index.search(users, K, params=selector)[1]
-        larder_lists = np.stack(
-            [subset_search.search(user, passing_ordinals, K)[0] for user in users]
-        )
-        overlap = np.mean(
-            [len(np.intersect1d(*pair)) / K for pair in zip(larder_lists, theirs, strict=True)]
-        )
+        larder_lists = np.stack([subset_search.search(user, passing_ordinals, K)[0] for user in users])
+        overlap = np.mean([len(np.intersect1d(*pair)) / K for pair in zip(larder_lists, theirs, strict=True)])
         report.figures[f"{name}overlap"] = float(overlap)
 
         def faiss_rate(selector: object = selector) -> float:
-            return _rate(
-                lambda user_vector: index.search(user_vector[None], K, params=selector), users
-            )
+            return _rate(lambda user_vector: index.search(user_vector[None], K, params=selector), users)
 
         def our_rate(passing_ordinals: Any = passing_ordinals) -> float:
-            return _rate(
-                lambda user_vector: subset_search.search(user_vector, passing_ordinals, K), users
-            )
+            return _rate(lambda user_vector: subset_search.search(user_vector, passing_ordinals, K), users)
 
         ratio_by_name = alternate(faiss_rate, {"larder": our_rate}, rounds=options.rounds)
         report.ratios[f"{name}vs_faiss_selector"] = ratio_by_name["larder"]

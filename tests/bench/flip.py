@@ -92,9 +92,7 @@ def measure(folder: Path, redis_url: str, size: Size, _options: Options) -> Repo
     config = prepare(folder / "night", redis_url, seed=SEED, users=size.users, items=size.items)
     publish_night(config, DATA_UNTIL)
     second = build_verified(config, NEXT)
-    paths = [
-        f"/v1/lookup/user_topk/{quote(user, safe='')}?k=20" for user in sorted(histories(config))
-    ]
+    paths = [f"/v1/lookup/user_topk/{quote(user, safe='')}?k=20" for user in sorted(histories(config))]
     with (
         fleet(config, folder / "logs", count=REPLICAS, LARDER_POLL_S="1.0") as services,
         control_of(config) as control,
@@ -128,12 +126,8 @@ def _swapped(control: Control, asked_at: float, *, is_rollback: bool) -> Flip:
         raise RuntimeError("there is no pointer")
 
     def swaps() -> list[float]:
-        following_replicas = [
-            replica for replica in control.replicas() if replica.epoch == pointer.epoch
-        ]
-        return [
-            replica.swapped_at for replica in following_replicas if replica.swapped_at is not None
-        ]
+        following_replicas = [replica for replica in control.replicas() if replica.epoch == pointer.epoch]
+        return [replica.swapped_at for replica in following_replicas if replica.swapped_at is not None]
 
     time.sleep(AFTER_S)  # looking would be work on the same cores
     if not poll_until(lambda: len(swaps()) == REPLICAS):
@@ -144,9 +138,7 @@ def _swapped(control: Control, asked_at: float, *, is_rollback: bool) -> Flip:
 def _report(flips: Sequence[Flip], calls: Recording, size: Size) -> Report:
     durations_before = [calls.between(flip.asked_at - 1, flip.asked_at) for flip in flips]
     earlier = [calls.between(flip.asked_at - 2, flip.asked_at - 1) for flip in flips]
-    staging = [
-        calls.between(flip.asked_at, flip.moved_at) for flip in flips if not flip.is_rollback
-    ]
+    staging = [calls.between(flip.asked_at, flip.moved_at) for flip in flips if not flip.is_rollback]
     during = [calls.between(flip.moved_at, max(flip.swapped_at) + AFTER_S) for flip in flips]
     rollbacks = [flip for flip in flips if flip.is_rollback]
     report = Report("flip", ("redis", "hiredis", "fastapi", "uvicorn", "onnxruntime"))
@@ -161,9 +153,7 @@ def _report(flips: Sequence[Flip], calls: Recording, size: Size) -> Report:
     skew_ms = float(np.percentile([flip.skew_ms for flip in flips], 99))
     report.ratios["skew_p99_ms"] = Ratio(skew_ms, 1.0, len(flips), skew_ms, 1.0)
     report.promises = {
-        "p99_during_vs_before": Promise(
-            maximum=1.2, quick="three cycles: a p99 of some thousand requests"
-        ),
+        "p99_during_vs_before": Promise(maximum=1.2, quick="three cycles: a p99 of some thousand requests"),
         "skew_p99_ms": Promise(maximum=100.0),
     }
     report.figures = {
@@ -179,20 +169,14 @@ def _report(flips: Sequence[Flip], calls: Recording, size: Size) -> Report:
         "p99 before, ms": _p99_ms(durations_before),
         "p99 during, ms": _p99_ms(during),
         "p99 during publishes, ms": _p99_ms(
-            [
-                durations
-                for durations, flip in zip(during, flips, strict=True)
-                if not flip.is_rollback
-            ]
+            [durations for durations, flip in zip(during, flips, strict=True) if not flip.is_rollback]
         ),
         "p99 during rollbacks, ms": _p99_ms(
             [durations for durations, flip in zip(during, flips, strict=True) if flip.is_rollback]
         ),
         "p99 while staging, ms": _p99_ms(staging),
         "skew_p50_ms": float(np.percentile([flip.skew_ms for flip in flips], 50)),
-        "rollback_visible_p99_ms": float(
-            np.percentile([flip.visible_ms for flip in rollbacks], 99)
-        ),
+        "rollback_visible_p99_ms": float(np.percentile([flip.visible_ms for flip in rollbacks], 99)),
         "lag_p99_ms": float(np.percentile([flip.lag_ms for flip in flips], 99)),
     }
     return report

@@ -98,9 +98,7 @@ class Bench(NamedTuple):
         """Counts of `larder_shed_total` by stage."""
         lines = self._get("/metrics").decode().splitlines()
         shed_samples = [line.split() for line in lines if line.startswith("larder_shed_total{")]
-        return " ".join(
-            f"{name.split(chr(34))[1]}={float(count):g}" for name, count in shed_samples
-        )
+        return " ".join(f"{name.split(chr(34))[1]}={float(count):g}" for name, count in shed_samples)
 
     def _get(self, path: str) -> bytes:
         """The body of an answer on a connection of its own."""
@@ -162,9 +160,7 @@ def measure(report: Report, bench: Bench, rounds: int) -> None:
                 run = bench.run(clients, mode)
                 runs[mode].append(run)
                 print(f"{clients} that {mode}: {run}", file=sys.stderr, flush=True)
-        patient, leaving_p99s_ms = (
-            [run.p99_ms for run in runs[mode]] for mode in ("wait", "leave")
-        )
+        patient, leaving_p99s_ms = ([run.p99_ms for run in runs[mode]] for mode in ("wait", "leave"))
         half = rounds // 2
         report.ratios[f"l1_p99_of_{clients}"] = Ratio(
             round(statistics.median(leaving_p99s_ms) / statistics.median(patient), 3),
@@ -172,14 +168,10 @@ def measure(report: Report, bench: Bench, rounds: int) -> None:
             rounds, statistics.median(leaving_p99s_ms), statistics.median(patient), _TOLERANCE,
         )  # fmt: skip
         health_ms = max(run.health_ms for run in runs["leave"])
-        report.ratios[f"health_of_{clients}"] = Ratio(
-            round(health_ms / PROBE_MS, 3), 1.0, rounds, health_ms, PROBE_MS
-        )
+        report.ratios[f"health_of_{clients}"] = Ratio(round(health_ms / PROBE_MS, 3), 1.0, rounds, health_ms, PROBE_MS)
         for mode in runs:
             for name in ("slowest_ms", "health_ms"):
-                report.figures[f"{clients} that {mode}: worst {name}"] = max(
-                    getattr(run, name) for run in runs[mode]
-                )
+                report.figures[f"{clients} that {mode}: worst {name}"] = max(getattr(run, name) for run in runs[mode])
             report.figures[f"{clients} that {mode}: requests, answered"] = (
                 f"{sum(run.requests for run in runs[mode])}, {sum(run.answered for run in runs[mode])}"
             )

@@ -120,9 +120,7 @@ def product(case: Case, device: Any, columns: int) -> Callable[[], object]:
     import torch
 
     dtype = torch.float32 if device.type == "cpu" else torch.float16
-    users, items = (
-        torch.from_numpy(vectors).to(device, dtype) for vectors in (case.users, case.items)
-    )
+    users, items = (torch.from_numpy(vectors).to(device, dtype) for vectors in (case.users, case.items))
     product_buffer = torch.empty((ROWS, min(columns, len(items))), dtype=dtype, device=device)
 
     def run() -> None:
@@ -141,9 +139,7 @@ def square_product(case: Case, device: Any) -> float:
 
     side, dtype = SQUARE[device.type], torch.float32 if device.type == "cpu" else torch.bfloat16
     rng = torch.Generator().manual_seed(0)
-    left_matrix, right = (
-        torch.randn(side, side, generator=rng).to(device, dtype) for _ in range(2)
-    )
+    left_matrix, right = (torch.randn(side, side, generator=rng).to(device, dtype) for _ in range(2))
     product_buffer = torch.empty_like(left_matrix)
 
     def run() -> None:
@@ -188,9 +184,7 @@ def faiss_gpu(case: Case) -> Callable[[], object] | None:
         return None
     index = faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), case.items.shape[1])
     index.add(case.items)
-    return lambda: [
-        index.search(case.users[row : row + 16_384], K) for row in range(0, len(case.users), 16_384)
-    ]
+    return lambda: [index.search(case.users[row : row + 16_384], K) for row in range(0, len(case.users), 16_384)]
 
 
 def cuvs(case: Case) -> Callable[[], object] | None:
@@ -261,9 +255,7 @@ class FlashlibSearch:
         return recall_of_lists(2 * exact_scores(self.case, RECALL_ROWS) - lengths, ordinals)
 
 
-def flashlib(
-    report: Report, name: str, case: Case, device: Any
-) -> tuple[int, Callable[[], object]] | None:
+def flashlib(report: Report, name: str, case: Case, device: Any) -> tuple[int, Callable[[], object]] | None:
     """(users, run) of FlashLib, its path and recall among the figures; None if it is not installed or fails here."""
     if importlib.util.find_spec("flashlib") is None:
         return None
@@ -299,9 +291,7 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
     report.figures[f"{name}_recall"] = recall_of(case, scorer, RECALL_ROWS)
     without_histories = partial(scorer.top, case.users, K, empty_histories(case))
     without_histories()  # compiles, and takes the memory that it will use
-    report.figures[f"{name}_without_histories_users_per_s"] = round(
-        timed(len(case.users), without_histories, device)
-    )
+    report.figures[f"{name}_without_histories_users_per_s"] = round(timed(len(case.users), without_histories, device))
     columns = 1 << 20 if device.type == "cuda" else 1 << 12
     listed_case = first_users(case, LISTED_USERS)
     report.figures[f"{name}_listed_users"] = len(listed_case.users)
@@ -317,16 +307,9 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
     ratio_by_pair = compare(
         {
             "square_product": partial(square_product, case, device),
-            **{
-                label: partial(timed, users, run, device)
-                for label, (users, run) in baselines.items()
-            },
+            **{label: partial(timed, users, run, device) for label, (users, run) in baselines.items()},
         },
-        {
-            "larder": partial(
-                timed, len(case.users), partial(scorer.top, case.users, K, case.histories), device
-            )
-        },
+        {"larder": partial(timed, len(case.users), partial(scorer.top, case.users, K, case.histories), device)},
         rounds=options.rounds,
         rounds_max=options.rounds + 2,
     )

@@ -76,9 +76,7 @@ class Bench:
     seconds: float
     settle_s: float
     memory_mb: float = 0.0
-    blocks_by_sort: dict[str, list[Block]] = field(
-        default_factory=lambda: {"idle": [], "hostile": []}
-    )
+    blocks_by_sort: dict[str, list[Block]] = field(default_factory=lambda: {"idle": [], "hostile": []})
 
     def block(self, sort: str) -> Block:
         """The 99th percentiles beside these peers."""
@@ -101,9 +99,7 @@ class Bench:
 
     def _call(self, seconds: float) -> Answered:
         arrivals = self.stream.arrivals(self.larder.url, (RATE, seconds))
-        with_token = [
-            raw_request.replace(b"\r\n", AUTHORIZED, 1) for raw_request in arrivals.requests
-        ]
+        with_token = [raw_request.replace(b"\r\n", AUTHORIZED, 1) for raw_request in arrivals.requests]
         requests = [with_token[request_index] for request_index in arrivals.request_indexes]
         where = urlsplit(self.larder.url)
         address = where.hostname or "", where.port or 0
@@ -169,9 +165,7 @@ def measure(report: Report, bench: Bench, options: Options) -> None:
     for blocks in bench.blocks_by_sort.values():
         blocks.clear()
     ends_at = time.monotonic() + 60 * MINUTES_MAX
-    while len(rounds) < options.rounds or (
-        len(rounds) < limit and time.monotonic() < ends_at and not _agree(rounds)
-    ):
+    while len(rounds) < options.rounds or (len(rounds) < limit and time.monotonic() < ends_at and not _agree(rounds)):
         rounds.append(_round(bench, len(rounds)))
         ratios = (per_round(rounds[-1:], figure)[0] for figure in FIGURES.values())
         p99_texts = (f"{block.all_ms:.2f}" for block in rounds[-1][:3])
@@ -222,19 +216,14 @@ def report_memory_and_callers(report: Report, bench: Bench) -> None:
     for sort, blocks in bench.blocks_by_sort.items():
         answered = [block.answered for block in blocks]
         request_count, missed = (
-            sum(getattr(answered_calls, name) for answered_calls in answered)
-            for name in ("requests", "missed")
+            sum(getattr(answered_calls, name) for answered_calls in answered) for name in ("requests", "missed")
         )
-        report.ratios[f"{sort}_missed"] = Ratio(
-            missed / request_count, 1.0, 1, missed, request_count
-        )
+        report.ratios[f"{sort}_missed"] = Ratio(missed / request_count, 1.0, 1, missed, request_count)
         report.figures[f"{sort}: slowest as callers saw it, ms"] = max(
             answered_calls.slowest_ms for answered_calls in answered
         )
     peak_memory_mb = bench.memory_mb
-    report.ratios["memory_vs_bound"] = Ratio(
-        peak_memory_mb / MEMORY_MB, 1.0, 1, peak_memory_mb, MEMORY_MB
-    )
+    report.ratios["memory_vs_bound"] = Ratio(peak_memory_mb / MEMORY_MB, 1.0, 1, peak_memory_mb, MEMORY_MB)
     report.promises["memory_vs_bound"] = Promise(maximum=1.0)
     report.promises["hostile_missed"] = Promise(maximum=0)
 

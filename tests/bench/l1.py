@@ -41,18 +41,14 @@ class Bench:
         count = KEYS_QUICK if options.quick else KEYS
         rng = np.random.default_rng(0)
         weights = 1 / np.arange(1, count + 1)
-        drawn = rng.choice(
-            count, CALLS_QUICK if options.quick else CALLS, p=weights / weights.sum()
-        )
+        drawn = rng.choice(count, CALLS_QUICK if options.quick else CALLS, p=weights / weights.sum())
         hashes = rng.integers(1 << 62, size=count).tolist()
         self.names = [LocalKey("20261123T000000Z-0", "user_topk", key_hash) for key_hash in hashes]
         self.requests = [b"/v1/lookup/user_topk/user-%d?k=20" % number for number in range(count)]
         self.records = [random.Random(number).randbytes(RECORD_BYTES) for number in range(count)]
         self.drawn_names = [self.names[key_index] for key_index in drawn.tolist()]
         self.asked_ready = [self.requests[key_index] for key_index in drawn.tolist()]
-        self.entry_of = dict(
-            zip(self.names, (Entry(record, 1) for record in self.records), strict=True)
-        )
+        self.entry_of = dict(zip(self.names, (Entry(record, 1) for record in self.records), strict=True))
 
     def full(self) -> tuple[LocalTier, "LRUCache[LocalKey, Entry]"]:
         """Both with all records, L1 with ready answers as well."""
@@ -106,13 +102,9 @@ def measure(report: Report, options: Options) -> None:
         "ready_vs_cachetools": partial(rate, local.find_ready_answer, bench.asked_ready),
     }
     report.ratios |= alternate(base, hits, rounds=options.rounds)
-    report.figures["cachetools: ns, p50 / p99 / p99.9"] = singly(
-        lru_cache.__getitem__, bench.drawn_names
-    )
+    report.figures["cachetools: ns, p50 / p99 / p99.9"] = singly(lru_cache.__getitem__, bench.drawn_names)
     report.figures["record: ns, p50 / p99 / p99.9"] = singly(local.get, bench.drawn_names)
-    report.figures["ready: ns, p50 / p99 / p99.9"] = singly(
-        local.find_ready_answer, bench.asked_ready
-    )
+    report.figures["ready: ns, p50 / p99 / p99.9"] = singly(local.find_ready_answer, bench.asked_ready)
 
     small, base_small = bench.churned()
     peak_bytes = 0
@@ -132,12 +124,8 @@ def measure(report: Report, options: Options) -> None:
         {"": partial(rate, through_local, bench.drawn_names)},
         rounds=options.rounds,
     )[""]
-    report.figures["under churn: L1 held at most, of its bound"] = round(
-        peak_bytes / small.max_bytes, 4
-    )
-    report.figures["under churn: records held, L1 / cachetools"] = (
-        f"{len(small):,} / {len(base_small):,}"
-    )
+    report.figures["under churn: L1 held at most, of its bound"] = round(peak_bytes / small.max_bytes, 4)
+    report.figures["under churn: records held, L1 / cachetools"] = f"{len(small):,} / {len(base_small):,}"
 
 
 def main() -> None:

@@ -48,34 +48,26 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
     env = environment(case.night, LARDER_L1_BYTES=_NO_L1)
     with ExitStack() as stack:
         larder = stack.enter_context(program(serve, case.folder / "serving.log", env))
-        fastapi_server = stack.enter_context(
-            program([*plain_app, redis_url], case.folder / "plain.log")
-        )
+        fastapi_server = stack.enter_context(program([*plain_app, redis_url], case.folder / "plain.log"))
         bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.bare_asgi", body]
         bare = stack.enter_context(program(bare_app, case.folder / "bare.log"))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         names = runner.run(_fill(redis_url, len(case.users)))
         where = pin(0, 0)
-        report.figures["placement"] = (
-            f"servers on {pin_programs(larder, fastapi_server, bare)}, client on {where}"
-        )
+        report.figures["placement"] = f"servers on {pin_programs(larder, fastapi_server, bare)}, client on {where}"
         report.figures["unit"] = "per second of processor time"
         _singles(report, case, larder, (fastapi_server, bare), names, options)
         mget = _mget(runner, redis_url, names, 100 if options.quick else 1_000)
         path, batches = f"/v1/lookup/{TABLE}", _batches(case.users)
         texts = [request(path, json.dumps({"entities": ids, "k": 20}).encode()) for ids in batches]
-        streams = [
-            request(path, write_arrow_ids(ids, {"k": "20"}), ARROW_MEDIA_TYPE) for ids in batches
-        ]
+        streams = [request(path, write_arrow_ids(ids, {"k": "20"}), ARROW_MEDIA_TYPE) for ids in batches]
         count = 200 if options.quick else 2_000
         forms = {"batch100_json_vs_mget": texts, "batch100_binary_vs_mget": streams}
 
         def rate(posts: list[bytes]) -> Callable[[], float]:
             return lambda: BATCH * per_cpu_s(larder, posts, count, connections=TASKS)
 
-        ratio_by_name = alternate(
-            mget, {name: rate(posts) for name, posts in forms.items()}, rounds=options.rounds
-        )
+        ratio_by_name = alternate(mget, {name: rate(posts) for name, posts in forms.items()}, rounds=options.rounds)
         report.ratios |= ratio_by_name
 
 
@@ -118,9 +110,7 @@ async def _fill(redis_url: str, count: int) -> list[str]:
     return names
 
 
-def _mget(
-    runner: asyncio.Runner, redis_url: str, names: list[str], count: int
-) -> Callable[[], float]:
+def _mget(runner: asyncio.Runner, redis_url: str, names: list[str], count: int) -> Callable[[], float]:
     batches = _batches(names)
 
     async def measure_rate() -> float:

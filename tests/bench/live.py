@@ -58,9 +58,7 @@ def make_jobs(snapshot: Snapshot, case: Case, count: int) -> list[InferenceJob]:
     rng = random.Random(0)
     drawn = [rng.sample(case.items, rng.randint(5, 30)) for _ in range(count)]
     return [
-        InferenceJob(
-            snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1
-        )
+        InferenceJob(snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1)
         for history in drawn
     ]
 
@@ -172,9 +170,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
     count = 768 if options.quick else 8_192
     jobs = {name: make_jobs(snapshot, case, count) for name, snapshot in snapshots.items()}
     freeze_objects()
-    rates = {
-        size: count / min(offline(jobs["int8"], size)()[0] for _ in range(3)) for size in SIZES
-    }
+    rates = {size: count / min(offline(jobs["int8"], size)()[0] for _ in range(3)) for size in SIZES}
     best_batch_size = max(rates, key=lambda size: rates[size])
     for size, rate in rates.items():
         report.figures[f"offline, batches of {size}: answers/s"] = round(rate)
@@ -193,8 +189,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
             options,
         )
         rate_by_callers = {
-            in_flight: count
-            / min(through.saturated(jobs["int8"], in_flight)()[0] for _ in range(2))
+            in_flight: count / min(through.saturated(jobs["int8"], in_flight)()[0] for _ in range(2))
             for in_flight in IN_FLIGHT
         }
         callers = max(rate_by_callers, key=lambda in_flight: rate_by_callers[in_flight])
@@ -204,9 +199,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
             report, "vs_offline", offline(jobs["int8"], best_batch_size),
             through.saturated(jobs["int8"], callers), options, answers=count,
         )  # fmt: skip
-        report.figures["median batch at saturation"] = sorted(through.sizes)[
-            len(through.sizes) // 2
-        ]
+        report.figures["median batch at saturation"] = sorted(through.sizes)[len(through.sizes) // 2]
     compare(
         report, "int8_vs_fp32", offline(jobs["fp32"], best_batch_size), offline(jobs["int8"], best_batch_size),
         options, answers=count,

@@ -115,9 +115,7 @@ def read(url: str, size: int, pages: int, seconds: float, answer: Connection) ->
     answer.send(np.array(round_trips))
 
 
-def load(
-    url: str, case: Case, config: NightConfig, governed: bool, seconds: float, answer: Connection
-) -> None:
+def load(url: str, case: Case, config: NightConfig, governed: bool, seconds: float, answer: Connection) -> None:
     """The loader: (time, bytes so far) as Redis confirms them."""
     pin(0, READER_CORE)
     answer.send(loaded(url, case, config, governed, seconds))
@@ -128,9 +126,7 @@ def process(run: Any, *arguments: Any) -> Iterator[tuple[int, Connection]]:
     """A process that answers once."""
     parent_connection, child_connection = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.bench.tools.load_rates"]
-    )  # so that none imports for a second
+    context.set_forkserver_preload(["tests.bench.tools.load_rates"])  # so that none imports for a second
     running = context.Process(target=run, args=(*arguments, child_connection))
     running.start()
     assert running.pid is not None
@@ -179,9 +175,7 @@ def watch(
             stack.enter_context(awake(0))
         spinner = None if halts else stack.enter_context(awake(READER_CORE))
         _, reader = stack.enter_context(process(read, url, size, pages, total_s))
-        pid, loader = stack.enter_context(
-            process(load, url, case, config, how == "closed", total_s)
-        )
+        pid, loader = stack.enter_context(process(load, url, case, config, how == "closed", total_s))
         with stopped(spinner):  # beside a load its core does not halt
             time.sleep(STARTING_S + WARM_S[how])
         for number in range(load_period_count + 1):
@@ -192,17 +186,11 @@ def watch(
                     record_period("loaded")
         steps, round_trips = loader.recv(), reader.recv()
     inside = {
-        name: [
-            round_trips[(round_trips[:, 0] >= a) & (round_trips[:, 0] < b), 1] for a, b in periods
-        ]
+        name: [round_trips[(round_trips[:, 0] >= a) & (round_trips[:, 0] < b), 1] for a, b in periods]
         for name, periods in spans.items()
     }
-    p99s = {
-        name: [float(np.percentile(trips_s, 99)) for trips_s in of] for name, of in inside.items()
-    }
-    loaded_bytes = sum(
-        float(np.diff(np.interp(span, steps[:, 0], steps[:, 1]))[0]) for span in spans["loaded"]
-    )
+    p99s = {name: [float(np.percentile(trips_s, 99)) for trips_s in of] for name, of in inside.items()}
+    loaded_bytes = sum(float(np.diff(np.interp(span, steps[:, 0], steps[:, 1]))[0]) for span in spans["loaded"])
     return Watched(
         p99s["loaded"], p99s["rested"],
         {name: np.concatenate(period_trips) for name, period_trips in inside.items()},
@@ -213,9 +201,7 @@ def watch(
 def publish_live(client: "redis.Redis", case: Case, config: NightConfig) -> None:
     """What the reader reads, where probes look for it."""
     client.flushall(asynchronous=False)
-    load_part(
-        client, KEYS, case.manifest, case.root, case.part, chunk_bytes=config.load_chunk_bytes
-    )
+    load_part(client, KEYS, case.manifest, case.root, case.part, chunk_bytes=config.load_chunk_bytes)
     client.set(KEYS.live, Pointer(GENERATION, 1, None, "bench", 0.0).to_bytes())
 
 
@@ -229,9 +215,7 @@ def main() -> None:
         WARM_S["closed"] = QUICK_WARM_S
     report = Report("load", ("redis", "hiredis"))
     with own_server(0) as server, TemporaryDirectory(prefix="larder-bench-") as folder:
-        report.figures["placement"] = (
-            f"redis on {pin(server.pid, 0)}, reader and loader on {pin(0, READER_CORE)}"
-        )
+        report.figures["placement"] = f"redis on {pin(server.pid, 0)}, reader and loader on {pin(0, READER_CORE)}"
         with redis.Redis.from_url(server.url, protocol=3) as client:
             if "--sweep" in sys.argv:
                 sweep(server.url, client, Path(folder), config, count, load_period_count)
@@ -254,9 +238,7 @@ def main() -> None:
     report.promises = {
         "p99_closed_loop_vs_idle": Promise(maximum=1.3),
         "rate_vs_flat_out": Promise(0.1, quick="the governor has half the time to find its pace"),
-        "rate_vs_set_pipeline": Promise(
-            3.0, quick="the governor has half the time to find its pace"
-        ),
+        "rate_vs_set_pipeline": Promise(3.0, quick="the governor has half the time to find its pace"),
     }
     report.show(options)
 
@@ -280,9 +262,7 @@ def measure(
     for number in range(rounds):
         for how in order if number % 2 else reversed(order):
             kind, _, state = how.partition(", ")
-            stretches_by_load[how].append(
-                watch(url, case, config, kind, load_period_count, halts=not state)
-            )
+            stretches_by_load[how].append(watch(url, case, config, kind, load_period_count, halts=not state))
             base.measure()
             base.around(how)
     for how, stretches in stretches_by_load.items():
@@ -334,13 +314,9 @@ def sweep(
         for piece in (16, 32, 64, 256):
             if piece > page:
                 continue
-            governed = replace(
-                page_config, governor=replace(config.governor, piece_bytes=piece * KIB)
-            )
+            governed = replace(page_config, governor=replace(config.governor, piece_bytes=piece * KIB))
             closed = watch(url, case, governed, "closed", load_period_count)
-            p99s = (
-                statistics.median(p99_series) * 1e6 for p99_series in (closed.loaded, closed.rested)
-            )
+            p99s = (statistics.median(p99_series) * 1e6 for p99_series in (closed.loaded, closed.rested))
             table.add_row(
                 str(page), str(piece), f"{closed.rate / 1e6:.0f}", *(f"{p99_us:.0f}" for p99_us in p99s),
                 f"{statistics.median(closed.slowed):.2f}", f"{flat / 1e6:.0f}",

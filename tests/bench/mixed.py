@@ -69,9 +69,7 @@ class Bench:
 
     def steady(self, rate: float, load_share: float) -> None:
         """Percentiles at a share of saturation."""
-        outcomes = self.run(
-            self.stream.arrivals(self.larder.url, (rate * load_share, 2 * self.seconds))
-        )
+        outcomes = self.run(self.stream.arrivals(self.larder.url, (rate * load_share, 2 * self.seconds)))
         name = f"{load_share:.0%}"
         for percent in (50, 99, 99.9):
             self.report.figures[f"{name}: p{percent} ms"] = _ms(outcomes.seconds, percent)
@@ -128,25 +126,15 @@ def _ms(seconds: NDArray[np.float64], percent: float) -> float:
 def _tell_overload(report: Report, overload_outcomes: list[Outcomes], seconds: float) -> None:
     """Figures of all rounds at 150 % together."""
     figures = report.figures
-    status = np.concatenate(
-        [outcomes.status[outcomes.due < seconds] for outcomes in overload_outcomes]
-    )
-    source = np.concatenate(
-        [outcomes.source[outcomes.due < seconds] for outcomes in overload_outcomes]
-    )
-    in_time = np.concatenate(
-        [outcomes.good(DEADLINE_S)[outcomes.due < seconds] for outcomes in overload_outcomes]
-    )
-    durations_s = np.concatenate(
-        [outcomes.seconds[outcomes.due < seconds] for outcomes in overload_outcomes]
-    )
+    status = np.concatenate([outcomes.status[outcomes.due < seconds] for outcomes in overload_outcomes])
+    source = np.concatenate([outcomes.source[outcomes.due < seconds] for outcomes in overload_outcomes])
+    in_time = np.concatenate([outcomes.good(DEADLINE_S)[outcomes.due < seconds] for outcomes in overload_outcomes])
+    durations_s = np.concatenate([outcomes.seconds[outcomes.due < seconds] for outcomes in overload_outcomes])
     figures["150%: requests"] = len(status)
     figures["150%: in time"] = round(float(in_time.mean()), 4)
     figures["150%: 503"] = int((status == 503).sum())
     figures["150%: other errors"] = int(((status != 200) & (status != 503) & (status > 0)).sum())
-    figures["150%: late or without an answer"] = int(((status == 200) & ~in_time).sum()) + int(
-        (status == 0).sum()
-    )
+    figures["150%: late or without an answer"] = int(((status == 200) & ~in_time).sum()) + int((status == 0).sum())
     figures["150%: left without inference"] = sum(
         int(outcomes.is_shed[outcomes.due < seconds].sum()) for outcomes in overload_outcomes
     )
@@ -168,9 +156,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
     stream = Stream(case)
     serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
     settings = {"LARDER_DEADLINE_MS": f"{DEADLINE_S * 1000}", "LARDER_L2_DEADLINE_MS": "75"}
-    settings["LARDER_HEAD_TIMEOUT_S"] = (
-        "60"  # most connections are opened ahead, and asked nothing for a while
-    )
+    settings["LARDER_HEAD_TIMEOUT_S"] = "60"  # most connections are opened ahead, and asked nothing for a while
     body = case.folder / "body.json"
     with program(serve, case.folder / "serving.log", environment(case.night, **settings)) as larder:
         body.write_bytes(body_of(larder, [path_of(user) for user in case.users[:100]]))

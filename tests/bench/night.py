@@ -66,9 +66,7 @@ def drawn_case(folder: Path) -> Case:
     ])  # fmt: skip
     owners = np.repeat(np.arange(users), np.diff(histories.indptr))
     train(
-        ReferenceData(
-            owners, histories.indices, [str(item_number) for item_number in range(items)]
-        ),
+        ReferenceData(owners, histories.indices, [str(item_number) for item_number in range(items)]),
         folder,
         dims=DIMS,
         shape=SpectralShape(),
@@ -129,18 +127,13 @@ class Night:
 def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:
     """(users, the run): the inputs that the night's own stages gave the kernel."""
     build = Build.of(night.config, {"generation": night.generation})
-    work = [
-        ShardWork.of(build, open_bundle(build), shard, Scorers())
-        for shard in range(night.config.shards)
-    ]
+    work = [ShardWork.of(build, open_bundle(build), shard, Scorers()) for shard in range(night.config.shards)]
     chunks = [
         shard_work.add_tower_outputs(chunk)
         for shard_work in work
         for chunk in read_users(shard_work, build.root / "scratch")
     ]
-    users = np.concatenate(
-        [encoded_chunk.outputs_by_model["user_tower"] for encoded_chunk in chunks]
-    )
+    users = np.concatenate([encoded_chunk.outputs_by_model["user_tower"] for encoded_chunk in chunks])
     lengths = np.concatenate([np.diff(encoded_chunk.seen_items.indptr) for encoded_chunk in chunks])
     seen_items = Histories(
         np.concatenate([[0], np.cumsum(lengths)]),
@@ -209,9 +202,7 @@ def main() -> None:
             report.ratios["end_to_end_vs_kernel_cpu"] = cpu_ratio(night.spent, users)
     if file is None:
         report.absent.append(f"vectors trained on real data: {NO_DATA}; these are drawn")
-    quick_reason = (
-        "fixed costs weigh more on so few users, and lists of drawn ones cost the kernel less"
-    )
+    quick_reason = "fixed costs weigh more on so few users, and lists of drawn ones cost the kernel less"
     report.promises["end_to_end_vs_kernel"] = Promise(0.7, quick=quick_reason)
     report.show(options)
 

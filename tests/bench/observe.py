@@ -60,9 +60,7 @@ def on_vs_off(case: Case, off: Mapping[str, str], options: Options) -> Ratio:
             for running_server in (on, without):
                 per_cpu_s(running_server, lookups, SETTLE)
             rounds = max(ROUNDS, options.rounds // PAIRS)
-            (ratio,) = alternate(
-                run(without), {"on": run(on)}, rounds=rounds, tolerance=TOLERANCE
-            ).values()
+            (ratio,) = alternate(run(without), {"on": run(on)}, rounds=rounds, tolerance=TOLERANCE).values()
             pair_ratios.append(ratio)
     return merge_ratios(pair_ratios)
 

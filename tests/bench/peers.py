@@ -105,20 +105,15 @@ def check_same(rows: dict[str, Row], feast: Program, larders: Sequence[Program])
             raise RuntimeError(f"the two services hold different records of {', '.join(wrong[:5])}")
 
 
-def measure(
-    report: Report, case: Case, rows: dict[str, Row], redis_url: str, options: Options
-) -> None:
+def measure(report: Report, case: Case, rows: dict[str, Row], redis_url: str, options: Options) -> None:
     """Servers on the first core; the sender and Redis on the last."""
     serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
     envs = {"l1": environment(case.night), "l2": environment(case.night, LARDER_L1_BYTES=_NO_L1)}
     with ExitStack() as stack:
         larder = {
-            tier: stack.enter_context(program(serve, case.folder / f"{tier}.log", env))
-            for tier, env in envs.items()
+            tier: stack.enter_context(program(serve, case.folder / f"{tier}.log", env)) for tier, env in envs.items()
         }
-        feast, version = stack.enter_context(
-            feast_side.served(case.folder / "feast", rows, redis_url)
-        )
+        feast, version = stack.enter_context(feast_side.served(case.folder / "feast", rows, redis_url))
         report.figures["feast"] = f"{version}, one worker"
         check_same(rows, feast, list(larder.values()))
         where = pin_programs(feast, *larder.values())
@@ -167,18 +162,14 @@ def best_name(batch: int, suffix: str) -> str:
     return f"vs_feast_best_batch{batch}" + (suffix or ("_l1" if batch == 1 else ""))
 
 
-def _larder_requests(
-    user_batches: list[list[str]], batch: int
-) -> dict[str, tuple[str, str, list[bytes]]]:
+def _larder_requests(user_batches: list[list[str]], batch: int) -> dict[str, tuple[str, str, list[bytes]]]:
     """By suffix of the ratio: what it is called, the tier it comes from, the requests."""
     path = f"/v1/lookup/{TABLE}"
     if batch == 1:
         gets = [request(f"{path}/{quote(user, safe='')}?k={K}") for (user,) in user_batches]
         return {"": ("L1", "l1", gets), "_l2": ("L2", "l2", gets)}
     texts = [request(path, json.dumps({"entities": ids, "k": K}).encode()) for ids in user_batches]
-    streams = [
-        request(path, write_arrow_ids(ids, {"k": str(K)}), ARROW_MEDIA_TYPE) for ids in user_batches
-    ]
+    streams = [request(path, write_arrow_ids(ids, {"k": str(K)}), ARROW_MEDIA_TYPE) for ids in user_batches]
     return {"": ("L2 binary", "l2", streams), "_json": ("L2 JSON", "l2", texts)}
 
 

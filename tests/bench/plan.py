@@ -74,10 +74,7 @@ FULL = (
     Case(200_000, 3_000, 50, 16, 8, 30, 1.0, (8, 32), has_log=True),
     Case(40_000, 20_000, 100, 256, 4, 60, 1.2, (2, 16)),
 )
-QUICK = tuple(
-    replace(case, users=case.users // 4, items=case.items // 2, dims=case.dims // 2)
-    for case in FULL
-)
+QUICK = tuple(replace(case, users=case.users // 4, items=case.items // 2, dims=case.dims // 2) for case in FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +109,7 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
     clicks = synthesize(WorldSettings(users=case.users, items=case.items))
     write_clicks(
         folder,
-        replace(
-            clicks, item_ids=tuple(item_id + "x" * case.id_bytes for item_id in clicks.item_ids)
-        ),
+        replace(clicks, item_ids=tuple(item_id + "x" * case.id_bytes for item_id in clicks.item_ids)),
     )
     train_reference(config, data_until=DATA_UNTIL)
     return config
@@ -209,11 +204,7 @@ def errors(
     """Shares by which each figure is off, and what was measured."""
     last_forecast, manifest, (grown, pages) = forecasts[-1], night.manifest, night.redis_bytes()
     mapped = sum(artefact.size_bytes for artefact in manifest.artefacts())
-    directories = sum(
-        part.file.size_bytes
-        for entity_set in manifest.entity_sets.values()
-        for part in entity_set.parts
-    )
+    directories = sum(part.file.size_bytes for entity_set in manifest.entity_sets.values() for part in entity_set.parts)
     root = night.config.store().local(generation_path(manifest.generation))
     disk = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     measured = {
@@ -230,8 +221,7 @@ def errors(
         for (name, measured_bytes), forecast_bytes in zip(measured.items(), foretold, strict=True)
     }
     forecast_times = [
-        NightTimes(night_forecast.timings.total, night_forecast.load).times_by_name()
-        for night_forecast in forecasts
+        NightTimes(night_forecast.timings.total, night_forecast.load).times_by_name() for night_forecast in forecasts
     ]
     measured_times = [real_night.times_by_name() for real_night in nights]
     for name in forecast_times[0]:

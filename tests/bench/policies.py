@@ -45,9 +45,7 @@ def demo(users: int, requests: int) -> Keys:
     numbers: dict[tuple[str, object], int] = {}
     key_numbers = [
         numbers.setdefault((question.table, question.id), len(numbers))
-        for request in islice(
-            RequestStream(make_synthetic_data(WorldSettings(users=users))), requests
-        )
+        for request in islice(RequestStream(make_synthetic_data(WorldSettings(users=users))), requests)
         if request.kind not in UNREAD
         for question in request.questions
     ]
@@ -69,9 +67,7 @@ def streams(quick: bool) -> Iterator[tuple[str, Keys]]:
 
 def by_judge(report: Report, name: str, keys: Keys) -> None:
     """One stream with every policy of libCacheSim."""
-    capacities = [
-        capacity for capacity in capacities_of(keys, KEY_SHARES) if capacity >= KEYS_LEAST
-    ]
+    capacities = [capacity for capacity in capacities_of(keys, KEY_SHARES) if capacity >= KEYS_LEAST]
     report.figures["judge"], hit_ratios_by_policy = judge(keys, capacities)
     report.figures[f"{name}: reads, keys, sizes"] = (
         f"{len(keys):,}, {int(keys.max()) + 1:,}, {' · '.join(f'{capacity:,}' for capacity in capacities)}"

@@ -114,9 +114,7 @@ def body_of(larder: Program, paths: list[str]) -> bytes:
     return sorted(answers, key=len)[len(answers) // 2]
 
 
-def _compare(
-    report: Report, options: Options, larder: Program, bare: Program, script: Path
-) -> None:
+def _compare(report: Report, options: Options, larder: Program, bare: Program, script: Path) -> None:
     duration_s = 2 if options.quick else 5
     loads: dict[str, list[Load]] = {"larder": [], "bare": []}
 
@@ -128,9 +126,7 @@ def _compare(
 
         return measure_rate
 
-    ratio = alternate(
-        run("bare", bare), {"l1": run("larder", larder)}, rounds=options.rounds, rounds_max=7
-    )["l1"]
+    ratio = alternate(run("bare", bare), {"l1": run("larder", larder)}, rounds=options.rounds, rounds_max=7)["l1"]
     for name, runs in loads.items():
         middle = sorted(runs, key=lambda load: load.busy)[len(runs) // 2]
         report.figures[f"{name}: share of its core used"] = round(middle.busy, 3)
@@ -167,9 +163,7 @@ def in_process(report: Report, case: Case, options: Options) -> None:
         runner.run(stack.aclose())
 
 
-async def _readers(
-    stack: AsyncExitStack, service: Service, case: Case, options: Options
-) -> tuple[Rate, Rate]:
+async def _readers(stack: AsyncExitStack, service: Service, case: Case, options: Options) -> tuple[Rate, Rate]:
     snapshot = service.capture_served().live
     table = snapshot.manifest.tables[TABLE]
     record_keys = [find_record_key(snapshot, table, user.encode()) for user in case.users]
@@ -230,9 +224,7 @@ def _models(service: Service, case: Case, options: Options) -> tuple[Rate, Calla
 
         async def caller() -> None:
             for lookup in waiting:
-                (answer,) = await service.ladder.lookup(
-                    service.capture_served(), lookup, time.monotonic()
-                )
+                (answer,) = await service.ladder.lookup(service.capture_served(), lookup, time.monotonic())
                 if answer["source"] != "live":
                     raise RuntimeError(f"not a live answer: {answer}")
 
@@ -243,9 +235,7 @@ def _models(service: Service, case: Case, options: Options) -> tuple[Rate, Calla
     def bare() -> float:
         snapshot = service.capture_served().live
         jobs = [
-            InferenceJob(
-                snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1
-            )
+            InferenceJob(snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1)
             for history in histories_of(count)
         ]
         started_at = time.perf_counter()

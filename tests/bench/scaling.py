@@ -66,9 +66,7 @@ LATER: dict[str, Callable[[NightConfig, BuildId], object]] = {
 
 def times(sizes: Sequence[tuple[int, int]], repeats: int) -> list[list[float]]:
     """Processor seconds of scoring (users, items), one list per size."""
-    largest_case = random_case(
-        max(users for users, _ in sizes), max(items for _, items in sizes), DIMS
-    )
+    largest_case = random_case(max(users for users, _ in sizes), max(items for _, items in sizes), DIMS)
     seconds_by_size: list[list[float]] = [[] for _ in sizes]
     scorers = [Scorer.of(largest_case.items[:items]) for _, items in sizes]
     for number in range(repeats + 1):
@@ -116,9 +114,7 @@ def run_step(folder: Path, step: str) -> None:
     elif step == "assemble":
         assemble.run(config, build)
     else:
-        with suppress(
-            Refused
-        ):  # drawn data may fail a gate: what the step took is told all the same
+        with suppress(Refused):  # drawn data may fail a gate: what the step took is told all the same
             LATER[step](config, build)
     if step == "begin":
         (folder / "build.json").write_text(json.dumps(build))
@@ -190,15 +186,11 @@ def memory(report: Report, folder: Path, options: Options) -> None:
         for number, case in enumerate(cases):
             case_folder = folder / f"{axis}-{number}"
             wide_night.write_case(case_folder, case)
-            foretold = step_bytes(
-                wide_night.shape_of(case_folder, wide_night.config_of(case_folder, ""))
-            )
+            foretold = step_bytes(wide_night.shape_of(case_folder, wide_night.config_of(case_folder, "")))
             for step in MORE_STEPS:
                 peak = in_process(case_folder, step)["peak"]
                 peaks[step].append(peak / MIB)
-                worst = max(
-                    worst, (peak / foretold[step], peak, foretold[step], f"{step} by {axis}")
-                )
+                worst = max(worst, (peak / foretold[step], peak, foretold[step], f"{step} by {axis}"))
                 rounds += 1
             shutil.rmtree(case_folder)
         grown = " / ".join(f"{getattr(case, axis):,}" for case in cases)
@@ -207,17 +199,13 @@ def memory(report: Report, folder: Path, options: Options) -> None:
             peaks_text = " / ".join(f"{value:.0f}" for value in step_peaks)
             report.figures[f"peak MiB, {step}, by {axis}"] = peaks_text
     report.figures["nearest to what is foretold"] = worst[3]
-    report.ratios["peak_over_foretold"] = Ratio(
-        worst[0], 1.0, rounds, worst[1] / MIB, worst[2] / MIB
-    )
+    report.ratios["peak_over_foretold"] = Ratio(worst[0], 1.0, rounds, worst[1] / MIB, worst[2] / MIB)
 
 
 def in_process(folder: Path, step: str) -> dict[str, float]:
     """What a step said of itself."""
     command = [sys.executable, "-m", "tests.bench.scaling", "--step", step, str(folder)]
-    completed_process = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False
-    )
+    completed_process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if completed_process.returncode:
         raise RuntimeError(f"{step}: {completed_process.stderr[-2000:]}")
     step_report: dict[str, float] = json.loads(completed_process.stdout.splitlines()[-1])

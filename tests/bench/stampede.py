@@ -87,9 +87,7 @@ async def stampede(service: Service, url: str, lookups: list[LookupRequest], wai
 def _inferred(service: Service) -> tuple[float, float]:
     (family,) = service.metrics.live_batch.collect()
     value_by_sample = {sample.name: sample.value for sample in family.samples}
-    return value_by_sample["larder_live_batch_size_sum"], value_by_sample[
-        "larder_live_batch_size_count"
-    ]
+    return value_by_sample["larder_live_batch_size_sum"], value_by_sample["larder_live_batch_size_count"]
 
 
 def _reads(url: str) -> int:
@@ -118,9 +116,7 @@ def replicas(case: Case, config: ServingConfig, count: int) -> Iterator[list[Con
     """So many processes with one service each."""
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(count)]
-    processes = [
-        context.Process(target=replica, args=(config, case.items, theirs)) for _, theirs in pipes
-    ]
+    processes = [context.Process(target=replica, args=(config, case.items, theirs)) for _, theirs in pipes]
     parent_ends = [parent_end for parent_end, _ in pipes]
     try:
         for process in processes:
@@ -148,10 +144,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
     for count, name in ((1, "loads_per_key"), (2, "two_replicas_loads_per_key")):
         with replicas(case, config, count) as pipes:
             scenes = {
-                keys: [
-                    _run_simultaneously(pipes, f"{name}-{keys}-{at}", keys, waiters)
-                    for at in range(rounds)
-                ]
+                keys: [_run_simultaneously(pipes, f"{name}-{keys}-{at}", keys, waiters) for at in range(rounds)]
                 for keys, waiters in SCENES[options.quick]
             }
         for keys, runs in scenes.items():
@@ -175,17 +168,13 @@ def _run_simultaneously(pipes: list[Connection], name: str, keys: int, waiters: 
 
 def _figures(report: Report, name: str, runs: list[list[Run]]) -> None:
     loads = [sum(run.loads for run in process_runs) for process_runs in runs]
-    middle = sorted(runs, key=lambda process_runs: max(run.seconds for run in process_runs))[
-        len(runs) // 2
-    ]
+    middle = sorted(runs, key=lambda process_runs: max(run.seconds for run in process_runs))[len(runs) // 2]
     report.figures[f"{name}: loads"] = f"{min(loads):,} to {max(loads):,}"
     report.figures[f"{name}: inferences' batches"] = sum(run.batches for run in middle)
     report.figures[f"{name}: overlay reads"] = max(run.reads for run in middle)
     report.figures[f"{name}: seconds"] = round(max(run.seconds for run in middle), 3)
     report.figures[f"{name}: processor seconds"] = round(sum(run.cpu_s for run in middle), 3)
-    report.figures[f"{name}: sources"] = ", ".join(
-        sorted({source for run in middle for source in run.sources})
-    )
+    report.figures[f"{name}: sources"] = ", ".join(sorted({source for run in middle for source in run.sources}))
 
 
 def peers(report: Report, url: str, options: Options) -> None:

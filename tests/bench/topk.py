@@ -44,9 +44,7 @@ def flat_run(case: Case) -> float:
             batch_rows = rows[start : start + BATCH]
             scores, top_ordinals = index.search(case.users[batch_rows], K + spares[bucket])
             exclusions = case.histories.select_rows(batch_rows)
-            owners = np.repeat(np.arange(len(batch_rows)), np.diff(exclusions.indptr)) * len(
-                case.items
-            )
+            owners = np.repeat(np.arange(len(batch_rows)), np.diff(exclusions.indptr)) * len(case.items)
             banned = np.sort(owners + exclusions.indices)
             candidate_keys = np.arange(len(batch_rows))[:, None] * len(case.items) + top_ordinals
             at = np.minimum(np.searchsorted(banned, candidate_keys), len(banned) - 1)
@@ -83,9 +81,7 @@ def recall_of_lists(exact: NDArray[np.float64], ordinals: NDArray[Any]) -> float
     good = 0
     for scores, list_ordinals in zip(exact, ordinals, strict=True):
         kth_score = np.partition(scores, -K)[-K]
-        good += int(
-            (scores[list_ordinals.astype(np.int64)] >= kth_score - 1e-5 * abs(kth_score)).sum()
-        )
+        good += int((scores[list_ordinals.astype(np.int64)] >= kth_score - 1e-5 * abs(kth_score)).sum())
     return good / (len(ordinals) * K)
 
 

@@ -96,9 +96,7 @@ def sizes(report: Report, options: Options) -> None:
             write(Path(folder_name) / "clicks.parquet", users)
             config = settings(Path(folder_name), redis.url)
             trained, training_gib = run(config, "train")
-            chosen_training = json.loads(
-                (Path(folder_name) / "bundle" / "bundle.json").read_bytes()
-            )["training"]
+            chosen_training = json.loads((Path(folder_name) / "bundle" / "bundle.json").read_bytes())["training"]
             night, night_gib = run(config, "night")
         report.figures[f"{users:,} users, train"] = f"{trained:.1f} s, {training_gib:.2f} GiB"
         report.figures[f"{users:,} users, night"] = f"{night:.1f} s, {night_gib:.2f} GiB"
@@ -129,9 +127,7 @@ def evaluate_ranking(
         top_items = np.argpartition(-scores, TOP, axis=1)[:, :TOP]
         order = np.argsort(-np.take_along_axis(scores, top_items, axis=1), axis=1, kind="stable")
         is_test_item = test[batch_users].toarray() > 0
-        hits = np.take_along_axis(
-            is_test_item, np.take_along_axis(top_items, order, axis=1), axis=1
-        )
+        hits = np.take_along_axis(is_test_item, np.take_along_axis(top_items, order, axis=1), axis=1)
         counts = is_test_item.sum(axis=1)
         recalls.append(hits.sum(axis=1) / counts)
         gains.append(hits @ discounts / ideal[np.minimum(counts, TOP) - 1])
@@ -148,9 +144,7 @@ def gowalla(report: Report, folder: Path) -> None:
     data = UserItemMatrix.of(build_matrix(*train_pairs, size))
     [(_, vectors)] = train_tables(data, [choice.shape], rng)
     report.figures["train_s"] = time.perf_counter() - started
-    recall, gain = evaluate_ranking(
-        build_matrix(*train_pairs, size), build_matrix(*test_pairs, size), *vectors
-    )
+    recall, gain = evaluate_ranking(build_matrix(*train_pairs, size), build_matrix(*test_pairs, size), *vectors)
     report.figures |= {
         "chosen": json.dumps(choice.row()),
         "recall_at_20": recall,

@@ -42,9 +42,7 @@ def test_ids_hash_to_these_numbers():
 
 
 def test_inputs_digest_to_these_bytes():
-    digest = input_digest(
-        "model", [b"a", b"b"], {"age": 7, "x": (1.0, -0.0), "s": "t", "f": 0.5, "b": True}
-    )
+    digest = input_digest("model", [b"a", b"b"], {"age": 7, "x": (1.0, -0.0), "s": "t", "f": 0.5, "b": True})
     assert digest.hex() == "1334def18fdcf52a3e36a04eecd5e6dc"
 
 
@@ -82,9 +80,7 @@ def test_an_int8_vector_record_written_live():
 
 
 def test_a_value_record_and_its_overlay():
-    record = encode_numbers(
-        Layout("value", 2, "f4"), FINGERPRINTS, np.array([[1.0, 0.25]], np.float32), 1
-    )[0].tobytes()
+    record = encode_numbers(Layout("value", 2, "f4"), FINGERPRINTS, np.array([[1.0, 0.25]], np.float32), 1)[0].tobytes()
     assert record.hex() == "887766554433221101000000020010000000803f0000803e"
     assert pack_overlay(record, b"\x01" * 16) == record + b"\x01" * 16
 

@@ -9,9 +9,7 @@ from tests import defects as of_lives
 from tests.simulation import defects as of_simulations
 
 DEFECTS_FILE = Path(__file__).with_name("defects.txt")
-PLANTED = {
-    f"{module.__name__}: {name}" for module in (of_lives, of_simulations) for name in module.DEFECTS
-}
+PLANTED = {f"{module.__name__}: {name}" for module in (of_lives, of_simulations) for name in module.DEFECTS}
 
 
 class Frozen(NamedTuple):
@@ -24,10 +22,7 @@ class Frozen(NamedTuple):
 def frozen_defects(text: str) -> list[Frozen]:
     """Lines of the list that are no comments."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return [
-        Frozen(name.strip(), successor.strip())
-        for name, _, successor in (line.partition("->") for line in lines)
-    ]
+    return [Frozen(name.strip(), successor.strip()) for name, _, successor in (line.partition("->") for line in lines)]
 
 
 def lost_defects(frozen: list[Frozen], planted: set[str]) -> list[str]:
@@ -52,7 +47,5 @@ def test_a_new_defect_stands_in_the_list() -> None:
     ("line", "expected_defects"),
     [("a: gone", ["a: gone"]), ("a: gone -> b: here", []), ("b: here", [])],
 )
-def test_a_lost_defect_is_reported_unless_it_has_a_successor(
-    line: str, expected_defects: list[str]
-) -> None:
+def test_a_lost_defect_is_reported_unless_it_has_a_successor(line: str, expected_defects: list[str]) -> None:
     assert lost_defects(frozen_defects(f"# text\n{line}\n"), {"b: here"}) == expected_defects

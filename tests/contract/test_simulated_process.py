@@ -167,9 +167,7 @@ def test_bytes_arrive_in_order_and_end_with_the_connection() -> None:
     wires.loop, wires.torn = loop, 0.5
     wires.listening[7] = Echo, context_of(None)
     try:
-        assert (
-            loop.run_until_complete(talk(7)) == asyncio.run(talk_over_sockets()) == b"".join(chunks)
-        )
+        assert loop.run_until_complete(talk(7)) == asyncio.run(talk_over_sockets()) == b"".join(chunks)
     finally:
         loop.close()
 

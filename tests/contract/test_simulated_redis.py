@@ -48,9 +48,7 @@ class Simulated:
 
 @contextmanager
 def real(url: str) -> Iterator[redis.Redis]:
-    with redis.Redis(
-        host=urlsplit(url).hostname or "", port=urlsplit(url).port or 0, protocol=2
-    ) as client:
+    with redis.Redis(host=urlsplit(url).hostname or "", port=urlsplit(url).port or 0, protocol=2) as client:
         yield client
 
 
@@ -140,6 +138,6 @@ def test_who_listens_hears_what_is_announced(keyspace: Keyspace) -> None:
     listener.connection_made(listener_transport)
     listener.data_received(packed([b"SUBSCRIBE", keyspace.channel.encode()]))
     simulated.send_command(packed([b"PUBLISH", keyspace.channel.encode(), b"next"]))
-    assert listener_transport.written.endswith(
-        b"$4\r\nnext\r\n"
-    ) and listener_transport.written.startswith(b"*3\r\n$9\r\nsubscribe")
+    assert listener_transport.written.endswith(b"$4\r\nnext\r\n") and listener_transport.written.startswith(
+        b"*3\r\n$9\r\nsubscribe"
+    )

@@ -48,8 +48,7 @@ def described(bag: DagBag) -> dict[str, Any]:
                     "all_upstream": sorted(task.get_flat_relative_ids(upstream=True)),
                     "retries": task.retries,
                     "retry_delay_s": task.retry_delay.total_seconds(),
-                    "retry_delay_max_s": task.max_retry_delay
-                    and task.max_retry_delay.total_seconds(),
+                    "retry_delay_max_s": task.max_retry_delay and task.max_retry_delay.total_seconds(),
                     "back_off": task.retry_exponential_backoff,
                     "final": final(task),
                     "timeout_s": task.execution_timeout and task.execution_timeout.total_seconds(),
@@ -72,9 +71,7 @@ def final(task: Any) -> list[str]:
     policy = task.retry_policy
     kinds = LarderError.__subclasses__()
     return sorted(
-        kind.__name__
-        for kind in kinds
-        if policy and policy.evaluate(kind("x"), 1, 5).action is RetryAction.FAIL
+        kind.__name__ for kind in kinds if policy and policy.evaluate(kind("x"), 1, 5).action is RetryAction.FAIL
     )
 
 

@@ -49,9 +49,7 @@ metric = "cosine"
 """
 
 
-def write_interactions(
-    path: Path, seed: int, *, users: int = USERS, items: int = ITEMS, more: int = 0
-) -> None:
+def write_interactions(path: Path, seed: int, *, users: int = USERS, items: int = ITEMS, more: int = 0) -> None:
     """Write users of two tastes, each with some items of the half of the catalogue they like.
 
     `more` adds so many clicks, always the same first ones: what a day adds.
@@ -116,9 +114,7 @@ class AirflowDeployment:
         )
         items = [f"item-{number}" for number in range(ITEMS)]
         with ExitStack() as stack:
-            service = stack.enter_context(
-                ServiceProcess(self.folder / "service.log", service_environ)
-            )
+            service = stack.enter_context(ServiceProcess(self.folder / "service.log", service_environ))
             watch = Watch(service.url, self.users, items, seed=0)
             self.expect(watch, self.config, self.live.generation)
             yield stack.enter_context(watch)

@@ -53,9 +53,7 @@ def main(folder: str) -> None:
     for dag in DagBag(dag_folder=folder).dags.values():
         dag_json = json.dumps(DagSerialization.to_dict(dag))
         tasks = DagSerialization.from_dict(json.loads(dag_json)).tasks
-        tasks_by_dag[dag.dag_id] = {
-            task.task_id: {"queue": task.queue, "pod": pod_of(task)} for task in tasks
-        }
+        tasks_by_dag[dag.dag_id] = {task.task_id: {"queue": task.queue, "pod": pod_of(task)} for task in tasks}
     print(json.dumps(tasks_by_dag))
 
 

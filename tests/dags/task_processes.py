@@ -37,12 +37,8 @@ def task_processes(session: int) -> list[TaskProcesses]:
         ["ps", "-wwAo", "pid=,ppid=,sess=,args="], check=True, capture_output=True, text=True
     )
     rows = [line.split(maxsplit=3) for line in completed_process.stdout.splitlines()]
-    session_processes = [
-        (int(row[0]), int(row[1]), row[3]) for row in rows if row[2] == str(session)
-    ]
-    children = {
-        parent: pid for pid, parent, name in session_processes if name.startswith("airflow worker")
-    }
+    session_processes = [(int(row[0]), int(row[1]), row[3]) for row in rows if row[2] == str(session)]
+    children = {parent: pid for pid, parent, name in session_processes if name.startswith("airflow worker")}
     return [
         TaskProcesses(name.removeprefix(WORKER), pid, children[pid])
         for pid, _, name in session_processes

@@ -45,17 +45,11 @@ def test_a_night_hands_its_generation_to_the_canary(tmp_path: Path, own_redis: R
         run_id = deployment.airflow.trigger("nightly_precompute", {})
         deployment.airflow.wait("nightly_precompute", run_id, RUN_S)
 
-        tasks = {
-            task.task_id: task
-            for task in deployment.airflow.report("nightly_precompute", run_id).tasks
-        }
+        tasks = {task.task_id: task for task in deployment.airflow.report("nightly_precompute", run_id).tasks}
         assert (tasks["try_as_canary"].state, tasks["publish"].state) == ("success", "skipped")
         with pytest.raises(AirflowFailed, match="canary answered 0 requests"):
             deployment.airflow.wait("canary", run_id, RUN_S)
-        assert (
-            deployment.live.generation == live_before.generation
-            and deployment.live.canary is not None
-        )
+        assert deployment.live.generation == live_before.generation and deployment.live.canary is not None
 
 
 @pytest.mark.slow
@@ -73,8 +67,6 @@ def test_a_canary_without_answers_is_left_running_for_a_person_to_decide(
     tasks = {task.task_id: task for task in deployment.airflow.report("canary", run_id).tasks}
     assert (tasks["start"].state, tasks["wait"].state) == ("success", "success")
     assert tasks["conclude"].state == "failed"
-    assert (
-        deployment.live.generation == live_before.generation and deployment.live.canary is not None
-    )
+    assert deployment.live.generation == live_before.generation and deployment.live.canary is not None
     assert deployment.live.canary.generation == tried
     assert deployment.control.rows()[tried].state is GenerationState.VERIFIED

@@ -67,9 +67,7 @@ class Running:
 
     def says(self, text: str, timeout_s: float) -> None:
         """Wait until it has printed `text`."""
-        is_within_timeout = poll_until(
-            lambda: self.process.poll() is not None or text in self.output, timeout_s
-        )
+        is_within_timeout = poll_until(lambda: self.process.poll() is not None or text in self.output, timeout_s)
         assert is_within_timeout and text in self.output, self.output
 
     @property
@@ -80,8 +78,7 @@ class Running:
     def worker_log(self, queue: str) -> str:
         """What all workers of a queue have said."""
         return "".join(
-            log_file.read_text()
-            for log_file in (self.state / "airflow/processes").glob(f"worker-{queue}-*.log")
+            log_file.read_text() for log_file in (self.state / "airflow/processes").glob(f"worker-{queue}-*.log")
         )
 
     def session(self, queue: str) -> int:
@@ -207,9 +204,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
         (signal.SIGKILL, "until Ctrl-C"),
     ],
 )
-def test_a_stop_leaves_nothing_running(
-    tmp_path: Path, own_redis: RedisServer, how: signal.Signals, after: str
-) -> None:
+def test_a_stop_leaves_nothing_running(tmp_path: Path, own_redis: RedisServer, how: signal.Signals, after: str) -> None:
     configured(tmp_path, own_redis.url)
     with celery(tmp_path, own_redis.url) as running:
         running.says(after, START_S)
@@ -235,6 +230,4 @@ def test_a_stop_leaves_nothing_running(
             database = running.database
             running.process.send_signal(signal.SIGTERM)
             running.process.wait(STOP_S)
-            assert poll_until(lambda: running.is_gone(database), STOP_S), marked(
-                running.process_marker
-            )
+            assert poll_until(lambda: running.is_gone(database), STOP_S), marked(running.process_marker)

@@ -60,8 +60,7 @@ def disturbed_run(
         if time.monotonic() - looked_at > 0.3:
             report, looked_at = deployment.airflow.report(NIGHT, run_id), time.monotonic()
             names = {
-                task_report.instance_id: (task_report.task_id, task_report.map_index)
-                for task_report in report.tasks
+                task_report.instance_id: (task_report.task_id, task_report.map_index) for task_report in report.tasks
             }
             if report.state in ("success", "failed"):
                 break
@@ -70,9 +69,7 @@ def disturbed_run(
             if task not in pending_deaths:
                 continue
             how, after_s = pending_deaths[task]
-            if time.monotonic() >= due.setdefault(
-                running_task.instance_id, time.monotonic() + after_s
-            ):
+            if time.monotonic() >= due.setdefault(running_task.instance_id, time.monotonic() + after_s):
                 print(f"{task} killed by {how} after {after_s:.3f} s", flush=True)
                 del pending_deaths[task]
                 running_task.kill(how)
@@ -88,9 +85,7 @@ def differences(deployment: AirflowDeployment) -> list[str]:
     """What is not as in the twin, once nothing is left to retire but what the service still holds."""
     for config in (deployment.config, deployment.twin):
         retire.run(config)
-    return read_namespace_state(deployment.config).differences(
-        read_namespace_state(deployment.twin)
-    )
+    return read_namespace_state(deployment.config).differences(read_namespace_state(deployment.twin))
 
 
 @pytest.mark.storm
@@ -106,10 +101,7 @@ def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
     with airflow_over(tmp_path, own_redis, config=config, settings=NOTICED) as deployment:
         # given: one night that nobody disturbed, in two places, and callers of the first
         first = deployment.first_night()
-        lasted = {
-            (task_report.task_id, task_report.map_index): task_report.duration_s
-            for task_report in first.tasks
-        }
+        lasted = {(task_report.task_id, task_report.map_index): task_report.duration_s for task_report in first.tasks}
         run(partial(night, deployment.twin, deployment.live.generation[:16], "twin"))
         with deployment.watched() as watch:
             for night_number in range(KILLS):
@@ -118,9 +110,7 @@ def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
                 # when: tasks of the next one are killed at random moments of the time that they take
                 data_until = current_cut()
                 write_interactions(source, seed=7, more=20 * (night_number + 1))
-                undisturbed = run(
-                    partial(night, deployment.twin, data_until, f"twin-{night_number}")
-                )
+                undisturbed = run(partial(night, deployment.twin, data_until, f"twin-{night_number}"))
                 assert undisturbed is not None
                 generation = undisturbed.result["generation"]
                 deployment.expect(watch, deployment.twin, generation)
@@ -129,18 +119,13 @@ def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
                     *moments.sample(other_tasks, PER_RUN - len(ALWAYS)),
                     *((task_id, -1) for task_id in ALWAYS),
                 ]
-                deaths = {
-                    task: (moments.choice(HOWS), moments.uniform(0.0, lasted[task]))
-                    for task in killed_tasks
-                }
+                deaths = {task: (moments.choice(HOWS), moments.uniform(0.0, lasted[task])) for task in killed_tasks}
                 disturbed_run(deployment, data_until, deaths, killed)
 
                 # then: it is published and whole, and nothing distinguishes it from its twin
                 watch.beat()
                 assert deployment.live.generation == generation
-                assert poll_until(lambda: not differences(deployment), 15.0), differences(
-                    deployment
-                )
+                assert poll_until(lambda: not differences(deployment), 15.0), differences(deployment)
                 watch.check_order([*moves(deployment.config), assert_whole(deployment.config)])
     print(f"killed {dict(killed)}, answers {watch.answers}, {dict(watch.sources)}")
     assert killed.total() >= KILLS

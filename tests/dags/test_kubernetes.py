@@ -20,11 +20,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     shutil.copy(ROOT / "infra/kubernetes/airflow_local_settings.py", home / "config")
     script = Path(__file__).with_name("pods.py")
     tasks_by_dag = json.loads(in_airflow(home, str(script), str(ROOT / "dags")).splitlines()[-1])
-    return {
-        (dag, name): task
-        for dag, dag_tasks in tasks_by_dag.items()
-        for name, task in dag_tasks.items()
-    }
+    return {(dag, name): task for dag, dag_tasks in tasks_by_dag.items() for name, task in dag_tasks.items()}
 
 
 def test_what_scores_gets_a_gpu_and_nothing_else_does(tasks: Any) -> None:

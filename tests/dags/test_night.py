@@ -76,9 +76,7 @@ def test_a_second_night_is_rolled_back_and_a_refused_one_changes_nothing(
     run_id = deployment.airflow.trigger("nightly_precompute", {"data_until": current_cut()})
     with pytest.raises(AirflowFailed, match="index_recall"):
         deployment.airflow.wait("nightly_precompute", run_id, RUN_S)
-    tasks = {
-        task.task_id: task for task in deployment.airflow.report("nightly_precompute", run_id).tasks
-    }
+    tasks = {task.task_id: task for task in deployment.airflow.report("nightly_precompute", run_id).tasks}
     assert (tasks["verify"].state, tasks["verify"].try_number) == ("failed", 1)
     assert tasks["publish"].state == "upstream_failed"
     assert deployment.live.generation == first.generation

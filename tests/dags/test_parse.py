@@ -50,9 +50,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The DAGs folder as Airflow sees it."""
     describe = Path(__file__).with_name("describe.py")
     home = tmp_path_factory.mktemp("airflow")
-    path, with_events, by_canary = (
-        home / f"{name}.toml" for name in ("larder", "events", "canary")
-    )
+    path, with_events, by_canary = (home / f"{name}.toml" for name in ("larder", "events", "canary"))
     path.write_text(CONFIG)
     with_events.write_text("[events]\nenabled = true\n")
     by_canary.write_text('[dag]\npublish = "canary"\nload_timeout_s = 7200.0\n')

@@ -39,9 +39,7 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
             assert (tasks["verify"].state, tasks["verify"].try_number) == ("failed", 1)
             assert tasks["publish"].state == "upstream_failed"
             verify_log = deployment.airflow.task_log(red, "verify")
-            assert "coverage_of_live" in verify_log and "the threshold 0.8" in verify_log, (
-                verify_log
-            )
+            assert "coverage_of_live" in verify_log and "the threshold 0.8" in verify_log, verify_log
             assert f"larder override {refused(verify_log)}" in verify_log, verify_log
 
             # and: callers had the old generation all the time
@@ -68,6 +66,4 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
 
 def refused(task_log: str) -> str:
     """The generation that a refusal is about."""
-    return next(
-        log_word for log_word in task_log.split() if log_word[8:9] == "T" and log_word[16:17] == "-"
-    )
+    return next(log_word for log_word in task_log.split() if log_word[8:9] == "T" and log_word[16:17] == "-")

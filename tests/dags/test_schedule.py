@@ -22,9 +22,7 @@ def ticks(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     script = Path(__file__).with_name("ticks.py")
     question = [[cron, zone, *span] for cron, zone, span in CASES]
     home = tmp_path_factory.mktemp("airflow")
-    airflow_ticks: list[list[float]] = json.loads(
-        in_airflow(home, str(script), json.dumps(question)).splitlines()[-1]
-    )
+    airflow_ticks: list[list[float]] = json.loads(in_airflow(home, str(script), json.dumps(question)).splitlines()[-1])
     return airflow_ticks
 
 

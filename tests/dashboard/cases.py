@@ -99,9 +99,7 @@ def one_of_many() -> Dashboard:
     """Forty replicas, one of which lags behind and fails."""
     data = copy.deepcopy(well(bins=120))
     first: Any = data["replicas"][0]  # type: ignore[index]
-    other_replicas = [
-        {**first, "replica": f"serve-{index:02}", "seen_s": index / 10} for index in range(39)
-    ]
+    other_replicas = [{**first, "replica": f"serve-{index:02}", "seen_s": index / 10} for index in range(39)]
     odd = {**first, "replica": "serve-behind", "generation": "20261121T000000Z-9aa01b77c0de", "ready": False,
            "failed": "checksum of page 7 of user_topk differs", "seen_s": 4.0}  # fmt: skip
     verdict = {"level": "warn", "sentence": "One of 40 replicas answers from another generation.",

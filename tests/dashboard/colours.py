@@ -19,9 +19,9 @@ VISIONS: dict[str, Rgb] = {
         [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
     ),
 }  # fmt: skip
-_TO_XYZ = np.array(
-    [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-) / np.array([[0.9505], [1.0], [1.089]])
+_TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) / np.array(
+    [[0.9505], [1.0], [1.089]]
+)
 
 
 def linear(colour: str) -> Rgb:
@@ -42,7 +42,5 @@ def contrast(left_colour: str, right: str) -> float:
 
 
 def _lab(colour: str, vision: str) -> Rgb:
-    x, y, z = np.cbrt(
-        np.clip(_TO_XYZ @ np.clip(VISIONS[vision] @ linear(colour), 0, 1), 1e-9, None)
-    )
+    x, y, z = np.cbrt(np.clip(_TO_XYZ @ np.clip(VISIONS[vision] @ linear(colour), 0, 1), 1e-9, None))
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])

@@ -31,11 +31,7 @@ def _faults(value: object, kind: Any, location: str) -> list[str]:
         needed = sorted(kind.__required_keys__)
         absent = [f"{location}.{name}: missing" for name in needed if name not in value]
         present = [(name, hint) for name, hint in hints.items() if name in value]
-        return absent + [
-            fault
-            for name, hint in present
-            for fault in _faults(value[name], hint, f"{location}.{name}")
-        ]
+        return absent + [fault for name, hint in present for fault in _faults(value[name], hint, f"{location}.{name}")]
     if origin is list and isinstance(value, list):
         return [e for i, v in enumerate(value) for e in _faults(v, parts[0], f"{location}[{i}]")]
     if origin is dict and isinstance(value, dict):
@@ -46,9 +42,7 @@ def _faults(value: object, kind: Any, location: str) -> list[str]:
 
 def _of_any(value: object, kinds: tuple[Any, ...], location: str) -> list[str]:
     """The faults under the kind that fits best; null fits wherever it may stand."""
-    tried = [
-        _faults(value, kind, location) for kind in kinds if kind is not NoneType or value is None
-    ]
+    tried = [_faults(value, kind, location) for kind in kinds if kind is not NoneType or value is None]
     # Of an object the deepest complaint tells most: the kind itself fitted.
     return min(
         tried,

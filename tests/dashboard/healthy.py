@@ -128,9 +128,7 @@ def _arm(
     }  # fmt: skip
 
 
-def _stratum(
-    table: str, source: str, producer: str, band: str, samples: int, exact: float, overlap: float
-) -> Any:
+def _stratum(table: str, source: str, producer: str, band: str, samples: int, exact: float, overlap: float) -> Any:
     half = 2 * math.sqrt(exact * (1 - exact) / samples)
     return {
         "table": table, "source": source, "producer": producer, "band": band, "samples": samples,
@@ -170,10 +168,7 @@ def _series(now_s: float, bins: int, draw: random.Random) -> Any:
         "render": 0.3,
         "inference": 1.1,
     }
-    stages = {
-        name: [mean_spent * abs(draw.gauss(1, 0.08)) for _ in at]
-        for name, mean_spent in spent.items()
-    }
+    stages = {name: [mean_spent * abs(draw.gauss(1, 0.08)) for _ in at] for name, mean_spent in spent.items()}
     misses = {
         reason: [max(0, round(draw.gauss(per, per / 6))) for _ in at]
         for reason, per in (("not_in_generation", 840), ("cold_start", 250), ("input_changed", 190), ("fresh", 60))
@@ -195,9 +190,7 @@ def _replica(name: str, generation: str, now_s: float) -> Any:
     }  # fmt: skip
 
 
-def _generation(
-    name: str, state: str, role: str | None, published: float, draw: random.Random
-) -> Any:
+def _generation(name: str, state: str, role: str | None, published: float, draw: random.Random) -> Any:
     return {
         "generation": name, "state": state, "epoch": int(published * 1000), "role": role, "published_at": published,
         "data_until": published - 2 * 3600, "bytes": draw.randrange(600_000_000, 640_000_000), "records": 1_019_858,

@@ -7,9 +7,7 @@ LEVEL = "document.getElementById('verdict').dataset.level"
 AGE = "document.getElementById('age').textContent"
 IS_STALE = "document.documentElement.classList.contains('is-stale')"
 
-OPEN_ALL = (
-    "document.querySelectorAll('details:not([hidden])').forEach((each) => (each.open = true))"
-)
+OPEN_ALL = "document.querySelectorAll('details:not([hidden])').forEach((each) => (each.open = true))"
 
 # Every second of the page passes in a twentieth of one.
 FAST = """(() => {

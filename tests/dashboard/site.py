@@ -33,9 +33,7 @@ class Site:
         self._server = uvicorn.Server(
             uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
         )
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()

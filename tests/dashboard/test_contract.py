@@ -26,9 +26,7 @@ def test_what_the_page_is_tested_with_keeps_to_the_contract(name: str) -> None:
         (("quality", "by", 0, "exact", "rate"), float("nan"), ".quality.by[0].exact.rate"),
     ],
 )
-def test_a_fault_is_reported_with_its_key_path(
-    key_path: tuple[Any, ...], value: object, fault: str
-) -> None:
+def test_a_fault_is_reported_with_its_key_path(key_path: tuple[Any, ...], value: object, fault: str) -> None:
     data: Any = well()
     part = data
     for step in key_path[:-1]:

@@ -57,9 +57,7 @@ def test_no_file_names_another_host_or_makes_markup_of_text(file: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_every_route_is_drawn_and_nothing_is_asked_of_others(
-    browser: Browser, url: str, width: int
-) -> None:
+def test_every_route_is_drawn_and_nothing_is_asked_of_others(browser: Browser, url: str, width: int) -> None:
     document: Any = httpx.get(f"{url}/openapi.json").json()
     expected = [
         f"{method}-{path}" for path, item in document["paths"].items() for method in METHODS
@@ -79,9 +77,7 @@ def test_every_route_is_drawn_and_nothing_is_asked_of_others(
     assert browser.run(probe.FAINT) == []
     assert browser.run("document.documentElement.scrollWidth") == width
     assert [
-        requested_url
-        for requested_url in browser.requested_urls()
-        if not requested_url.startswith(f"{url}/")
+        requested_url for requested_url in browser.requested_urls() if not requested_url.startswith(f"{url}/")
     ] == []
     assert browser.complaints() == []
 

@@ -77,9 +77,7 @@ async def test_head_tells_the_length_without_the_body(http: httpx.AsyncClient) -
         ("DELETE", "/dashboard/main.js", 405),
     ],
 )
-async def test_nothing_else_is_there(
-    http: httpx.AsyncClient, method: str, path: str, status: int
-) -> None:
+async def test_nothing_else_is_there(http: httpx.AsyncClient, method: str, path: str, status: int) -> None:
     assert (await http.request(method, path)).status_code == status
 
 
@@ -119,10 +117,6 @@ def test_an_installation_has_every_file(monkeypatch: pytest.MonkeyPatch) -> None
 
     files = {package: set(names) for package, _, _, names in build.data_files}
 
-    assert files["serving.dashboard"] == {
-        f"page/{page_file.name}" for page_file in FOLDER.iterdir()
-    }
+    assert files["serving.dashboard"] == {f"page/{page_file.name}" for page_file in FOLDER.iterdir()}
     docs_page = ROOT / "serving/http/docs_page"
-    assert files["serving.http"] == {
-        f"docs_page/{docs_page_file.name}" for docs_page_file in docs_page.iterdir()
-    }
+    assert files["serving.http"] == {f"docs_page/{docs_page_file.name}" for docs_page_file in docs_page.iterdir()}

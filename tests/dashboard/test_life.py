@@ -79,9 +79,7 @@ def test_it_polls_less_often_while_requests_fail(browser: Browser, site: Site) -
     ],
     ids=["paused", "hidden"],
 )
-def test_a_paused_or_hidden_page_sends_no_requests(
-    fast: Browser, site: Site, leave: str, come_back: str
-) -> None:
+def test_a_paused_or_hidden_page_sends_no_requests(fast: Browser, site: Site, leave: str, come_back: str) -> None:
     open_page(fast, site)
     fast.run(leave)
     request_count = site.request_count
@@ -94,9 +92,7 @@ def test_a_paused_or_hidden_page_sends_no_requests(
     assert site.request_count > request_count
 
 
-def test_a_token_without_the_scope_gets_a_message_that_says_so(
-    browser: Browser, site: Site
-) -> None:
+def test_a_token_without_the_scope_gets_a_message_that_says_so(browser: Browser, site: Site) -> None:
     site.token = "s3cret"
     browser.open(site.url)
     browser.wait_until("document.activeElement.id === 'token'")
@@ -111,9 +107,7 @@ def test_a_token_without_the_scope_gets_a_message_that_says_so(
 
 
 @pytest.mark.parametrize("token", ["s3cret", "gehéim✓"])
-def test_a_token_is_asked_for_kept_in_the_tab_and_sent_as_a_header(
-    browser: Browser, site: Site, token: str
-) -> None:
+def test_a_token_is_asked_for_kept_in_the_tab_and_sent_as_a_header(browser: Browser, site: Site, token: str) -> None:
     site.token = token
     browser.open(site.url)
     browser.wait_until("document.activeElement.id === 'token'")
@@ -131,8 +125,7 @@ def test_a_token_is_asked_for_kept_in_the_tab_and_sent_as_a_header(
     assert browser.run("document.getElementById('ask').checkVisibility()") is False
     assert browser.run("[localStorage.length, document.cookie]") == [0, ""]
     assert all(
-        token not in requested_url and "wrong" not in requested_url
-        for requested_url in browser.requested_urls()
+        token not in requested_url and "wrong" not in requested_url for requested_url in browser.requested_urls()
     )
     open_page(browser, site)  # a reload does not ask again
     assert browser.complaints() == []

@@ -15,20 +15,13 @@ from tests.dashboard.site import Site, open_page
 from tests.polling import poll_until
 
 LAPTOP, PHONE = 1280, 390
-APPEARANCES = [
-    ("well", width, scheme) for width in (LAPTOP, PHONE) for scheme in ("light", "dark")
-] + [
-    (name, *appearance)
-    for name in CASES
-    if name != "well"
-    for appearance in ((LAPTOP, "dark"), (PHONE, "light"))
+APPEARANCES = [("well", width, scheme) for width in (LAPTOP, PHONE) for scheme in ("light", "dark")] + [
+    (name, *appearance) for name in CASES if name != "well" for appearance in ((LAPTOP, "dark"), (PHONE, "light"))
 ]
 
 
 @pytest.mark.parametrize(("name", "width", "scheme"), APPEARANCES)
-def test_every_case_is_drawn_whole(
-    browser: Browser, site: Site, name: str, width: int, scheme: str
-) -> None:
+def test_every_case_is_drawn_whole(browser: Browser, site: Site, name: str, width: int, scheme: str) -> None:
     site.data = CASES[name]()
     browser.window(width, scheme=scheme)
 
@@ -84,12 +77,7 @@ def test_no_figure_breaks_its_unit_off(browser: Browser, site: Site, width: int)
     browser.window(width)
     open_page(browser, site)
 
-    assert (
-        browser.run("document.querySelector('#figures').textContent").count(
-            "14\u00a0min\u00a016\u00a0s"
-        )
-        == 1
-    )
+    assert browser.run("document.querySelector('#figures').textContent").count("14\u00a0min\u00a016\u00a0s") == 1
     broken = """[...document.querySelectorAll('#figures .big')].filter((each) => {
       const range = document.createRange();
       range.selectNodeContents(each);
@@ -99,9 +87,7 @@ def test_no_figure_breaks_its_unit_off(browser: Browser, site: Site, width: int)
     assert browser.run(broken) == []
 
 
-def test_a_reason_that_ends_with_a_full_stop_is_followed_by_none(
-    browser: Browser, site: Site
-) -> None:
+def test_a_reason_that_ends_with_a_full_stop_is_followed_by_none(browser: Browser, site: Site) -> None:
     data = CASES["without_redis"]()
     data["trouble"] = "Error 111 connecting to localhost:6379. Connection refused."
     site.data = data
@@ -125,9 +111,7 @@ def test_an_old_table_of_generations_says_its_age(browser: Browser, site: Site) 
     assert "As of 5 min 12 s ago." in browser.run(text)
 
 
-def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(
-    fast: Browser, site: Site
-) -> None:
+def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(fast: Browser, site: Site) -> None:
     parts = "['#events', 'nav a[href=\"#events\"]'].map((each) => document.querySelector(each).checkVisibility())"
     site.data = well() | {"events": None}
     open_page(fast, site)
@@ -229,9 +213,7 @@ def test_the_keyboard_reaches_everything_in_order(browser: Browser, site: Site) 
     assert all(focus_state["isSeen"] and focus_state["outline"] >= 2 for focus_state in visited)
 
 
-def test_the_skip_link_leads_to_the_numbers_and_enter_opens_a_table(
-    browser: Browser, site: Site
-) -> None:
+def test_the_skip_link_leads_to_the_numbers_and_enter_opens_a_table(browser: Browser, site: Site) -> None:
     open_page(browser, site)
 
     browser.press("Tab")
@@ -253,9 +235,7 @@ def test_times_are_of_the_viewers_zone_and_tell_utc(browser: Browser, site: Site
     )
 
     # 5:45 ahead of UTC.
-    assert any(
-        "07:45" in text and title == "2026-11-22 02:00:00 UTC" for text, title in shown_times
-    )
+    assert any("07:45" in text and title == "2026-11-22 02:00:00 UTC" for text, title in shown_times)
     assert "Asia/" in browser.run("document.getElementById('zone').textContent")
 
 
@@ -267,9 +247,7 @@ TONES = {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tones_are_distinguishable_under_every_vision(
-    browser: Browser, site: Site, scheme: str
-) -> None:
+def test_tones_are_distinguishable_under_every_vision(browser: Browser, site: Site, scheme: str) -> None:
     browser.window(LAPTOP, scheme=scheme)
     open_page(browser, site)
 

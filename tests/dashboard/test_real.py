@@ -44,9 +44,9 @@ def urls(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[l
         asyncio.run(replay_streams(service_urls, night, judge))
         assert judge.violations == []
         differences_by_look: list[list[Any]] = []
-        assert poll_until(
-            lambda: is_settled(service_urls, differences_by_look), 180.0, every_s=0.2
-        ), differences_by_look[-SETTLED_LOOKS:]
+        assert poll_until(lambda: is_settled(service_urls, differences_by_look), 180.0, every_s=0.2), (
+            differences_by_look[-SETTLED_LOOKS:]
+        )
         yield service_urls
 
 
@@ -89,9 +89,7 @@ def dashboard_totals(data: Any) -> dict[str, Any]:
 def is_settled(urls: list[str], differences_by_look: list[list[Any]]) -> bool:
     """Whether nobody lacked anything at the last looks, each of which may have met another worker."""
     differences_by_look.append(unsettled(urls))
-    return len(differences_by_look) >= SETTLED_LOOKS and not any(
-        differences_by_look[-SETTLED_LOOKS:]
-    )
+    return len(differences_by_look) >= SETTLED_LOOKS and not any(differences_by_look[-SETTLED_LOOKS:])
 
 
 def unsettled(urls: list[str]) -> list[Any]:
@@ -102,9 +100,7 @@ def unsettled(urls: list[str]) -> list[Any]:
         if dashboard_totals(data) != expected:
             differences.append(("totals", url, dashboard_totals(data), expected))
         if sum(data["series"]["requests"]) != data["totals"]["requests"]:
-            differences.append(
-                ("series", url, data["series"]["requests"], data["totals"]["requests"])
-            )
+            differences.append(("series", url, data["series"]["requests"], data["totals"]["requests"]))
         differences += [
             ("quality", url, quality_field, data["quality"])
             for quality_field in ("worklist", "read_share")

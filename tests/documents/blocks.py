@@ -43,9 +43,7 @@ def blocks(page: str, text: str) -> Iterator[Block]:
             section = token.content
         if token.type in ("fence", "code_block"):
             is_comment = previous_token is not None and previous_token.type == "html_block"
-            reason_match = (
-                NOT_RUN.fullmatch(previous_token.content) if previous_token and is_comment else None
-            )
+            reason_match = NOT_RUN.fullmatch(previous_token.content) if previous_token and is_comment else None
             line = token.map[0] + 1 if token.map else 0
             yield Block(
                 page,
@@ -86,8 +84,4 @@ ALL = [block for page in PAGES for block in of_page(page)]
 def of_library(name: str) -> list[Block]:
     """Return the blocks of a library's sections."""
     page, sections = LIBRARIES[name]
-    return [
-        block
-        for block in ALL
-        if block.page == f"docs/how-to/import/{page}" and block.section in sections
-    ]
+    return [block for block in ALL if block.page == f"docs/how-to/import/{page}" and block.section in sections]

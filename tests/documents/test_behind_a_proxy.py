@@ -77,9 +77,7 @@ def test_requests_pass_as_they_were_sent_and_only_those_of_the_api(
             },
         )  # fmt: skip
         body = b'{"entities": [{"id": "a0"}]}' + b" " * (2 << 20)
-        large = client.post(
-            "/v1/lookup/user_topk", content=body, headers={"Content-Type": "application/json"}
-        )
+        large = client.post("/v1/lookup/user_topk", content=body, headers={"Content-Type": "application/json"})
         inside = [client.get(path).status_code for path in ("/metrics", "/dashboard", "/readyz")]
 
     assert answer.status_code == 200 and answer.json()["source"] in ("l1", "l2")

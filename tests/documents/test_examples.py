@@ -33,10 +33,7 @@ OF_LIBRARIES = [block for name in LIBRARIES for block in of_library(name)]
 EXAMPLES = [
     block
     for block in ALL
-    if block.kind in RUN
-    and not block.reason
-    and block.page not in INSTALLING
-    and block not in OF_LIBRARIES
+    if block.kind in RUN and not block.reason and block.page not in INSTALLING and block not in OF_LIBRARIES
 ]
 ANSWERS = [block for block in ALL if block.kind == "json" and '"source"' in block.text]
 
@@ -73,9 +70,7 @@ def fresh_installs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
         if page not in shells:
             folder = tmp_path_factory.mktemp("nothing")
             environ = world.environment("", folder)
-            environ_without_shop = {
-                name: value for name, value in environ.items() if name not in world.SHOP_VARIABLES
-            }
+            environ_without_shop = {name: value for name, value in environ.items() if name not in world.SHOP_VARIABLES}
             shells[page] = Shell(folder, environ_without_shop)
         return shells[page]
 
@@ -102,9 +97,7 @@ def test_an_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("block", ANSWERS, ids=location_of)
 def test_an_answer_has_the_fields_and_types_of_a_real_one(block: Block, shop: Shell) -> None:
     documented_answer = json.loads(block.text.replace("u-00042", "42"))
-    real = httpx.get(
-        f"{shop.url}/v1/lookup/{documented_answer['table']}/{documented_answer['id']}"
-    ).json()
+    real = httpx.get(f"{shop.url}/v1/lookup/{documented_answer['table']}/{documented_answer['id']}").json()
 
     assert {name: type(value) for name, value in documented_answer.items()} == {
         name: type(value) for name, value in real.items()

@@ -42,9 +42,7 @@ CUTS = ("2026-01-28T00:00:00Z", "2026-01-29T00:00:00Z", "2026-01-30T00:00:00Z")
 
 def environment(redis_url: str, folder: Path) -> dict[str, str]:
     """What a shell in the folder has: our programs, this Redis, the shop's settings."""
-    base_environ = {
-        name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
-    }
+    base_environ = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
     return base_environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),

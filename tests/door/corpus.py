@@ -9,9 +9,7 @@ GET = b"GET /v1/lookup/user_topk/%b?k=1 HTTP/1.1\r\nHost: a\r\n\r\n"
 POST = b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: a\r\n"
 BODY = b'{"entities":["%b"],"k":1}'
 
-_HEADING = re.compile(
-    r"== (?P<name>.+): (?P<taken>\d+) taken(?P<refused>, refused(?P<bounds> by bounds)?)?"
-)
+_HEADING = re.compile(r"== (?P<name>.+): (?P<taken>\d+) taken(?P<refused>, refused(?P<bounds> by bounds)?)?")
 _ESCAPE = re.compile(rb"\\(r|n|t|0|\\|x[0-9a-f]{2})")
 _REPEATED = re.compile(r"<<(?P<text>.+)\*(?P<count>\d+)>>")
 _SIMPLE = {b"r": b"\r", b"n": b"\n", b"t": b"\t", b"0": b"\0", b"\\": b"\\"}
@@ -37,9 +35,7 @@ def read_corpus(path: Path = CORPUS) -> list[Case]:
             continue
         if heading := _HEADING.fullmatch(line):
             name, taken_count = heading["name"], int(heading["taken"])
-            cases.append(
-                Case(name, b"", taken_count, bool(heading["refused"]), bool(heading["bounds"]))
-            )
+            cases.append(Case(name, b"", taken_count, bool(heading["refused"]), bool(heading["bounds"])))
         elif line.startswith("== ") or not cases:
             raise ValueError(f"{path.name}: {line!r} is no heading, and stands in no case")
         else:

@@ -74,9 +74,7 @@ def without_deciding_trailers(stream: bytes) -> bytes:
     `Content-Length`, h11 a `Transfer-Encoding` that it does not know.
     """
     while True:
-        renamed = _DECIDING_TRAILER.sub(
-            lambda match: match[1] + b"".join(match.groups(b"")[1:]) + b"-:", stream
-        )
+        renamed = _DECIDING_TRAILER.sub(lambda match: match[1] + b"".join(match.groups(b"")[1:]) + b"-:", stream)
         if renamed == stream:
             return stream
         stream = renamed

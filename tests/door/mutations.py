@@ -22,11 +22,7 @@ def mutated(rng: random.Random, streams: Sequence[bytes]) -> bytes:
     stream = rng.choice(short)
     if rng.random() < 0.4:
         second_stream = rng.choice(short)
-        stream += (
-            second_stream
-            if rng.random() < 0.7
-            else second_stream[rng.randrange(len(second_stream)) :]
-        )
+        stream += second_stream if rng.random() < 0.7 else second_stream[rng.randrange(len(second_stream)) :]
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
         stream = rng.choice(_CHANGES)(rng, stream)
     return stream[:_BYTES_MAX]

@@ -77,19 +77,13 @@ def violations(
     for number, answer in enumerate(taken_answers):
         broken += _violations_of_one(number, answer, bound, readings, count=len(answers))
     last = len(answers) - 1
-    is_ended = bool(answers) and (
-        answers[last].is_last or _is_before_the_end(last, answers[last], bound)
-    )
+    is_ended = bool(answers) and (answers[last].is_last or _is_before_the_end(last, answers[last], bound))
     if not is_ended:
         for name, reading in bound.items():
             if len(taken_answers) < len(reading.messages):
-                broken.append(
-                    f"{name} takes {len(reading.messages)} messages, {len(taken_answers)} are answered"
-                )
+                broken.append(f"{name} takes {len(reading.messages)} messages, {len(taken_answers)} are answered")
             if reading.end == "refused":
-                broken.append(
-                    f"{name} refuses the end ({reading.error_message}), the service refuses nothing"
-                )
+                broken.append(f"{name} refuses the end ({reading.error_message}), the service refuses nothing")
     return broken
 
 
@@ -111,11 +105,7 @@ def asks_for(message: Message) -> list[str] | None:
             return None
         if isinstance(document, dict) and set(document) == {"entities", "k"} and document["k"] == 1:
             entities = document["entities"]
-            if (
-                isinstance(entities, list)
-                and entities
-                and all(isinstance(i, str) for i in entities)
-            ):
+            if isinstance(entities, list) and entities and all(isinstance(i, str) for i in entities):
                 return list(entities)
     return None
 
@@ -132,27 +122,17 @@ def _violations_of_one(
         return []
     missing = [name for name, reading in bound.items() if number >= len(reading.messages)]
     if missing:
-        refusal_text = "; ".join(
-            f"{name} refuses it ({readings[name].error_message})" for name in missing
-        )
+        refusal_text = "; ".join(f"{name} refuses it ({readings[name].error_message})" for name in missing)
         return [f"answer {number} ({answer.status} {answer.ids}) is to no message: {refusal_text}"]
     messages = [r.messages[number] for r in readings.values() if number < len(r.messages)]
     if not messages:
-        return [
-            f"answer {number} ({answer.status} {answer.ids}) is to a message that no judge takes"
-        ]
+        return [f"answer {number} ({answer.status} {answer.ids}) is to a message that no judge takes"]
     framings = {message.framing for message in messages}
     if len(framings) > 1:
-        return [
-            f"answer {number}: the judges differ in what it answers, and it was taken: {framings}"
-        ]
+        return [f"answer {number}: the judges differ in what it answers, and it was taken: {framings}"]
     expected_ids = asks_for(messages[0])
-    if expected_ids is not None and (
-        answer.status != 200 or (answer.body and answer.ids != expected_ids)
-    ):
-        return [
-            f"answer {number} is {answer.status} {answer.ids} {answer.body[:80]!r}, asked was {expected_ids}"
-        ]
+    if expected_ids is not None and (answer.status != 200 or (answer.body and answer.ids != expected_ids)):
+        return [f"answer {number} is {answer.status} {answer.ids} {answer.body[:80]!r}, asked was {expected_ids}"]
     if expected_ids is None and answer.ids and not _could_ask_for(messages[0], answer.ids):
         return [f"answer {number} has the ids {answer.ids}, its message does not name them"]
     return []

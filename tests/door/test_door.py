@@ -23,9 +23,7 @@ from tests.door.wire import Answer, Exchange, all_bytes, exchange
 from tests.polling import poll_until
 
 CASES = read_corpus()
-NGINX = shutil.which(
-    "nginx", path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin"))
-)
+NGINX = shutil.which("nginx", path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin")))
 SEED = int(os.environ.get("LARDER_SEED", "0"))
 MINUTES = float(os.environ.get("LARDER_FUZZ_MINUTES", "5"))
 SHORT_BYTES = 2_000
@@ -56,9 +54,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
 
 
 @pytest.fixture(scope="module", params=["fast", "uvicorn"])
-def service(
-    shop: Shop, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Door]:
+def service(shop: Shop, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Door]:
     """A running service, over the fast transport and over uvicorn's."""
     log = tmp_path_factory.mktemp("service") / "log"
     is_fast = request.param == "fast"
@@ -103,9 +99,7 @@ def send_stream(
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_a_stream_of_the_corpus_ends_where_the_judges_say(
-    service: Door, judges: list[Judge], case: Case
-) -> None:
+def test_a_stream_of_the_corpus_ends_where_the_judges_say(service: Door, judges: list[Judge], case: Case) -> None:
     readings = {judge.name: judge.read(case.stream) for judge in judges}
 
     answered = send_stream(service, readings, [case.stream])
@@ -156,9 +150,7 @@ def cuts_of(case: Case, rng: random.Random, count: int | None) -> list[list[byte
     return drips + [[stream[:at], stream[at:]] for at in positions]
 
 
-def hold_in_pieces(
-    service: Door, judges: list[Judge], cases: Sequence[Case], count: int | None
-) -> None:
+def hold_in_pieces(service: Door, judges: list[Judge], cases: Sequence[Case], count: int | None) -> None:
     """Fail unless each stream means in pieces what it means as one."""
     rng = random.Random(SEED)
     for case in cases:
@@ -196,9 +188,7 @@ def smallest(stream: bytes, is_broken: Callable[[bytes], bool]) -> bytes:
     return stream
 
 
-def hold_for_random_streams(
-    service: Door, judges: list[Judge], until_s: float, count_max: int
-) -> int:
+def hold_for_random_streams(service: Door, judges: list[Judge], until_s: float, count_max: int) -> int:
     """Fail for a random stream that breaks the rule; returns how many were tried until a time of the clock."""
     rng = random.Random(SEED)
     streams, tried = [case.stream for case in CASES], 0
@@ -266,9 +256,7 @@ def behind_nginx(service: Door, folder: Path) -> Iterator[list[tuple[str, int]]]
 
 
 @pytest.fixture(scope="module")
-def fronts(
-    service: Door, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[tuple[str, int]]]:
+def fronts(service: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, int]]]:
     """The addresses of nginx before the service."""
     with behind_nginx(service, tmp_path_factory.mktemp("nginx")) as addresses:
         yield addresses

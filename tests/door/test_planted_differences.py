@@ -68,9 +68,7 @@ def planted_service(shop: Shop, plant: Plant, folder: Path) -> Iterator[Door]:
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=[plant.name for plant in PLANTS])
-def test_the_corpus_notices_wrong_framing(
-    shop: Shop, judges: list[Judge], plant: Plant, tmp_path: Path
-) -> None:
+def test_the_corpus_notices_wrong_framing(shop: Shop, judges: list[Judge], plant: Plant, tmp_path: Path) -> None:
     # Given a service with a plant
     with planted_service(shop, plant, tmp_path) as service:
         # When each stream of the corpus is sent, until one breaks the rule

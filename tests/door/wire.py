@@ -136,9 +136,7 @@ def _next_answer(received: bytes, *, is_head: bool) -> tuple[Answer | None, byte
         if status >= 200:
             break
         received = behind
-    fields = {
-        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-    }
+    fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     # A refusal is written before anything is known of the method.
     is_without_body = is_head and (not behind or behind.startswith(b"HTTP/1."))
     if is_without_body or status in _NO_BODY:
@@ -151,9 +149,7 @@ def _next_answer(received: bytes, *, is_head: bool) -> tuple[Answer | None, byte
     return Answer(status, fields, behind[:size]), behind[size:]
 
 
-def _chunked_answer(
-    status: int, fields: dict[str, str], behind: bytes, received: bytes
-) -> tuple[Answer | None, bytes]:
+def _chunked_answer(status: int, fields: dict[str, str], behind: bytes, received: bytes) -> tuple[Answer | None, bytes]:
     body = b""
     while True:
         line, end, behind = behind.partition(b"\r\n")

@@ -31,9 +31,7 @@ def _resized(change: int) -> Malformation:
             text = text[:change] if change < 0 else text + b"x" * change
             return Forgery(b"$%d\r\n%b\r\n" % (len(text), text))
         if head[:1] in (b"*", b"%") and head[1:] not in (b"-1", b""):
-            return Forgery(
-                b"%b%d\r\n%b" % (head[:1], max(0, int(head[1:]) + change), behind), ends=True
-            )
+            return Forgery(b"%b%d\r\n%b" % (head[:1], max(0, int(head[1:]) + change), behind), ends=True)
         return Forgery(reply[:-2] + b"x\r\n")
 
     return malform

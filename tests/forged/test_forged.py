@@ -130,9 +130,7 @@ def hold_for_answers(world: World, service: RunningService, users: Sequence[str]
 def is_well(world: World, service: RunningService) -> bool:
     """Return True if users are answered from Redis, and rightly."""
     try:
-        return all(
-            stored_list(get_answer(service, user)) == world.truth[user] for user in USERS[:3]
-        )
+        return all(stored_list(get_answer(service, user)) == world.truth[user] for user in USERS[:3])
     except (AssertionError, OSError):
         return False
 
@@ -145,9 +143,7 @@ def shuffled_orders(commands: dict[str, int], numbers: Sequence[int | None]) -> 
         for malformation in MALFORMATIONS
         for number in numbers
     }
-    order_list = sorted(
-        orders, key=lambda order: (order.command, order.malformation, str(order.number))
-    )
+    order_list = sorted(orders, key=lambda order: (order.command, order.malformation, str(order.number)))
     random.Random(SEED).shuffle(order_list)
     return order_list
 
@@ -185,9 +181,7 @@ def hold_in_service(world: World, service: RunningService, order: Order, rng: ra
     return forged
 
 
-def hold_in_services(
-    world: World, service: RunningService, count: int | None, until_s: float
-) -> None:
+def hold_in_services(world: World, service: RunningService, count: int | None, until_s: float) -> None:
     """Fail unless a running service withstands `count` orders, or as many as there is time for."""
     rng, initial_bytes = random.Random(SEED), service.resident_bytes
     orders = shuffled_orders(seen_by_service(world, service), (None, 0, 1))
@@ -203,9 +197,7 @@ def hold_in_services(
         tried += 1
         grown = service.resident_bytes - initial_bytes
         assert grown < GROWTH_MAX_BYTES, f"seed {SEED}, {order}: {grown} bytes more"
-    print(
-        f"seed {SEED}: {tried} of {len(orders)} orders of a running service, {forged} of them forged a reply"
-    )
+    print(f"seed {SEED}: {tried} of {len(orders)} orders of a running service, {forged} of them forged a reply")
     print(f"memory grew by {(service.resident_bytes - initial_bytes) / (1 << 20):.1f} MiB")
     assert forged > tried / 3
 
@@ -324,8 +316,7 @@ class Nights:
             _, generations = request(self.service, "/v1/generations")
             served = str(generations.get("generation", "") or generations)
             return any(
-                generation_name and generation_name in served
-                for generation_name in generation_words(self.pointer())
+                generation_name and generation_name in served for generation_name in generation_words(self.pointer())
             )
 
         assert poll_until(follows, 20), (self.pointer(), request(self.service, "/v1/generations"))
@@ -340,11 +331,7 @@ class Nights:
 def generation_words(pointer: bytes) -> list[str]:
     """Names of generations in a pointer: a time and a digest."""
     text = pointer.decode("latin-1")
-    return [
-        token
-        for token in text.replace('"', " ").replace(":", " ").replace(",", " ").split()
-        if "Z-" in token
-    ]
+    return [token for token in text.replace('"', " ").replace(":", " ").replace(",", " ").split() if "Z-" in token]
 
 
 @pytest.fixture
@@ -352,9 +339,7 @@ def nights(world: World, tmp_path: Path) -> Iterator[Nights]:
     world.proxy.forge(None)
     redis = Redis.from_url(world.redis_url)
     namespace = world.shop.environ["LARDER_NAMESPACE"].encode()
-    keys = [
-        key for key in redis.scan_iter(b"larder:*") if namespace in key and key.endswith(b":live")
-    ]
+    keys = [key for key in redis.scan_iter(b"larder:*") if namespace in key and key.endswith(b":live")]
     assert len(keys) == 1, keys
     direct = IMPATIENT | {"REDIS_URL": world.redis_url, "LARDER_L2_DEADLINE_MS": "2000"}
     with started(world.shop, tmp_path / "log", **direct) as service:
@@ -368,9 +353,7 @@ def hold_in_nights(nights: Nights, count: int | None, until_s: float) -> None:
     code, output, _ = nights.run(None)
     assert code == 0, output
     nights.hold_for_published()
-    reply_counts = {
-        name: count for name, count in nights.world.proxy.replies.items() if name != PUSHED
-    }
+    reply_counts = {name: count for name, count in nights.world.proxy.replies.items() if name != PUSHED}
     orders = shuffled_orders(reply_counts, (None, 0, -1))
     tried, forged, failures = 0, 0, []
     for order in orders if count is None else spread_over_commands(orders, count):
@@ -407,9 +390,7 @@ def test_replies_end_where_they_say(reply: bytes, end: int | None) -> None:
 
 
 def test_commands_are_read_by_their_names() -> None:
-    command_bytes = (
-        b"*2\r\n$3\r\nget\r\n$1\r\na\r\n*3\r\n$6\r\nclient\r\n$7\r\nsetinfo\r\n$1\r\nb\r\n*1\r\n"
-    )
+    command_bytes = b"*2\r\n$3\r\nget\r\n$1\r\na\r\n*3\r\n$6\r\nclient\r\n$7\r\nsetinfo\r\n$1\r\nb\r\n*1\r\n"
     first = command_words(command_bytes)
     assert first is not None
     second = command_words(command_bytes, first[1])

@@ -76,9 +76,7 @@ CALLS: dict[str, Callable[[Control], Any]] = {
     "staging note": stage,
     "run ids": lambda control: run_ids(control.client),
     "figures": figures,
-    "memory": lambda control: unevictable_bytes(
-        control, control.client, pages_bytes=1, record_bytes=1
-    ),
+    "memory": lambda control: unevictable_bytes(control, control.client, pages_bytes=1, record_bytes=1),
     "limit": lambda control: memory_limit(control.client),
     "sizes": lambda control: readback.value_sizes(control.client, PAGES),
     "entries": lambda control: stream.read_entries(control.client, KEYS.events),
@@ -96,9 +94,7 @@ def proxy(redis_url: str) -> Iterator[ForgingProxy]:
         true.hset(KEYS.generations, mapping={name: row.to_bytes() for name, row in ROWS.items()})
         true.set(PAGES[0], bytes(100))
         true.xadd(KEYS.events, {"e": "{}"})
-        true.zadd(
-            KEYS.cold_names(window_number_of(time.time(), COLD_WINDOW)), {b"user_topk:u": 2.0}
-        )
+        true.zadd(KEYS.cold_names(window_number_of(time.time(), COLD_WINDOW)), {b"user_topk:u": 2.0})
         true.zadd(KEYS.replicas, {b'{"replica":"r","holds":[]}': time.time()})
         yield forging_proxy
         true.delete(
@@ -117,9 +113,7 @@ def test_a_call_names_what_is_wrong_with_a_malformed_reply(proxy: ForgingProxy, 
     control = Control(open_client(f"redis://127.0.0.1:{proxy.port}/0", **settings), KEYS)
     CALLS[call](control)
     orders = [
-        Order(command, malformation)
-        for command in dict(proxy.replies)
-        for malformation in MALFORMATIONS.keys() - SLOW
+        Order(command, malformation) for command in dict(proxy.replies) for malformation in MALFORMATIONS.keys() - SLOW
     ]
     wordless = {}
     for order in orders:

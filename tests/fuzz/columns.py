@@ -44,9 +44,7 @@ def result(function: Callable[..., Any], *arguments: Any) -> Any:
         return REFUSED
 
 
-def compare(
-    name: str, compiled: Any, twin: Any, *arguments: Any, is_same_refusal: bool = False
-) -> None:
+def compare(name: str, compiled: Any, twin: Any, *arguments: Any, is_same_refusal: bool = False) -> None:
     """Fail if a call of both gives different values, or with `is_same_refusal` if only one of them raises."""
     mine, pure_result = result(compiled, *arguments), result(twin, *arguments)
     if mine != pure_result and (is_same_refusal or REFUSED not in (mine, pure_result)):
@@ -80,12 +78,7 @@ def cuts_of(fuzz_input: FuzzInput, size: int) -> Any:
 def rising(cuts: bytes, size: int) -> list[int] | None:
     """The cuts, if they rise within a size."""
     numbers: list[int] = np.frombuffer(cuts[: len(cuts) // 4 * 4], "<i4").tolist()
-    if (
-        not numbers
-        or numbers[0] < 0
-        or numbers[-1] > size
-        or any(a > b for a, b in pairwise(numbers))
-    ):
+    if not numbers or numbers[0] < 0 or numbers[-1] > size or any(a > b for a, b in pairwise(numbers)):
         return None
     return numbers
 
@@ -97,9 +90,7 @@ def text_hashes(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     expected_hashes = None
     if numbers is not None and all(b - a <= 128 for a, b in pairwise(numbers)):
         texts = [data[a:b] for a, b in pairwise(numbers)]
-        expected_hashes = b"".join(
-            xxhash.xxh3_64_intdigest(t, seed).to_bytes(8, "little") for t in texts
-        )
+        expected_hashes = b"".join(xxhash.xxh3_64_intdigest(t, seed).to_bytes(8, "little") for t in texts)
     expect("text_hashes", result(columns.text_hashes, data, cuts, seed), expected_hashes)
 
 
@@ -134,10 +125,7 @@ def joined(columns: ModuleType, fuzz_input: FuzzInput) -> None:
 
 def replies(fuzz_input: FuzzInput, count: int, length: int) -> bytes:
     """Bulk strings of one length, damaged or not."""
-    data = b"".join(
-        b"$%d\r\n%b\r\n" % (length, fuzz_input.raw(length).ljust(length, b"x"))
-        for _ in range(count)
-    )
+    data = b"".join(b"$%d\r\n%b\r\n" % (length, fuzz_input.raw(length).ljust(length, b"x")) for _ in range(count))
     data = data[: len(data) - fuzz_input.number(0, 9)] if fuzz_input.is_true() else data
     if fuzz_input.is_true() and data:
         at = fuzz_input.number(0, len(data) - 1)
@@ -151,11 +139,7 @@ def could_be(columns: ModuleType, fuzz_input: FuzzInput) -> None:
         fuzz_input.number(0, 6),
         fuzz_input.number(0, 8),
     )
-    data = (
-        replies(fuzz_input, reply_count, length)
-        if fuzz_input.number(0, 3)
-        else fuzz_input.text(200)
-    )
+    data = replies(fuzz_input, reply_count, length) if fuzz_input.number(0, 3) else fuzz_input.text(200)
     compare(
         "could_be",
         columns.could_be,
@@ -194,22 +178,17 @@ def spread(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     ]
     rows = fuzz_input.raw(len(positions) * size).ljust(len(positions) * size, b"\1")
     row_by_position = {
-        fuzz_input.number(0, 11): fuzz_input.raw(size).ljust(size, b"\2")
-        for _ in range(fuzz_input.number(0, 4))
+        fuzz_input.number(0, 11): fuzz_input.raw(size).ljust(size, b"\2") for _ in range(fuzz_input.number(0, 4))
     }
     if fuzz_input.number(0, 15) == 0:
         count, size = fuzz_input.delicate(), fuzz_input.delicate()
     if count * max(size, 0) > 2**63 - 1:
-        expect(
-            "spread", result(columns.spread, count, size, rows, positions, row_by_position), REFUSED
-        )
+        expect("spread", result(columns.spread, count, size, rows, positions, row_by_position), REFUSED)
     if count * max(size, 0) > 1 << 20:
         return  # there is memory for it, and it only takes long
     # Negative places count from the end in numpy; nobody sends them.
     if all(0 <= position < count for position in [*positions, *row_by_position]):
-        compare(
-            "spread", columns.spread, pure.spread, count, size, rows, positions, row_by_position
-        )
+        compare("spread", columns.spread, pure.spread, count, size, rows, positions, row_by_position)
     elif result(columns.spread, count, size, rows, positions, row_by_position) != REFUSED:
         raise Different(f"spread takes a place outside: {count} {positions} {row_by_position}")
 
@@ -243,9 +222,7 @@ def are_ids(columns: ModuleType, fuzz_input: FuzzInput) -> None:
 
 def getranges(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     prefix, count = fuzz_input.text(30), fuzz_input.number(0, 6)
-    pages, offsets = (
-        np.array([fuzz_input.delicate() for _ in range(count)], np.int64) for _ in range(2)
-    )
+    pages, offsets = (np.array([fuzz_input.delicate() for _ in range(count)], np.int64) for _ in range(2))
     length = fuzz_input.delicate()
     mine = result(columns.getranges, prefix, pages, offsets, length)
     is_sound = length > 0 and all(
@@ -292,14 +269,10 @@ def records(fuzz_input: FuzzInput, *, is_list: bool) -> tuple[bytes, int, bool, 
         row["count"] = fuzz_input.number(0, width + 1)
         row["flags"], row["exponent"] = fuzz_input.number(0, 255), fuzz_input.number(-128, 127)
         numbers = fuzz_input.array("<f2" if is_half else "<f4", width)
-        row["numbers"] = (
-            numbers if fuzz_input.number(0, 3) == 0 else np.nan_to_num(numbers, posinf=1, neginf=-1)
-        )
+        row["numbers"] = numbers if fuzz_input.number(0, 3) == 0 else np.nan_to_num(numbers, posinf=1, neginf=-1)
         if is_list:
             row["items"] = (
-                fuzz_input.array("<u4", width)
-                if fuzz_input.number(0, 7) == 0
-                else fuzz_input.array("u1", width) % 12
+                fuzz_input.array("<u4", width) if fuzz_input.number(0, 7) == 0 else fuzz_input.array("u1", width) % 12
             )
     data = rows.tobytes() + (fuzz_input.text(3) if fuzz_input.number(0, 15) == 0 else b"")
     return data, width, is_half, count
@@ -357,13 +330,9 @@ def names(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     with np.errstate(all="ignore"):
         pure_result = result(pure.names, data, width, is_half, k, ids, offsets)
     if mine != pure_result and REFUSED not in (mine, pure_result):
-        raise Different(
-            f"names({data!r}, {width}, {is_half}, {k}, {ids!r}, {offsets}): {mine!r}, {pure_result!r}"
-        )
+        raise Different(f"names({data!r}, {width}, {is_half}, {k}, {ids!r}, {offsets}): {mine!r}, {pure_result!r}")
     if count and mine != REFUSED and pure_result == REFUSED:
-        raise Different(
-            f"names({data!r}, {width}, {is_half}, {k}, {ids!r}, {offsets}): {mine!r} is taken"
-        )
+        raise Different(f"names({data!r}, {width}, {is_half}, {k}, {ids!r}, {offsets}): {mine!r} is taken")
 
 
 def answers(columns: ModuleType, fuzz_input: FuzzInput) -> None:
@@ -402,18 +371,12 @@ def answers(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     layout = Layout("topk", width, "f2" if is_half else "f4")
     rows = np.frombuffer(data, layout.dtype)
     with np.errstate(all="ignore"):
-        scores = np.frombuffer(pure.numbers(data, width, True, is_half, k), np.float32).reshape(
-            -1, k
-        )
+        scores = np.frombuffer(pure.numbers(data, width, True, is_half, k), np.float32).reshape(-1, k)
     for text, row, name, end, list_scores in zip(mine, rows, people, ends, scores, strict=True):
         bounds = offsets.tolist()
-        items = b",".join(
-            b'"%b"' % ids[bounds[o] : bounds[o + 1]] for o in row["items"][:k].tolist()
-        )
+        items = b",".join(b'"%b"' % ids[bounds[o] : bounds[o + 1]] for o in row["items"][:k].tolist())
         scores_json = orjson.dumps(list_scores, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-        expect(
-            "answers", text, b"".join((head, name, middle, items, after, scores_json, last, end))
-        )
+        expect("answers", text, b"".join((head, name, middle, items, after, scores_json, last, end)))
 
 
 def _number_of(key: int) -> np.float32:
@@ -443,9 +406,7 @@ def stream(columns: ModuleType, fuzz_input: FuzzInput) -> None:
         numbers_at += [(buffers_at + 16 * i, start), (buffers_at + 16 * i + 8, len(data))]
         start += len(full)
     size = len(metadata)
-    if all(0 <= at <= size - 8 for at, _ in numbers_at) and all(
-        0 <= at <= size for at in (nodes_at, buffers_at)
-    ):
+    if all(0 <= at <= size - 8 for at, _ in numbers_at) and all(0 <= at <= size for at in (nodes_at, buffers_at)):
         head = bytearray(metadata)
         for at, number in numbers_at:
             head[at : at + 8] = number.to_bytes(8, "little", signed=True)

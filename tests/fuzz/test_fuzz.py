@@ -29,9 +29,7 @@ SEED = int(os.environ.get("LARDER_SEED", "0")) % (1 << 32)
 MINUTES = float(os.environ.get("LARDER_FUZZ_MINUTES", "5"))
 GCC, CLANG = find_gcc(), find_clang()
 NO_GCC = "no gcc with libasan here: apt-get install gcc"
-NO_CLANG = (
-    "no clang with libFuzzer here: apt-get install clang libclang-rt-dev (libclang-rt-14-dev)"
-)
+NO_CLANG = "no clang with libFuzzer here: apt-get install clang libclang-rt-dev (libclang-rt-14-dev)"
 COMPILED = [
     "tests/unit/cache/native", "tests/unit/cache/topk", "tests/unit/cache/tiers", "tests/unit/cache/l2",
     "tests/unit/cache/resp", "tests/unit/serving/rendering", "tests/unit/precompute/sources/test_columns.py",
@@ -56,9 +54,7 @@ def hold_unit_tests(sanitized: tuple[Path, dict[str, str]], tests: list[str]) ->
     """Fail unless these tests pass with sanitized extensions, which end the process at the first mistake."""
     folder, environ = sanitized
     loaded = "import cache.native._columns as c, cache.topk.compiled as t; print(c.__file__, t.load({}).library._name)"
-    names = subprocess.run(
-        [sys.executable, "-c", loaded], cwd=folder, env=environ, capture_output=True, text=True
-    )
+    names = subprocess.run([sys.executable, "-c", loaded], cwd=folder, env=environ, capture_output=True, text=True)
     assert names.returncode == 0 and names.stdout.count(str(folder)) == 2, names
     completed = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--hypothesis-seed={SEED}", *tests],
@@ -116,9 +112,7 @@ def fuzz(extension: Extension, seconds: float, folder: Path) -> None:
     assert completed.returncode == 0, f"seed {SEED or 1}\n{completed.stderr[-6_000:]}"
     executed, covered = _EXECUTED.search(completed.stderr), _COVERED.findall(completed.stderr)
     assert executed is not None and covered, completed.stderr[-2_000:]
-    print(
-        f"seed {SEED or 1}: {extension}: {executed[1]} inputs, {covered[-1][0]} edges, {covered[-1][1]} features"
-    )
+    print(f"seed {SEED or 1}: {extension}: {executed[1]} inputs, {covered[-1][0]} edges, {covered[-1][1]} features")
 
 
 def test_inputs_of_seconds_find_no_difference(tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ def target(folder: Path) -> Callable[[bytes], None]:
     """The function that a fuzzer calls with bytes: they choose sizes, shapes of the numbers, and some numbers."""
     loaded_kernel = compiled.load_kernel({}, folder)
     assert loaded_kernel is not None
-    engines = [
-        compiled.Kernel(loaded_kernel.library, level) for level in range(loaded_kernel.level + 1)
-    ]
+    engines = [compiled.Kernel(loaded_kernel.library, level) for level in range(loaded_kernel.level + 1)]
 
     def call(data: bytes) -> None:
         fuzz_input = FuzzInput(data)
@@ -50,9 +48,7 @@ def target(folder: Path) -> Callable[[bytes], None]:
             queries *= np.exp2(rng.integers(-30, 30, (users, 1))).astype(np.float32)
         allowed = rng.random(items) < fuzz_input.number(0, 100) / 100 if shape & 64 else None
         excluded_ordinals = (
-            [rng.integers(-2, items + 3, fuzz_input.number(0, 60)) for _ in range(users)]
-            if shape & 128
-            else None
+            [rng.integers(-2, items + 3, fuzz_input.number(0, 60)) for _ in range(users)] if shape & 128 else None
         )
         for _ in range(fuzz_input.number(0, 12)):
             value = fuzz_input.array("<f4", 1)[0]
@@ -60,12 +56,8 @@ def target(folder: Path) -> Callable[[bytes], None]:
             vectors[fuzz_input.number(0, items - 1), fuzz_input.number(0, dims - 1)] = value
         excluded = Histories.of(excluded_ordinals) if excluded_ordinals is not None else None
         with np.errstate(all="ignore"):
-            mine = Scorer.of(vectors, metric, engine=engine).top(
-                queries, k, excluded, allowed=allowed
-            )
-            reference_top = Scorer.of(vectors, metric, engine=False).top(
-                queries, k, excluded, allowed=allowed
-            )
+            mine = Scorer.of(vectors, metric, engine=engine).top(queries, k, excluded, allowed=allowed)
+            reference_top = Scorer.of(vectors, metric, engine=False).top(queries, k, excluded, allowed=allowed)
         if not np.array_equal(mine[0], reference_top[0]):
             raise Different(f"ordinals differ: {data!r}")
         if not np.array_equal(mine[1].view(np.uint32), reference_top[1].view(np.uint32)):

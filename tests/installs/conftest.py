@@ -62,6 +62,4 @@ def uv(*arguments: str, python: Path | None = None) -> None:
     """Run uv quietly, on an environment."""
     venv_variables = {} if python is None else {"VIRTUAL_ENV": str(python.parents[1])}
     program = Path(sys.executable).with_name("uv")
-    subprocess.run(
-        [program, "-q", *arguments], check=True, env={**os.environ, **venv_variables}, timeout=600
-    )
+    subprocess.run([program, "-q", *arguments], check=True, env={**os.environ, **venv_variables}, timeout=600)

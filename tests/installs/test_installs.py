@@ -60,9 +60,7 @@ def scored_user(night: NightConfig) -> str:
 
 def run_program(python: Path, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """What a program of the environment prints, run elsewhere than in the repository."""
-    base_environ = {
-        name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
-    }
+    base_environ = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
     return subprocess.run(
         [python, *arguments], env=clean(base_environ, python), cwd=folder,
         capture_output=True, text=True, check=False, timeout=300,
@@ -86,9 +84,7 @@ def test_the_extra_of_the_service_serves(
     assert run_program(python, tmp_path, "-c", kernels).stdout == used
 
     for url in served(python):
-        answers = [
-            httpx.get(f"{url}/v1/lookup/user_topk/{scored_user(night)}").json() for _ in range(2)
-        ]
+        answers = [httpx.get(f"{url}/v1/lookup/user_topk/{scored_user(night)}").json() for _ in range(2)]
         assert [answer["source"] for answer in answers] == ["l2", "l1"]
 
 
@@ -119,13 +115,9 @@ def test_the_command_of_a_base_install(install: Install, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("extra", ["", "precompute", "client", "top"])
-def test_only_the_service_brings_a_web_framework(
-    install: Install, tmp_path: Path, extra: str
-) -> None:
+def test_only_the_service_brings_a_web_framework(install: Install, tmp_path: Path, extra: str) -> None:
     python = install(extra)
-    list_them = (
-        "from importlib.metadata import distributions; print(*(d.name for d in distributions()))"
-    )
+    list_them = "from importlib.metadata import distributions; print(*(d.name for d in distributions()))"
 
     completed = run_program(python, tmp_path, "-c", list_them)
 
@@ -134,9 +126,7 @@ def test_only_the_service_brings_a_web_framework(
     assert "larder-predictions" in installed
 
 
-def test_what_a_base_install_lacks_is_named_with_its_remedy(
-    install: Install, tmp_path: Path
-) -> None:
+def test_what_a_base_install_lacks_is_named_with_its_remedy(install: Install, tmp_path: Path) -> None:
     python = install()
 
     for arguments, remedy in [
@@ -161,12 +151,8 @@ def test_the_extra_of_the_night_runs_a_night(
     (tmp_path / "larder.toml").write_text(SHOP)
 
     for arguments in (("train",), ("night",), ("status", "--json")):
-        completed = run_program(
-            python, tmp_path, "-m", "precompute", "--config", "larder.toml", *arguments
-        )
-        assert completed.returncode in ((0, 3) if arguments[0] == "status" else (0,)), (
-            completed.stderr
-        )
+        completed = run_program(python, tmp_path, "-m", "precompute", "--config", "larder.toml", *arguments)
+        assert completed.returncode in ((0, 3) if arguments[0] == "status" else (0,)), completed.stderr
 
 
 def test_the_client_and_the_terminal_ask_a_service(
@@ -179,20 +165,12 @@ def test_the_client_and_the_terminal_ask_a_service(
     )
 
     for url in served(python, LARDER_TRACES="true"):
-        assert (
-            run_program(python, tmp_path, "-c", lookup_program, url, scored_user(night)).stdout
-            == "l2\n"
-        )
-        assert (
-            run_program(python, tmp_path, "-m", "serving", "top", "--once", "--url", url).returncode
-            == 0
-        )
+        assert run_program(python, tmp_path, "-c", lookup_program, url, scored_user(night)).stdout == "l2\n"
+        assert run_program(python, tmp_path, "-m", "serving", "top", "--once", "--url", url).returncode == 0
 
 
 @pytest.mark.parametrize("lock", ["", "airflow.txt"])
-def test_airflow_parses_the_dags_and_has_its_executors(
-    install: Install, tmp_path: Path, lock: str
-) -> None:
+def test_airflow_parses_the_dags_and_has_its_executors(install: Install, tmp_path: Path, lock: str) -> None:
     python = install("" if lock else "airflow", lock=lock)
     folder = tmp_path / "environment/lib/python3.11/site-packages/dags"
     describe = ROOT / "tests/dags/describe.py"

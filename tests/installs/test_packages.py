@@ -50,11 +50,7 @@ def in_wheel(wheel: Path) -> set[str]:
 def metadata(wheel: Path, name: str = "METADATA") -> Message:
     """A file of its `dist-info`."""
     with zipfile.ZipFile(wheel) as archive:
-        (path,) = (
-            member_name
-            for member_name in archive.namelist()
-            if member_name.endswith(f".dist-info/{name}")
-        )
+        (path,) = (member_name for member_name in archive.namelist() if member_name.endswith(f".dist-info/{name}"))
         return email.message_from_bytes(archive.read(path))
 
 
@@ -62,9 +58,7 @@ def test_an_sdist_has_what_a_build_needs_and_nothing_else(packages: Packages) ->
     with tarfile.open(packages.sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
 
-    assert {name for name in names if not GENERATED.fullmatch(name)} == source(
-        with_c=True
-    ) | BUILT_WITH
+    assert {name for name in names if not GENERATED.fullmatch(name)} == source(with_c=True) | BUILT_WITH
 
 
 def test_a_wheel_has_no_stray_files(packages: Packages) -> None:
@@ -87,20 +81,13 @@ def test_metadata_tell_the_extras_that_the_page_lists(packages: Packages, kind: 
     page = (ROOT / "docs/how-to/install.md").read_text()
     documented_extras = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
 
-    assert (
-        set(metadata(getattr(packages, kind)).get_all("Provides-Extra") or []) == documented_extras
-    )
+    assert set(metadata(getattr(packages, kind)).get_all("Provides-Extra") or []) == documented_extras
 
 
 def test_every_extra_that_a_document_names_exists(packages: Packages) -> None:
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     lists = [re.findall(r"larder-predictions\[([\w,]+)\]", page.read_text()) for page in documents]
-    named = {
-        extra
-        for page_extras in lists
-        for extras_text in page_extras
-        for extra in extras_text.split(",")
-    }
+    named = {extra for page_extras in lists for extras_text in page_extras for extra in extras_text.split(",")}
 
     assert "client" in named
     assert named <= set(metadata(packages.pure).get_all("Provides-Extra") or [])
@@ -112,12 +99,8 @@ print(found)
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "complaint"), [("str", ""), ("int", "Incompatible types in assignment")]
-)
-def test_a_consumer_is_checked_against_our_types(
-    install: Install, tmp_path: Path, kind: str, complaint: str
-) -> None:
+@pytest.mark.parametrize(("kind", "complaint"), [("str", ""), ("int", "Incompatible types in assignment")])
+def test_a_consumer_is_checked_against_our_types(install: Install, tmp_path: Path, kind: str, complaint: str) -> None:
     python = install("client")
     (tmp_path / "consumer.py").write_text(CONSUMER.format(kind))
 

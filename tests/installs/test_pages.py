@@ -23,12 +23,7 @@ NAMED = re.compile(r"(?<![\w-])larder(?:-predictions)?\[[\w,]+\]")
 
 def named_in_documents() -> set[str]:
     """Return every distribution with extras that a document tells a reader to install."""
-    return {
-        name
-        for page in PAGES
-        if page.name != "CHANGELOG.md"
-        for name in NAMED.findall(page.read_text())
-    }
+    return {name for page in PAGES if page.name != "CHANGELOG.md" for name in NAMED.findall(page.read_text())}
 
 
 def environment(folder: Path) -> Path:
@@ -58,9 +53,7 @@ def type_in(shell: Shell, page: str) -> str:
 
 def versions(python: Path) -> dict[str, str]:
     """Return what an environment has, by name."""
-    frozen = subprocess.run(
-        [python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True
-    )
+    frozen = subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True)
     lines = (line.partition("==") for line in frozen.stdout.splitlines())
     return {name: version for name, _, version in lines}
 
@@ -70,9 +63,7 @@ def test_every_page_that_installs_is_typed_in_here() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(named_in_documents()))
-def test_an_install_line_of_a_document_is_met_by_the_wheels(
-    packages: Packages, tmp_path: Path, name: str
-) -> None:
+def test_an_install_line_of_a_document_is_met_by_the_wheels(packages: Packages, tmp_path: Path, name: str) -> None:
     python = environment(tmp_path / "environment")
 
     uv(
@@ -91,13 +82,9 @@ def test_the_page_installs_all_that_one_machine_needs(packages: Packages, tmp_pa
         subprocess.run([python, "-c", f"import {module}"], check=True, cwd=tmp_path)
 
 
-def test_an_airflow_that_exists_keeps_its_versions_and_gets_the_dags(
-    packages: Packages, tmp_path: Path
-) -> None:
+def test_an_airflow_that_exists_keeps_its_versions_and_gets_the_dags(packages: Packages, tmp_path: Path) -> None:
     python = environment(tmp_path / "environment")
-    pins = re.findall(
-        r"^[\w.-]+==\S+(?: ; .*(?= \\))?", (LOCKS / "airflow.txt").read_text(), re.MULTILINE
-    )
+    pins = re.findall(r"^[\w.-]+==\S+(?: ; .*(?= \\))?", (LOCKS / "airflow.txt").read_text(), re.MULTILINE)
     (tmp_path / "airflow.txt").write_text("\n".join(pins))
     airflow = next(pin for pin in pins if pin.startswith("apache-airflow=="))
     uv("pip", "install", airflow, "-c", str(tmp_path / "airflow.txt"), python=python)

@@ -89,9 +89,7 @@ def _run(model: BundleModel, inputs: Inputs) -> NDArray[np.float32]:
 
 def untrained(config: NightConfig, folder: Path) -> NightConfig:
     rng = np.random.default_rng(2)
-    return with_vectors(
-        config, folder, lambda vectors: rng.standard_normal(vectors.shape).astype(np.float32)
-    )
+    return with_vectors(config, folder, lambda vectors: rng.standard_normal(vectors.shape).astype(np.float32))
 
 
 def collapsed(config: NightConfig, folder: Path) -> NightConfig:
@@ -123,14 +121,10 @@ def with_values(config: NightConfig, folder: Path, factor: float, offset: float)
         output = next(node for node in proto.graph.node if model.spec.output in node.output)
         output.output[list(output.output).index(model.spec.output)] = "before"
         for number, value in (("factor", factor), ("offset", offset)):
-            proto.graph.initializer.append(
-                numpy_helper.from_array(np.array([value], np.float32), number)
-            )
+            proto.graph.initializer.append(numpy_helper.from_array(np.array([value], np.float32), number))
         proto.graph.node.append(helper.make_node("Mul", ["before", "factor"], ["product"]))
         proto.graph.node.append(helper.make_node("Add", ["product", "offset"], [model.spec.output]))
-        models[name] = ModelFile(
-            OnnxModel(proto.SerializeToString()), model.spec, labels=model.labels
-        )
+        models[name] = ModelFile(OnnxModel(proto.SerializeToString()), model.spec, labels=model.labels)
     user_tower, item_tower = (
         ModelFile(OnnxModel(model.path.read_bytes()), model.spec, entity=model.entity)
         for model in (bundle.user_tower, bundle.item_tower)
@@ -151,9 +145,7 @@ def values_on_another_scale(config: NightConfig, folder: Path) -> NightConfig:
 
 
 def with_clicks(config: NightConfig, folder: Path, edit: Callable[[Any], Any]) -> NightConfig:
-    pq.write_table(
-        edit(pq.read_table(config.path("interactions.parquet"))), folder / "clicks.parquet"
-    )
+    pq.write_table(edit(pq.read_table(config.path("interactions.parquet"))), folder / "clicks.parquet")
     sources = replace(
         config.sources, interactions=(str(folder / "clicks.parquet"),),
         item_features=str(config.path("items.parquet")),
@@ -197,9 +189,7 @@ def half_the_source(config: NightConfig, folder: Path) -> NightConfig:
 def half_the_catalogue(config: NightConfig, folder: Path) -> NightConfig:
     table = pq.read_table(config.path("items.parquet"))
     pq.write_table(table.slice(0, len(table) // 2), folder / "items.parquet")
-    return replace(
-        config, sources=replace(config.sources, item_features=str(folder / "items.parquet"))
-    )
+    return replace(config, sources=replace(config.sources, item_features=str(folder / "items.parquet")))
 
 
 BAD_INPUTS: Mapping[str, tuple[Change, str]] = {

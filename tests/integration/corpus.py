@@ -128,8 +128,7 @@ class Bench:
         """Copy, spoil, seal, load, spoil in Redis, verify: every verdict by rule."""
         store = self.config.store()
         root, live_root = (
-            store.local(f"generations/{generation_id}")
-            for generation_id in (self.generation, self.live)
+            store.local(f"generations/{generation_id}") for generation_id in (self.generation, self.live)
         )
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(self.pristine_root, root)

@@ -107,9 +107,7 @@ class FaultProxy:
             self._open.discard(back)
             back.transport.abort()
 
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_reply: bool
-    ) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_reply: bool) -> None:
         loop = asyncio.get_running_loop()
         late: deque[bytes] = deque()
         with contextlib.suppress(OSError):

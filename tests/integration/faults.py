@@ -140,9 +140,7 @@ def off_by_one(spoilt: Spoilt) -> None:
 
 def unknown_ordinals(spoilt: Spoilt) -> None:
     count = spoilt.manifest.items.count
-    spoilt.change(
-        "user_topk", lambda records: records["items"].__setitem__((slice(None), 3), count + 9)
-    )
+    spoilt.change("user_topk", lambda records: records["items"].__setitem__((slice(None), 3), count + 9))
 
 
 def item_twice_in_a_list(spoilt: Spoilt) -> None:
@@ -175,9 +173,7 @@ def scores_negated(spoilt: Spoilt) -> None:
 
 
 def scores_doubled(spoilt: Spoilt) -> None:
-    spoilt.change(
-        "user_topk", lambda records: records.__setitem__("exponent", records["exponent"] + 1)
-    )
+    spoilt.change("user_topk", lambda records: records.__setitem__("exponent", records["exponent"] + 1))
 
 
 def nan_scores(spoilt: Spoilt) -> None:
@@ -209,9 +205,7 @@ def live_lists(spoilt: Spoilt, restamp: bool) -> None:
     for part in range(len(table.parts)):
         old = np.fromfile(spoilt.live_root / table.parts[part].file.path, table.layout.dtype)
         records = spoilt.records("user_topk", part)
-        _, record_indices, theirs = np.intersect1d(
-            records["fingerprint"], old["fingerprint"], return_indices=True
-        )
+        _, record_indices, theirs = np.intersect1d(records["fingerprint"], old["fingerprint"], return_indices=True)
         stamp = records["scored_at"][0]
         records[record_indices] = old[theirs]
         if restamp:
@@ -262,9 +256,7 @@ def zero_user_vectors(spoilt: Spoilt) -> None:
 
 
 def constant_values(spoilt: Spoilt) -> None:
-    spoilt.change(
-        "user_affinity", lambda records: records.__setitem__("numbers", records["numbers"][0])
-    )
+    spoilt.change("user_affinity", lambda records: records.__setitem__("numbers", records["numbers"][0]))
 
 
 def same_values_for_all(spoilt: Spoilt) -> None:
@@ -302,9 +294,7 @@ def model_swapped(spoilt: Spoilt) -> None:
 
 def model_swapped_and_declared(spoilt: Spoilt) -> None:
     spoilt.copy_from_other("models/item_tower.fp32.onnx")
-    entry = Manifest.from_bytes((spoilt.other_root / "manifest.json").read_bytes()).models[
-        "item_tower"
-    ]
+    entry = Manifest.from_bytes((spoilt.other_root / "manifest.json").read_bytes()).models["item_tower"]
     spoilt.data["models"]["item_tower"]["digest"] = entry.digest
 
 

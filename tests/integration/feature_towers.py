@@ -100,9 +100,7 @@ def from_scent() -> ModelFile:
     return _product(SCENT, weights, SCENTS, labels=("worth",))
 
 
-def _product(
-    spec: InputSpec, weights: NDArray[np.float32], width: int, labels: tuple[str, ...] = ()
-) -> ModelFile:
+def _product(spec: InputSpec, weights: NDArray[np.float32], width: int, labels: tuple[str, ...] = ()) -> ModelFile:
     dims = weights.shape[1]
     nodes = [helper.make_node("MatMul", [spec.name, "turn"], ["vector"], name="turn")]
     return ModelFile(

@@ -15,15 +15,11 @@ from tests.polling import poll_until
 
 
 @contextmanager
-def fleet(
-    config: NightConfig, folder: Path, *, count: int = 3, **more: str
-) -> Iterator[list[ServiceProcess]]:
+def fleet(config: NightConfig, folder: Path, *, count: int = 3, **more: str) -> Iterator[list[ServiceProcess]]:
     """All started, all beating."""
     folder.mkdir(parents=True, exist_ok=True)
     services = [
-        ServiceProcess(
-            folder / f"service-{number}.log", environment(config, **PATIENT_ENVIRON | more)
-        )
+        ServiceProcess(folder / f"service-{number}.log", environment(config, **PATIENT_ENVIRON | more))
         for number in range(count)
     ]
     with ExitStack() as stack:

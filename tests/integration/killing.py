@@ -24,9 +24,7 @@ PRELOAD = (*(f"precompute.steps.{step}" for step in NIGHT_STEPS), __name__)
 """A night imports each step only when it runs it."""
 HANGS_S = 120.0
 
-_FILE_EVENTS = frozenset(
-    {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
-)
+_FILE_EVENTS = frozenset({"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"})
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 # A warm interpreter without threads of its own: a step costs a fork, not an import of everything.
@@ -42,9 +40,7 @@ class Point:
     mark_number: int | None = None
 
     def __str__(self) -> str:
-        return (
-            f"mark {self.mark_number}" if self.seconds is None else f"{self.seconds * 1e3:.1f} ms"
-        )
+        return f"mark {self.mark_number}" if self.seconds is None else f"{self.seconds * 1e3:.1f} ms"
 
 
 NOWHERE = Point()

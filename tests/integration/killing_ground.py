@@ -96,9 +96,7 @@ class Ground:
         assert outcome is not None
         # Costly steps that had finished are not done again; what was retired is gone with its reports.
         current_reports = reports(self.config)
-        assert [
-            path for path, at in finished.items() if path.exists() and current_reports[path] != at
-        ] == []
+        assert [path for path, at in finished.items() if path.exists() and current_reports[path] != at] == []
         self.watch.beat()
         return outcome.result
 
@@ -115,8 +113,7 @@ class Ground:
                 assert pointer is not None
                 allowed = {pointer.generation, pointer.previous, *self.watch.canaries}
                 return bool(replicas) and all(
-                    replica.served_generation == pointer.generation
-                    and allowed.issuperset(replica.held_generations)
+                    replica.served_generation == pointer.generation and allowed.issuperset(replica.held_generations)
                     for replica in replicas
                 )
 
@@ -137,9 +134,7 @@ class Ground:
         load: Work = lambda c, _: partial(load_step.run, c, build_result)  # noqa: E731
         self.step("load", load, kills=kills)
         if damaged:
-            self.step(
-                "refuse", lambda c, attempt: partial(refused, c, generation, attempt), kills=kills
-            )
+            self.step("refuse", lambda c, attempt: partial(refused, c, generation, attempt), kills=kills)
             self.compare()
             self.damage(generation)
         self.step(

@@ -60,9 +60,7 @@ def build_night(
     return config
 
 
-def prepare(
-    folder: Path, redis_url: str, *, seed: int = 0, users: int = 400, items: int = 120
-) -> NightConfig:
+def prepare(folder: Path, redis_url: str, *, seed: int = 0, users: int = 400, items: int = 120) -> NightConfig:
     """Data and bundle under `folder`, in a namespace of its own; nothing is built yet."""
     config = _config(folder, redis_url)
     if not (folder / "interactions.parquet").exists():
@@ -197,9 +195,7 @@ def top_lists(
     return lists
 
 
-def raw_records(
-    config: NightConfig, generation: str, ids: list[str], table: str = "user_topk"
-) -> dict[str, bytes]:
+def raw_records(config: NightConfig, generation: str, ids: list[str], table: str = "user_topk") -> dict[str, bytes]:
     """The records of those `ids` that the generation holds, from its page files."""
     manifest, root = open_generation(config.store(), generation)
     manifest_table = manifest.tables[table]
@@ -207,9 +203,7 @@ def raw_records(
     size = manifest_table.layout.size_bytes
     parts = [(root / part.file.path).read_bytes() for part in manifest_table.parts]
     records: dict[str, bytes] = {}
-    positions = directory.find_many(
-        hash_ids([entity_id.encode() for entity_id in ids], directory.seed)
-    )
+    positions = directory.find_many(hash_ids([entity_id.encode() for entity_id in ids], directory.seed))
     for name, position in zip(ids, positions.tolist(), strict=True):
         if position >= 0:
             part, offset = directory.locate(position)

@@ -93,9 +93,7 @@ class AnswerJudge:
             return
         response_json = orjson.loads(raw)
         answers = [response_json] if kind == "one" else response_json["answers"]
-        if [json_object["id"] for json_object in answers] != [
-            json_object["id"] for json_object in entities
-        ]:
+        if [json_object["id"] for json_object in answers] != [json_object["id"] for json_object in entities]:
             self.wrong.append(f"{len(answers)} answers to {len(entities)} entities")
         for entity, answer in zip(entities, answers, strict=False):
             self._judge(entity, answer)
@@ -210,9 +208,7 @@ class Ordeal:
 
 
 @contextlib.asynccontextmanager
-async def ordeal(
-    config: NightConfig, folder: Path, answer_judge: AnswerJudge
-) -> AsyncIterator[Ordeal]:
+async def ordeal(config: NightConfig, folder: Path, answer_judge: AnswerJudge) -> AsyncIterator[Ordeal]:
     """A service with little room in L1, so that most of what is asked needs Redis."""
     model = folder / "model"
     model.write_text("ok")

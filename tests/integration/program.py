@@ -17,9 +17,7 @@ ANNOUNCED = "Larder serves on "
 
 def environment(night: NightConfig, state: Path, **more: str) -> dict[str, str]:
     """Without a Redis, unless `more` names one; patient, since tests share few cores."""
-    base_environ = {
-        name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
-    }
+    base_environ = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
     base_environ.pop("REDIS_URL", None)
     return base_environ | {
         "LARDER_ARTIFACTS": str(night.path(night.artifacts)),

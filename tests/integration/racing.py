@@ -119,9 +119,7 @@ class Racer:
 
     def _pin(self, _make: Make) -> None:
         generation = NIGHTS[max(0, self._live_index())]
-        self.releases.pin(
-            generation, reason="audit", expires_at=time.time() + 0.5, attempt=self._attempt()
-        )
+        self.releases.pin(generation, reason="audit", expires_at=time.time() + 0.5, attempt=self._attempt())
 
     def _canary(self, make: Make) -> None:
         if self.releases.ledger().canary is not None:

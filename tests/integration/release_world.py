@@ -74,14 +74,10 @@ class World:
         for number in range(2):
             name = f"tables/score/{number:04d}"
             fingerprints = rng.integers(0, 2**63, records, dtype=np.uint64)
-            data = encode_numbers(
-                LAYOUT, fingerprints, rng.random((records, 4), np.float32), 0
-            ).tobytes()
+            data = encode_numbers(LAYOUT, fingerprints, rng.random((records, 4), np.float32), 0).tobytes()
             write_atomically(root / f"{name}.pages", data)
             size = 10 * LAYOUT.size_bytes
-            sums = [
-                xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)
-            ]
+            sums = [xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)]
             write_atomically(root / f"{name}.sums", np.array(sums, "<u8").tobytes())
             files = (describe_file(root, f"{name}.pages"), describe_file(root, f"{name}.sums"))
             parts.append(TablePart(page, len(sums), records, *files))
@@ -96,9 +92,7 @@ class World:
             inputs_digest="",
             entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, empty_artefact),))},
             items=ItemFiles(empty_artefact, empty_artefact, empty_artefact, empty_artefact, 0, 0),
-            tables={
-                "score": Table("score", "user", Producer("none"), LAYOUT, 10, tuple(parts), ())
-            },
+            tables={"score": Table("score", "user", Producer("none"), LAYOUT, 10, tuple(parts), ())},
             models={},
             indexes={},
             defaults=empty_artefact,
@@ -131,9 +125,7 @@ class World:
     def pages(self) -> set[str]:
         """All page keys in Redis (a test may scan)."""
         pattern = f"larder:1:{self.keys.namespace}:g:*"
-        return {
-            key.decode() for key in self.client.scan_iter(pattern) if not key.endswith(b":loaded")
-        }
+        return {key.decode() for key in self.client.scan_iter(pattern) if not key.endswith(b":loaded")}
 
 
 def meanwhile(monkeypatch, owner, name, action):

@@ -24,9 +24,7 @@ from tests.integration.nights import DATA_UNTIL, histories
 from tests.polling import poll_until
 
 INFRA = Path(__file__).parents[2] / "infra"
-BOARDS: list[Any] = [
-    json.loads(file.read_text()) for file in sorted((INFRA / "grafana/dashboards").glob("*.json"))
-]
+BOARDS: list[Any] = [json.loads(file.read_text()) for file in sorted((INFRA / "grafana/dashboards").glob("*.json"))]
 
 SCRAPE_S = 0.25
 EVALUATE_S = 0.5
@@ -73,20 +71,14 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(
-    folder: Path, services: Sequence[str], *, faster: float = 1.0
-) -> Iterator[Prometheus]:
+def prometheus(folder: Path, services: Sequence[str], *, faster: float = 1.0) -> Iterator[Prometheus]:
     """Scrapes these services; lengths of time in the rules (ranges, offsets, `for`) are divided by `faster`."""
     config: Any = yaml.safe_load((INFRA / "prometheus/prometheus.yml").read_text())
     config["global"] = {"scrape_interval": _text(SCRAPE_S), "evaluation_interval": _text(EVALUATE_S)}  # fmt: skip
     (job,) = [
-        scrape_config
-        for scrape_config in config["scrape_configs"]
-        if scrape_config["job_name"] == "larder-serving"
+        scrape_config for scrape_config in config["scrape_configs"] if scrape_config["job_name"] == "larder-serving"
     ]
-    job["static_configs"] = [
-        {"targets": [service_url.removeprefix("http://") for service_url in services]}
-    ]
+    job["static_configs"] = [{"targets": [service_url.removeprefix("http://") for service_url in services]}]
     config["scrape_configs"] = [job]
     (folder / "rules").mkdir(parents=True)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -116,9 +108,7 @@ def quicker(rules: Any, faster: float) -> Any:
     """Rules with every length of time divided by `faster`."""
 
     def shorter(length_match: re.Match[str]) -> str:
-        number, unit = (
-            matched_group for matched_group in length_match.groups() if matched_group is not None
-        )
+        number, unit = (matched_group for matched_group in length_match.groups() if matched_group is not None)
         return _text(int(number) * _SECONDS[unit] / faster)
 
     for group in rules["groups"]:
@@ -150,9 +140,7 @@ def sampling(*, every_s: float) -> dict[str, str]:
     }
 
 
-def traffic(
-    url: str, night: NightConfig, judge: Judge, *, rate: float
-) -> AbstractContextManager[object]:
+def traffic(url: str, night: NightConfig, judge: Judge, *, rate: float) -> AbstractContextManager[object]:
     """The demo's stream of requests over the users of this night: hits, misses, live answers and defaults."""
     return replay_in_background(url, stream(night), judge, rate=rate)
 

@@ -15,8 +15,7 @@ def shell(*arguments: str, environ: Mapping[str, str]) -> "CompletedProcess[str]
     """Exit code and output of `python -m precompute` with these words and this environment alone."""
     stdout, err = io.StringIO(), io.StringIO()
     handler_by_signal = {
-        signal_number: signal.getsignal(signal_number)
-        for signal_number in (signal.SIGINT, signal.SIGTERM)
+        signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         with (

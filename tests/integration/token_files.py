@@ -24,9 +24,7 @@ class TokenPlace:
         token = f"larder_{secrets.token_urlsafe(32)}"
         digest = hashlib.sha256(token.encode()).hexdigest()
         self.tokens[name] = token
-        self.entries[name] = TokenEntry(
-            sha256=digest, scopes=scopes or tuple(MEANING_BY_SCOPE), **limits
-        )
+        self.entries[name] = TokenEntry(sha256=digest, scopes=scopes or tuple(MEANING_BY_SCOPE), **limits)
         self.write()
         return self.header(name)
 

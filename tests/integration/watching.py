@@ -84,9 +84,7 @@ class Watch:
             )
 
     async def _ask_all(self) -> None:
-        await asyncio.gather(
-            *(self._run_caller(number) for number in range(len(self._generations_by_caller)))
-        )
+        await asyncio.gather(*(self._run_caller(number) for number in range(len(self._generations_by_caller))))
 
     async def _run_caller(self, number: int) -> None:
         async with HttpConnection(self._url, SLOWEST_S) as connection:
@@ -103,9 +101,7 @@ class Watch:
         allowed_sources = self._allowed_sources
         history = [str(item_id) for item_id in self._rng.choice(self._items, 5, replace=False)]
         if request_number % 16 == 15:
-            entities: list[dict[str, Any]] = [
-                {"id": f"new-{request_number % 64}", "history": history}
-            ]
+            entities: list[dict[str, Any]] = [{"id": f"new-{request_number % 64}", "history": history}]
         else:
             user_ids = self._rng.choice(self._users, BATCH, replace=False)
             entities = [{"id": str(user_id)} for user_id in user_ids]
@@ -115,13 +111,9 @@ class Watch:
             self.wrong.append(f"{status} {raw[:200]!r}")
             return
         answers = orjson.loads(raw)["answers"]
-        answering_generations = {
-            answer["generation"] for answer in answers if answer["source"] != "previous"
-        }
+        answering_generations = {answer["generation"] for answer in answers if answer["source"] != "previous"}
         if len(answers) != len(entities) or len(answering_generations) > 1:
-            self.wrong.append(
-                f"{len(answers)} of {len(entities)} answers, from {answering_generations}"
-            )
+            self.wrong.append(f"{len(answers)} of {len(entities)} answers, from {answering_generations}")
         for generation in answering_generations - self.canaries:
             if self._generations_by_caller[number][-1:] != [generation]:
                 self._generations_by_caller[number].append(generation)
@@ -129,9 +121,7 @@ class Watch:
             self._judge(entity, answer, allowed_sources | self._allowed_sources)
         self.answers += 1
 
-    def _judge(
-        self, entity: dict[str, Any], answer: dict[str, Any], allowed_sources: frozenset[str]
-    ) -> None:
+    def _judge(self, entity: dict[str, Any], answer: dict[str, Any], allowed_sources: frozenset[str]) -> None:
         source, items = answer["source"], tuple(answer["items"])
         self.sources[source] += 1
         if "history" in entity:

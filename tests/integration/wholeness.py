@@ -96,9 +96,7 @@ def assert_whole(config: NightConfig) -> str:
         live, previous = view.pointer.generation, view.pointer.previous
         assert (view.ledger.live_generation, view.ledger.live_epoch) == (live, view.pointer.epoch)
         assert releases.state(live, view.ledger) is GenerationState.LIVE
-        assert (
-            previous is None or releases.state(previous, view.ledger) is GenerationState.SUPERSEDED
-        )
+        assert previous is None or releases.state(previous, view.ledger) is GenerationState.SUPERSEDED
         assert all(gate["passed"] for gate in read_manifest(store, live).gates)
         for generation in filter(None, (live, previous)):
             manifest, root = open_generation(store, generation)

@@ -97,9 +97,7 @@ def try_subject(subject: Subject, file: Path, options: argparse.Namespace) -> No
     trials = [(mutant, covering(mutant, measured)) for mutant in mutants]
     test_files = sorted({test.test.partition("::")[0] for _, tests in trials for test in tests})
     total = sum(len(module) for module in modules)
-    print(
-        f"{len(trials)} of {total} mutants to try on tests of {len(test_files)} files", flush=True
-    )
+    print(f"{len(trials)} of {total} mutants to try on tests of {len(test_files)} files", flush=True)
     started = time.monotonic()
 
     def report(outcome: Outcome) -> None:

@@ -26,9 +26,7 @@ class Measurement:
     def __init__(self, modules: Sequence[str], files: Mapping[str, Path]) -> None:
         self._modules = [str(ROOT / module) for module in modules]
         self._files = files
-        self._coverage = coverage.Coverage(
-            data_file=None, config_file=False, include=self._modules, messages=False
-        )
+        self._coverage = coverage.Coverage(data_file=None, config_file=False, include=self._modules, messages=False)
         self._contexts: list[str] = []
         self._context_started_at = 0.0
         self._seconds: dict[str, float] = defaultdict(float)
@@ -54,9 +52,7 @@ class Measurement:
         self._context_started_at = time.perf_counter()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(
-        self, fixturedef: pytest.FixtureDef[object]
-    ) -> Generator[None, object, object]:
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
         """Measure a fixture that tests share apart from them."""
         if fixturedef.scope == "function" or not self._contexts:
             return (yield)
@@ -73,9 +69,7 @@ class Measurement:
         """Measure a test; write its file's measurements behind the last one."""
         definitions = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
         self._fixtures[item.nodeid] = [
-            _fixture(candidates[-1])
-            for candidates in definitions.values()
-            if candidates[-1].scope != "function"
+            _fixture(candidates[-1]) for candidates in definitions.values() if candidates[-1].scope != "function"
         ]
         self._switch(item.nodeid)
         try:
@@ -107,9 +101,7 @@ class Measurement:
 
     def _write(self, test_file: str) -> None:
         lines = self._lines_by_context()
-        self._fixture_lines |= {
-            name: ran for name, ran in lines.items() if name.startswith("fixture ")
-        }
+        self._fixture_lines |= {name: ran for name, ran in lines.items() if name.startswith("fixture ")}
         measured = []
         for test, fixtures in self._fixtures.items():
             ran: dict[str, set[int]] = defaultdict(set)
@@ -133,9 +125,7 @@ def _fixture(definition: pytest.FixtureDef[object]) -> str:
     return f"fixture {definition.baseid}::{definition.argname}"
 
 
-def measure(
-    modules: Sequence[str], test_files: Sequence[str], folder: Path, seed: int
-) -> list[MeasuredTest]:
+def measure(modules: Sequence[str], test_files: Sequence[str], folder: Path, seed: int) -> list[MeasuredTest]:
     """Measurements of all tests of these files that pass and run a line of the modules, the quickest first."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = hashlib.sha256(b"".join((ROOT / module).read_bytes() for module in modules))
@@ -152,9 +142,7 @@ def measure(
     for test_file in missing:
         if not files[test_file].exists():  # Nothing of it was run.
             files[test_file].write_text("[]")
-    measured = [
-        MeasuredTest(*row) for file in files.values() for row in json.loads(file.read_text())
-    ]
+    measured = [MeasuredTest(*row) for file in files.values() for row in json.loads(file.read_text())]
     return sorted(measured, key=lambda test: (not test.is_unit, test.seconds))
 
 

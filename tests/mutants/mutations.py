@@ -16,9 +16,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
 LEFT_OUT_CALLS = frozenset({"isinstance", "cast", "len", "super"})
-LOG_METHODS = frozenset(
-    {"critical", "debug", "error", "exception", "info", "log", "warn", "warning"}
-)
+LOG_METHODS = frozenset({"critical", "debug", "error", "exception", "info", "log", "warn", "warning"})
 
 
 class Mutant(NamedTuple):
@@ -119,9 +117,7 @@ def _is_marked(mutated: cst.CSTNode) -> bool:
 
 def _is_left_out(node: cst.CSTNode) -> bool:
     match node:
-        case (
-            cst.Annotation() | cst.Decorator() | cst.Parameters() | cst.ImportFrom() | cst.Import()
-        ):
+        case cst.Annotation() | cst.Decorator() | cst.Parameters() | cst.ImportFrom() | cst.Import():
             return True
         case cst.Call(func=cst.Name(value=name)):
             return name in LEFT_OUT_CALLS
@@ -172,9 +168,7 @@ class MutableModule:
         if tree.code == self._text:
             return None
         change = _change(self._text, tree.code)
-        return Mutant(
-            self.path, number, site.function, site.function_line, site.lines, change, tree.code
-        )
+        return Mutant(self.path, number, site.function, site.function_line, site.lines, change, tree.code)
 
 
 def drawn(modules: Sequence[MutableModule], seed: int, count: int) -> Iterator[Mutant]:

@@ -60,15 +60,12 @@ def read_verdicts(file: Path = SURVIVORS) -> dict[tuple[str, str, str], str]:
     return verdicts
 
 
-def summary(
-    subject: str, seed: int, rows: Sequence[Row], verdicts: Mapping[tuple[str, str, str], str]
-) -> str:
+def summary(subject: str, seed: int, rows: Sequence[Row], verdicts: Mapping[tuple[str, str, str], str]) -> str:
     """Counts of a subject, then its survivors that are not known as equivalent, by module."""
     equivalent = {name for name, verdict in verdicts.items() if verdict.startswith(EQUIVALENT)}
     valid_rows = [row for row in rows if row.kind != "invalid"]
     counts = Counter(
-        "equivalent" if row.kind == "survived" and row.name in equivalent else row.kind
-        for row in valid_rows
+        "equivalent" if row.kind == "survived" and row.name in equivalent else row.kind for row in valid_rows
     )
     killed, survived = counts["killed"] + counts["timed out"], counts["survived"]
     seconds = sum(row.seconds for row in rows) / max(1, len(rows))
@@ -84,9 +81,7 @@ def summary(
         for row in sorted(valid_rows, key=lambda row: (row.kind, row.module, row.line))
         if row.kind in ("survived", "not covered") and row.name not in equivalent
     ]
-    lines = [
-        f"{row.kind}\t{row.module}:{row.line}\t{row.function}\t{row.change}" for row in open_rows
-    ]
+    lines = [f"{row.kind}\t{row.module}:{row.line}\t{row.function}\t{row.change}" for row in open_rows]
     return "\n".join([heading, *lines])
 
 

@@ -45,9 +45,7 @@ class Outcome(NamedTuple):
 class _Trial:
     """A fork that runs tests, and says on a pipe which one it begins and how it ends."""
 
-    def __init__(
-        self, mutant: Mutant, tests: Sequence[MeasuredTest], run: Callable[[int], None]
-    ) -> None:
+    def __init__(self, mutant: Mutant, tests: Sequence[MeasuredTest], run: Callable[[int], None]) -> None:
         self.mutant = mutant
         self._seconds = {test.test: 5 * test.seconds + SLACK_S[test.is_unit] for test in tests}
         self._started = time.monotonic()
@@ -96,9 +94,7 @@ class _Trial:
 class Trials:
     """Pytest plugin that, in place of running what was collected, tries mutants on it."""
 
-    def __init__(
-        self, mutants: Iterable[tuple[Mutant, Sequence[MeasuredTest]]], workers: int
-    ) -> None:
+    def __init__(self, mutants: Iterable[tuple[Mutant, Sequence[MeasuredTest]]], workers: int) -> None:
         mutants = list(mutants)
         self._modules = sorted({mutant.module for mutant, _ in mutants})
         self._mutants = iter(mutants)
@@ -126,9 +122,7 @@ class Trials:
     def pytest_collection(self) -> None:
         """Let Hypothesis neither shrink what fails nor remember it."""
         phases = [Phase.explicit, Phase.generate]
-        settings.register_profile(
-            "mutants", settings.get_profile("untimed"), database=None, phases=phases
-        )
+        settings.register_profile("mutants", settings.get_profile("untimed"), database=None, phases=phases)
         settings.load_profile("mutants")
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -239,9 +233,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def install_mutant(
-    mutant: Mutant, functions: Mapping[tuple[str, str, int], list[FunctionType]]
-) -> bool:
+def install_mutant(mutant: Mutant, functions: Mapping[tuple[str, str, int], list[FunctionType]]) -> bool:
     """Give the mutant's code to each live function that it is the code of; returns whether there is one."""
     path = str(ROOT / mutant.module)
     function_key = (path, mutant.function, mutant.function_line)

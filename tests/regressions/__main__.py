@@ -152,9 +152,7 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def worktree(
-    commit: str, tests_commit: str, folder: Path | None, environment: str
-) -> Iterator[Path]:
+def worktree(commit: str, tests_commit: str, folder: Path | None, environment: str) -> Iterator[Path]:
     """A worktree of `commit` with the tests of another and an environment; a folder that is named is kept."""
     with tempfile.TemporaryDirectory() as temporary_folder:
         tree = folder or Path(temporary_folder) / "tree"
@@ -205,9 +203,7 @@ def written(file: Path) -> tuple[list[Outcome], str | None]:
 
 def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> list[Outcome]:
     """The outcomes of one process of pytest; one that falls silent is ended with all that it started."""
-    chosen_file, file, log = (
-        tree.parent / f"{tree.name}.{name}" for name in ("chosen", "outcomes", "log")
-    )
+    chosen_file, file, log = (tree.parent / f"{tree.name}.{name}" for name in ("chosen", "outcomes", "log"))
     chosen_file.write_text("\n".join(tests))
     file.unlink(missing_ok=True)
     command = [
@@ -236,16 +232,12 @@ def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> lis
             process.wait()
     outcomes, started_test = written(file)
     if started_test is not None:
-        outcomes.append(
-            Outcome(started_test, "timeout", "the process fell silent or ended within it")
-        )
+        outcomes.append(Outcome(started_test, "timeout", "the process fell silent or ended within it"))
     if not outcomes:
         # A conftest.py that cannot be imported there: nothing has been run, so nothing is shown.
         lines = log.read_text(errors="replace").splitlines()
         reason = [line for line in lines if line.startswith("E ")] or lines[-1:]
-        outcomes = [
-            Outcome(test, "collection", reason[0].removeprefix("E").strip()) for test in tests
-        ]
+        outcomes = [Outcome(test, "collection", reason[0].removeprefix("E").strip()) for test in tests]
     return outcomes
 
 
@@ -258,9 +250,7 @@ def outcomes_of(tree: Path, module: str, tests: list[str], timeout_s: float) -> 
         outcomes = run_once(tree, module, remaining_tests, timeout_s)
         for outcome in outcomes:
             earlier_outcome = outcome_by_test.get(outcome.test)
-            if earlier_outcome is None or order.index(outcome.kind) < order.index(
-                earlier_outcome.kind
-            ):
+            if earlier_outcome is None or order.index(outcome.kind) < order.index(earlier_outcome.kind):
                 outcome_by_test[outcome.test] = outcome
         if not any(outcome.text.startswith("the process") for outcome in outcomes):
             break
@@ -294,9 +284,7 @@ def table(rows: list[Row]) -> Iterator[str]:
             continue
         red = "yes" if row.is_red else "NO"
         text = " ".join(row.text.split()).replace("|", "\\|")[:120]
-        yield (
-            f"| {row.finding} | `{row.test}` | {row.commit} | {red} | {row.red_commit} | {row.kind} | {text} |"
-        )
+        yield (f"| {row.finding} | `{row.test}` | {row.commit} | {red} | {row.red_commit} | {row.kind} | {text} |")
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
@@ -328,9 +316,7 @@ def rows_of(
             rows.append(Row(finding.text, finding.test, commit_of(finding), "", "gone", ""))
         elif place in outcomes:
             _, kind, text = outcomes[place]
-            rows.append(
-                Row(finding.text, finding.test, commit_of(finding), place.code_commit, kind, text)
-            )
+            rows.append(Row(finding.text, finding.test, commit_of(finding), place.code_commit, kind, text))
     return rows
 
 
@@ -342,11 +328,7 @@ def write_rows(file: Path, rows: list[Row]) -> None:
 def red_before(file: Path) -> dict[str, Outcome]:
     """What was red by what the product did in the rows of an earlier run, by today's tests."""
     rows = [Row(**row) for row in json.loads(file.read_text())]
-    return {
-        row.test: Outcome(row.test, row.kind, row.text)
-        for row in rows
-        if row.kind in SHOWN_BY_PRODUCT
-    }
+    return {row.test: Outcome(row.test, row.kind, row.text) for row in rows if row.kind in SHOWN_BY_PRODUCT}
 
 
 def main() -> int:
@@ -358,9 +340,7 @@ def main() -> int:
     )
     parser.add_argument("commit")
     parser.add_argument("--only", default="", help="findings or tests that contain this text")
-    parser.add_argument(
-        "--tree", type=Path, help="a folder for the worktree, kept for the next run"
-    )
+    parser.add_argument("--tree", type=Path, help="a folder for the worktree, kept for the next run")
     parser.add_argument(
         "--environment",
         default="env",
@@ -373,17 +353,13 @@ def main() -> int:
         action="store_true",
         help="take what failed by what the product did from --json, and run the others",
     )
-    parser.add_argument(
-        "--case-timeout", type=float, default=CASE_TIMEOUT_S, help="seconds, a test"
-    )
+    parser.add_argument("--case-timeout", type=float, default=CASE_TIMEOUT_S, help="seconds, a test")
     options = parser.parse_args()
     if options.again and not options.json:
         parser.error("--again needs --json FILE, the rows of an earlier run")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     selected_findings = [
-        finding
-        for finding in findings()
-        if options.only in finding.text or options.only in finding.test
+        finding for finding in findings() if options.only in finding.text or options.only in finding.test
     ]
     place_by_finding = places(selected_findings, options.commit)
     todays_modules: defaultdict[str, list[str]] = defaultdict(list)
@@ -392,9 +368,7 @@ def main() -> int:
     missing_tests = gone_tests(todays_modules)
     known_outcomes = red_before(options.json) if options.again else {}
     outcomes: dict[Place, Outcome] = {}
-    pending: defaultdict[tuple[str, str], defaultdict[str, list[Place]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    pending: defaultdict[tuple[str, str], defaultdict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
     for finding, place in place_by_finding.items():
         if finding.test in missing_tests:
             outcomes[place] = Outcome(place.test, "gone", "")
@@ -414,9 +388,7 @@ def main() -> int:
                 kinds = Counter(outcome.kind for outcome in of_module.values())
                 counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
                 elapsed_s = time.monotonic() - begun_at
-                note(
-                    f"{code_commit} {number}/{len(modules)} {module}: {counts} ({elapsed_s:.0f} s)"
-                )
+                note(f"{code_commit} {number}/{len(modules)} {module}: {counts} ({elapsed_s:.0f} s)")
                 if options.json:
                     write_rows(options.json, rows_of(selected_findings, place_by_finding, outcomes))
         for finding, place in place_by_finding.items():

@@ -56,9 +56,7 @@ def kind_of_failure(error: BaseException, trace: TracebackType | None, root: Pat
     while trace is not None:
         last_file = Path(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
-    is_in_product = last_file.is_relative_to(root) and (
-        last_file.relative_to(root).parts[0] in PRODUCT
-    )
+    is_in_product = last_file.is_relative_to(root) and (last_file.relative_to(root).parts[0] in PRODUCT)
     is_name = isinstance(error, AttributeError | TypeError | NameError)
     if is_name and not is_in_product and _LACKS_A_NAME.search(str(error)):
         return "interface"
@@ -82,13 +80,9 @@ class Outcomes:
 
     def _row(self, test: str) -> str | None:
         """The chosen test that this one is, or is a case of."""
-        return next(
-            (row for row in (test, test.partition("[")[0]) if row in self._selected_tests), None
-        )
+        return next((row for row in (test, test.partition("[")[0]) if row in self._selected_tests), None)
 
-    def pytest_collection_modifyitems(
-        self, config: pytest.Config, items: list[pytest.Item]
-    ) -> None:
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep the chosen tests."""
         deselected_items = [item for item in items if self._row(item.nodeid) is None]
         items[:] = [item for item in items if self._row(item.nodeid) is not None]

@@ -63,9 +63,12 @@ class Call:
         if self.generation is not None:
             body["generation"] = self.generation
         raw = orjson.dumps(body)
-        return (
-            b"POST /v1/lookup/%b HTTP/1.1\r\nhost: larder\r\n%bcontent-length: %d\r\n%b\r\n%b"
-            % (TABLE.encode(), JSON, len(raw), deadline, raw)
+        return b"POST /v1/lookup/%b HTTP/1.1\r\nhost: larder\r\n%bcontent-length: %d\r\n%b\r\n%b" % (
+            TABLE.encode(),
+            JSON,
+            len(raw),
+            deadline,
+            raw,
         )
 
 
@@ -103,9 +106,7 @@ class Client(asyncio.Protocol):
         if not end:
             return
         lines = head.split(b"\r\n")
-        length = next(
-            int(line[15:]) for line in lines if line.lower().startswith(b"content-length")
-        )
+        length = next(int(line[15:]) for line in lines if line.lower().startswith(b"content-length"))
         if len(body) >= length:
             assert len(body) == length, "more was answered than asked"
             self._received = b""
@@ -206,14 +207,10 @@ def judge(
             any(_follows(input_history, items) for input_history in inputs),
             f"computed from none of {inputs}",
         )
-        demand(
-            all(0 < score - offset - LIVE <= WIDTH for score in scores), "scores of another model"
-        )
+        demand(all(0 < score - offset - LIVE <= WIDTH for score in scores), "scores of another model")
     else:
         demand(answer["producer"] == "batch", "of nobody")
-        demand(
-            nights.knows(number, question.id), "a record of somebody whom the night did not know"
-        )
+        demand(nights.knows(number, question.id), "a record of somebody whom the night did not know")
         ranked = nights.night_list(number, question.id)
         demand(all(item in ranked for item in items), "items of another night")
         expected = [offset + WIDTH - ranked.index(item) for item in items]

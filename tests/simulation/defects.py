@@ -103,9 +103,7 @@ def _who_leaves_takes_the_flight_along(patch: pytest.MonkeyPatch) -> None:
 def _a_failed_batch_keeps_its_worker(patch: pytest.MonkeyPatch) -> None:
     real = MicroBatcher._finish_batch
 
-    def finish(
-        self: Any, batch: Any, started: float, outcomes: Any, *remaining_arguments: Any
-    ) -> None:
+    def finish(self: Any, batch: Any, started: float, outcomes: Any, *remaining_arguments: Any) -> None:
         real(self, batch, started, outcomes, *remaining_arguments)
         if outcomes and all(isinstance(outcome, Exception) for outcome in outcomes):
             self._idle_worker_count -= 1
@@ -147,9 +145,7 @@ def _everybody_leads(patch: pytest.MonkeyPatch) -> None:
 def _a_lease_is_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
     real = LeaseManager._follow
 
-    async def follow(
-        self: Any, lease_mark: Any, lease_state: Any, view: Any, record_key: Any, give_up: float
-    ) -> Any:
+    async def follow(self: Any, lease_mark: Any, lease_state: Any, view: Any, record_key: Any, give_up: float) -> Any:
         return await real(self, lease_mark, lease_state, view, record_key, give_up + 3_600.0)
 
     async def keep(self: Any, lease_mark: Any, lease_set_at: float, compute: Any) -> Any:
@@ -372,9 +368,7 @@ def _an_arm_is_known_only_once_it_has_started(patch: pytest.MonkeyPatch) -> None
     real = ArmHolder._advance_arms
 
     def advance_arms(self: ArmHolder) -> None:
-        starting = [
-            arm.name for arm in self._arm_by_namespace.values() if arm.state is ArmState.STARTING
-        ]
+        starting = [arm.name for arm in self._arm_by_namespace.values() if arm.state is ArmState.STARTING]
         for name in starting:
             del self._arm_by_namespace[name]
         real(self)
@@ -420,9 +414,7 @@ def _keys_are_drawn_anew_for_each_version_of_the_experiments(patch: pytest.Monke
 
     def init(self: Routing, record: Any) -> None:
         real(self, record)
-        self._experiment_owners = dataclasses.replace(
-            record, salt=f"{record.salt}{record.version}"
-        ).owners
+        self._experiment_owners = dataclasses.replace(record, salt=f"{record.salt}{record.version}").owners
 
     patch.setattr(Routing, "__init__", init)
 
@@ -430,9 +422,7 @@ def _keys_are_drawn_anew_for_each_version_of_the_experiments(patch: pytest.Monke
 DEFECTS: dict[str, Plant] = {
     name.removeprefix("_").replace("_", " "): plant
     for name, plant in list(globals().items())
-    if name.startswith("_")
-    and getattr(plant, "__module__", "") == __name__
-    and name != "_count_names"
+    if name.startswith("_") and getattr(plant, "__module__", "") == __name__ and name != "_count_names"
 }
 """What was planted -> how."""
 
@@ -444,9 +434,7 @@ BIASES: dict[str, Bias] = {
     "a slow load holds up the next look": Bias(
         _CALM | {"night": 20, "roll_back": 15, "store hung": 15, "ask": 20, "kill": 0, "canary": 10}
     ),
-    "recent names are read by a thread": Bias(
-        _CALM | {"ask": 60, "burst": 60, "night": 1}, steps=90
-    ),
+    "recent names are read by a thread": Bias(_CALM | {"ask": 60, "burst": 60, "night": 1}, steps=90),
     "what is degraded stays so": Bias(_CALM | {"model broken": 20, "night": 20, "ask": 20}),
     "an arm misses what is blocked while it starts": Bias(
         _ARMS | {"block": 40, "store hung": 0, "kill": 10, "arm hung": 20}
@@ -455,9 +443,7 @@ BIASES: dict[str, Bias] = {
         _ARMS | {"burst": 80, "stop experiment": 30, "redis slow": 30}
     ),
     "an arm is known only once it has started": Bias(_ARMS | {"arm hung": 20}),
-    "a blocklist is put in force at the first try or never": Bias(
-        _ARMS | {"block": 40, "no threads": 30}
-    ),
+    "a blocklist is put in force at the first try or never": Bias(_ARMS | {"block": 40, "no threads": 30}),
     "looks at experiments wait until arms have started": Bias(
         _ARMS | {"arm hung": 30, "stop experiment": 20, "restart": 20, "kill": 0}
     ),

@@ -44,14 +44,10 @@ class Models:
             if host in began_at_by_host:
                 self.twice.append(f"{host.name} computes {model_input} twice at once")
             elif any(
-                not other_host.is_dead
-                and now_s - began_at < LEASE_S
-                and self.can_talk(model_input[1])
+                not other_host.is_dead and now_s - began_at < LEASE_S and self.can_talk(model_input[1])
                 for other_host, began_at in began_at_by_host.items()
             ):
-                self.twice.append(
-                    f"{host.name} computes {model_input} while another one does: {began_at_by_host}"
-                )
+                self.twice.append(f"{host.name} computes {model_input} while another one does: {began_at_by_host}")
             began_at_by_host[host] = now_s
         try:
             self._threads.sleep(self._threads.rng.random() * TAKES_S + self.slow_s)

@@ -149,15 +149,10 @@ def night(number: int) -> Night:
     """The night of that number, the same whenever it is asked for."""
     users, raws = _directory("user", [user for user in USERS if knows(number, user)])
     items = _items()
-    lists = [
-        items.ordinals_of([item.encode() for item in night_list(number, raw.decode())])
-        for raw in raws
-    ]
+    lists = [items.ordinals_of([item.encode() for item in night_list(number, raw.decode())]) for raw in raws]
     best_first = np.arange(WIDTH, 0, -1).astype(np.float32)
     scores = np.tile(100.0 * number + best_first, (len(raws), 1)).astype(np.float32)
-    rows = encode_topk(
-        LAYOUT, fingerprints(raws), np.array(lists, np.uint32), scores, DATA_UNTIL + number
-    ).tobytes()
+    rows = encode_topk(LAYOUT, fingerprints(raws), np.array(lists, np.uint32), scores, DATA_UNTIL + number).tobytes()
     page_bytes = PER_PAGE * LAYOUT.size_bytes
     pages = tuple(rows[at : at + page_bytes] for at in range(0, len(rows), page_bytes))
     part = TablePart(0, len(pages), len(raws), _NO_FILE, _NO_FILE)
@@ -195,9 +190,7 @@ class Model:
         """The one table."""
         return table == TABLE
 
-    def prepare_all(
-        self, table: str, sources: Sequence[LiveInput]
-    ) -> list[PreparedInput | InvalidInput | None]:
+    def prepare_all(self, table: str, sources: Sequence[LiveInput]) -> list[PreparedInput | InvalidInput | None]:
         """Inputs as the real predictor prepares them for a tower of histories."""
         return prepare_all(table, _TOWER, _items(), sources)
 
@@ -223,14 +216,10 @@ class Model:
                 items.id_of(ordinal) for ordinal in {*prepared.excluded.tolist(), *blocked_ordinals}
             )
             live_items = live_list(items.id_of(int(prepared.history[-1])), excluded_items)
-            lists[row, : len(live_items)] = items.ordinals_of(
-                [item.encode() for item in live_items]
-            )
+            lists[row, : len(live_items)] = items.ordinals_of([item.encode() for item in live_items])
             best_first = np.arange(WIDTH, WIDTH - len(live_items), -1)
             scores[row, : len(live_items)] = 100.0 * self.number + LIVE + best_first
-        rows = encode_topk(
-            LAYOUT, np.array(prints, np.uint64), lists, scores, scored_at, flags=FLAG_LIVE
-        )
+        rows = encode_topk(LAYOUT, np.array(prints, np.uint64), lists, scores, scored_at, flags=FLAG_LIVE)
         data, size = rows.tobytes(), LAYOUT.size_bytes
         return [data[at : at + size] for at in range(0, len(data), size)]
 

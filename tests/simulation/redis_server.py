@@ -24,9 +24,7 @@ _MORE = object()
 class SimulatedRedis(MemoryRedis):
     """Strings, hashes and sorted sets with expiry, and who listens to a channel."""
 
-    def __init__(
-        self, keys: Keyspace, clock: Callable[[], float], watch: Watch = unwatched
-    ) -> None:
+    def __init__(self, keys: Keyspace, clock: Callable[[], float], watch: Watch = unwatched) -> None:
         super().__init__(keys, clock, watch)
         self.ends: dict[str, float] = {}
         self.sessions: dict[Session, None] = {}
@@ -38,12 +36,8 @@ class SimulatedRedis(MemoryRedis):
             commands._LEASE_SWAP_SCRIPT: self._swap,
             staging._STAGE_SCRIPT.encode(): self._stage,
             staging._UNSTAGE_SCRIPT.encode(): self._unstage,
-            control_keys._MOVE_SCRIPT.encode(): lambda keys, argv: self._in(
-                keys[0], self.move, argv
-            ),
-            control_keys._WRITE_ROWS_SCRIPT.encode(): lambda keys, argv: self._in(
-                keys[0], self.write_rows, argv
-            ),
+            control_keys._MOVE_SCRIPT.encode(): lambda keys, argv: self._in(keys[0], self.move, argv),
+            control_keys._WRITE_ROWS_SCRIPT.encode(): lambda keys, argv: self._in(keys[0], self.write_rows, argv),
         }
 
     def execute(self, command: list[bytes]) -> Any:
@@ -218,10 +212,7 @@ class SimulatedRedis(MemoryRedis):
     def eval(self, script: str, count: int, *arguments: Any) -> Any:
         """One of Larder's scripts."""
         self.watch("eval", script)
-        raw_arguments = [
-            argument if isinstance(argument, bytes) else str(argument).encode()
-            for argument in arguments
-        ]
+        raw_arguments = [argument if isinstance(argument, bytes) else str(argument).encode() for argument in arguments]
         self._drop_expired()
         return self.do_eval(script.encode(), b"%d" % count, *raw_arguments)
 
@@ -274,10 +265,7 @@ class SimulatedRedis(MemoryRedis):
             raw = self.data.get(keys[2])
             pointer = {} if raw is None else orjson.loads(raw)
             tried = (pointer.get("canary") or {}).get("generation")
-            is_mine = (
-                standing["attempt"] == attempt.decode()
-                or standing["generation"] == generation.decode()
-            )
+            is_mine = standing["attempt"] == attempt.decode() or standing["generation"] == generation.decode()
             has_moved = standing["generation"] in (pointer.get("generation"), tried)
             if not is_mine and not has_moved and standing["until"] > float(now_s):
                 return bytes(raw_note or b"")
@@ -340,8 +328,7 @@ class Session(asyncio.Protocol):
                 else:
                     self.channels.pop(raw_channel.decode(), None)
             return b"".join(
-                encoded([command.lower(), raw_channel, len(self.channels)])
-                for raw_channel in command_parts[1:]
+                encoded([command.lower(), raw_channel, len(self.channels)]) for raw_channel in command_parts[1:]
             )
         return encoded(self._redis.execute(command_parts))
 

@@ -41,9 +41,7 @@ class Listener:
 class Replica:
     """A service that is started, stopped and killed; each start is a process of its own."""
 
-    def __init__(
-        self, number: int, loop: VirtualLoop, settings: Callable[[], ServingConfig]
-    ) -> None:
+    def __init__(self, number: int, loop: VirtualLoop, settings: Callable[[], ServingConfig]) -> None:
         self.number = number
         self.port = 8_000 + number
         self.host = Host(f"host-{number}")
@@ -84,9 +82,7 @@ class Replica:
     @property
     def arms(self) -> ArmHolder | None:
         """Arms of experiments that it holds; None while it is not up."""
-        return (
-            None if self.service is None else attached(self.service, ExperimentRouter)._arm_holder
-        )
+        return None if self.service is None else attached(self.service, ExperimentRouter)._arm_holder
 
     @property
     def services(self) -> dict[str, LookupService]:
@@ -95,9 +91,7 @@ class Replica:
             return {}
         names = dict.fromkeys((nights.OWN_NAMESPACE, *arms.state_by_namespace))
         service_by_namespace = {name: arms.service(name) for name in names}
-        return {
-            name: service for name, service in service_by_namespace.items() if service is not None
-        }
+        return {name: service for name, service in service_by_namespace.items() if service is not None}
 
     def _run(self, work: Any) -> asyncio.Task[None]:
         return self._loop.create_task(work, context=context_of(self.host))

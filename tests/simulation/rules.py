@@ -163,14 +163,9 @@ class Rules:
     def begin_call(self, call: Call, replica: Replica) -> CallContext:
         """What is known as a call begins."""
         service, services = replica.service, replica.services
-        if any(
-            lookup_service.tiers._remote.stats.breaker != "closed"
-            for lookup_service in services.values()
-        ):
+        if any(lookup_service.tiers._remote.stats.breaker != "closed" for lookup_service in services.values()):
             self._probing_at = self._of.loop.time()
-        served_by_name = {
-            name: lookup_service.follower.served for name, lookup_service in services.items()
-        }
+        served_by_name = {name: lookup_service.follower.served for name, lookup_service in services.items()}
         holdings = {name: served for name, served in served_by_name.items() if served is not None}
         for question in call.questions:
             # A process waits for another one for half of what a live answer may take, which is 3/4 of the call's time.
@@ -213,11 +208,7 @@ class Rules:
             is_cut = self._of.faults.calm_s(f"cut {call.replica}") <= now_s - call_context.at
             is_gone = reply.status == 409 and call.generation is not None
             may_fail = is_gone or is_shedding or is_cut
-            if (
-                reply.status != 200
-                and nights.OWN_NAMESPACE in call_context.served_by_namespace
-                and not may_fail
-            ):
+            if reply.status != 200 and nights.OWN_NAMESPACE in call_context.served_by_namespace and not may_fail:
                 raise Wrong(f"{call} was answered {reply}")
         if reply.status != 200:
             if reply.status not in (0, 409, 503):
@@ -231,13 +222,9 @@ class Rules:
             raise Wrong(f"two generations in one response to {call}: {live}")
         for question, answer in zip(call.questions, answers, strict=True):
             self._judge(call_context, question, answer)
-        return [
-            (answer["source"], answer["generation"][-4:], answer["items"][:2]) for answer in answers
-        ]
+        return [(answer["source"], answer["generation"][-4:], answer["items"][:2]) for answer in answers]
 
-    def _judge(
-        self, call_context: CallContext, question: Question, answer: Mapping[str, Any]
-    ) -> None:
+    def _judge(self, call_context: CallContext, question: Question, answer: Mapping[str, Any]) -> None:
         call, sent_at_by_history = call_context.call, self._of.sent_histories_by_id[question.id]
         namespace = nights.namespace_of(nights.number_of(answer["generation"]))
         known_state = call_context.served_by_namespace.get(namespace)
@@ -253,19 +240,13 @@ class Rules:
         if answer.get("reason") == "internal_error":
             raise Wrong(f"{question} of {call} got {answer}")
         # One that was under way when Redis came back may know better than when it was asked.
-        away_s = min(
-            call_context.redis_away_s, self._away_s(self._of.replicas[call_context.call.replica])
-        )
+        away_s = min(call_context.redis_away_s, self._away_s(self._of.replicas[call_context.call.replica]))
         if away_s > STALE_S and "stale" not in answer:
             raise Wrong(f"without Redis for {away_s:.1f} s: {answer}")
         if answer.get("reason") == "corrupt":
             raise Wrong(f"nothing is corrupt here: {answer}")
         if answer["producer"] == "live" and answer["source"] in STORED_SOURCES:
-            of = [
-                at
-                for history, at in sent_at_by_history.items()
-                if question.history in ((), history)
-            ]
+            of = [at for history, at in sent_at_by_history.items() if question.history in ((), history)]
             at = max(of, default=0.0)
             if self._of.loop.time() - at > FORGOTTEN_S + LEARNS_S:
                 raise Wrong(f"older than it may get: {answer}")
@@ -274,9 +255,7 @@ class Rules:
         if self._of.faults.calm_s(but=but) > LEARNS_S and call_context.service is not None:
             self._demand_learnt(call_context, namespace, question, answer)
 
-    def _demand_current(
-        self, call_context: CallContext, namespace: str, answer: Mapping[str, Any]
-    ) -> None:
+    def _demand_current(self, call_context: CallContext, namespace: str, answer: Mapping[str, Any]) -> None:
         """Never backwards: what was live when the call began, or came later."""
         generation, pinned = answer["generation"], call_context.call.generation
         if pinned is not None and generation != pinned:
@@ -285,15 +264,11 @@ class Rules:
         if answer["source"] == "previous" or known_state is None or pinned is not None:
             return
         pointers = self._epochs[namespace].items()
-        later = {
-            later_generation for epoch, later_generation in pointers if epoch >= known_state.epoch
-        }
+        later = {later_generation for epoch, later_generation in pointers if epoch >= known_state.epoch}
         if generation not in {known_state.live, *later, *self._tried}:
             raise Wrong(f"{known_state.live} was live, and {answer} came")
 
-    def _demand_routed(
-        self, call_context: CallContext, namespace: str, answer: Mapping[str, Any]
-    ) -> None:
+    def _demand_routed(self, call_context: CallContext, namespace: str, answer: Mapping[str, Any]) -> None:
         """An arm answers whole requests of keys that a version gave it, and all of them once all is calm."""
         label = answer.get("experiment"), answer.get("arm")
         call, now_s = call_context.call, self._of.loop.time()
@@ -319,11 +294,7 @@ class Rules:
         other_arm_faults = tuple(
             f"arm {how} {name}" for how in ("hung", "broken") for name in nights.ARMS if name != arm
         )
-        is_calm = (
-            self._of.faults.calm_s(but=other_arm_faults)
-            > 2 * LEARNS_S
-            < self._up_s(call_context.host)
-        )
+        is_calm = self._of.faults.calm_s(but=other_arm_faults) > 2 * LEARNS_S < self._up_s(call_context.host)
         is_tried_again = self._of.faults.calm_s(f"arm broken {arm}") > RETRIED_S
         if is_calm and is_tried_again and now_s - first_at > 2 * LEARNS_S:
             raise Wrong(f"{call} is of {settled} for long, and {answer} came")
@@ -341,30 +312,17 @@ class Rules:
         process = call_context.host, namespace
         if self._of.faults.calm_s() < self._of.loop.time() - self._probed.get(process, 0.0):
             self._probed.pop(process, None)
-        known_blocklists = [
-            blocklist for at, blocklist in self._blocklists if at < call_context.at - LEARNS_S
-        ]
-        recent_blocklists = [
-            blocklist for at, blocklist in self._blocklists if at >= call_context.at - LEARNS_S
-        ]
+        known_blocklists = [blocklist for at, blocklist in self._blocklists if at < call_context.at - LEARNS_S]
+        recent_blocklists = [blocklist for at, blocklist in self._blocklists if at >= call_context.at - LEARNS_S]
         if known_blocklists:
-            items = {raw_item.decode() for raw_item in known_blocklists[-1].items} & {
-                *answer["items"]
-            }
-            freed = {
-                item
-                for item in items
-                for later in recent_blocklists
-                if item.encode() not in later.items
-            }
+            items = {raw_item.decode() for raw_item in known_blocklists[-1].items} & {*answer["items"]}
+            freed = {item for item in items for later in recent_blocklists if item.encode() not in later.items}
             if items - freed:
                 raise Wrong(f"blocked {LEARNS_S} s ago: {items - freed} in {answer}")
         number = nights.number_of(answer["generation"])
         if answer["source"] != "l1":
             self._probed.setdefault(process, call_context.at)
-        is_plain = (
-            not call_context.call.exclude and not question.history and not call_context.call.fresh
-        )
+        is_plain = not call_context.call.exclude and not question.history and not call_context.call.fresh
         if answer["source"] == "default" and nights.knows(number, question.id) and is_plain:
             reason = answer["reason"]
             # After an outage one call at a time finds out that it is over.
@@ -400,9 +358,7 @@ class Rules:
         epoch, version = served.live.epoch, served.live.blocklist.version
         previous_seen = self._progress_by_host.get(replica.host, (0, -1))
         if epoch < previous_seen[0] or version < previous_seen[1]:
-            raise Broken(
-                f"{replica.host.name} went back from {previous_seen} to {(epoch, version)}"
-            )
+            raise Broken(f"{replica.host.name} went back from {previous_seen} to {(epoch, version)}")
         self._progress_by_host[replica.host] = epoch, version
         for generation in served.generations:
             self._held_since(replica, generation)
@@ -412,11 +368,7 @@ class Rules:
         raw = self._of.redis.data.get(self._of.keys.live)
         pointer = None if raw is None else Pointer.from_bytes(raw)
         now_s = self._of.loop.time()
-        if (
-            pointer is None
-            or now_s - self._moved_at < LEARNS_S
-            or self._up_s(replica.host) < LEARNS_S
-        ):
+        if pointer is None or now_s - self._moved_at < LEARNS_S or self._up_s(replica.host) < LEARNS_S:
             return
         # What is held already waits for no store, however it hangs.
         is_at_hand = service.follower.holder.find_snapshot(pointer.generation) is not None
@@ -429,14 +381,10 @@ class Rules:
         )
         calm_s = self._of.faults.calm_s(*fault_names) if is_at_hand else self._of.faults.calm_s()
         if calm_s > 2 * LEARNS_S and epoch < pointer.epoch:
-            raise Broken(
-                f"{replica.host.name} does not follow {pointer}: {served.generation_by_role}"
-            )
+            raise Broken(f"{replica.host.name} does not follow {pointer}: {served.generation_by_role}")
         previous = served.previous.generation if served.previous else pointer.previous
         if calm_s > 2 * LEARNS_S and epoch == pointer.epoch and previous != pointer.previous:
-            raise Broken(
-                f"{replica.host.name} holds {served.generation_by_role}, the pointer is {pointer}"
-            )
+            raise Broken(f"{replica.host.name} holds {served.generation_by_role}, the pointer is {pointer}")
         if self._of.faults.calm_s() > MENDS_S and served.live.degraded is not None:
             raise Broken(f"{replica.host.name} stays degraded: {served.live.degraded}")
 
@@ -455,9 +403,7 @@ class Rules:
                 continue
             lacking = blocklist.items - live.blocklist.items, blocklist.users - live.blocklist.users
             if any(lacking):
-                raise Broken(
-                    f"{name} serves what {replica.host.name} has barred for long: {lacking}"
-                )
+                raise Broken(f"{name} serves what {replica.host.name} has barred for long: {lacking}")
 
     # -- the end
 
@@ -481,9 +427,7 @@ class Rules:
         states = {} if replica.arms is None else replica.arms.state_by_namespace
         if states != dict.fromkeys(named, ArmState.SERVING):
             raise Broken(f"{replica.host.name} is to hold {named}: {states}")
-        silent = {
-            namespace for namespace in named if namespace in self._first_at
-        } - replica.services.keys()
+        silent = {namespace for namespace in named if namespace in self._first_at} - replica.services.keys()
         if silent:
             raise Broken(f"{replica.host.name} holds {silent}, and does not answer from there")
 

@@ -89,8 +89,7 @@ def _step(at: float, kind: str, rng: random.Random) -> Step:
         case "crowd":
             question = Question(rng.choice(STRANGERS[:3]), (rng.choice(ITEMS[:6]),))
             calls = tuple(
-                Call(caller_number % REPLICAS, (question,), 4_000, is_post=True)
-                for caller_number in range(4)
+                Call(caller_number % REPLICAS, (question,), 4_000, is_post=True) for caller_number in range(4)
             )
         case "canary":
             arguments = (rng.choice([10.0, 50.0]),)
@@ -150,9 +149,7 @@ def _call(rng: random.Random) -> Call:
     questions = tuple(
         Question(
             rng.choice([*USERS, *POPULAR_USERS * 4, *STRANGERS[:3] * 2]),
-            tuple(rng.sample(ITEMS, rng.randint(1, 3)))
-            if rng.random() < 0.5 and luck > 0.6
-            else (),
+            tuple(rng.sample(ITEMS, rng.randint(1, 3))) if rng.random() < 0.5 and luck > 0.6 else (),
         )
         for _ in range(rng.choice([1, 1, 2, 5]))
     )

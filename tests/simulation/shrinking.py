@@ -28,9 +28,7 @@ class Luck(NamedTuple):
             yield Luck(self.seed, 1.0)
 
     def __str__(self) -> str:
-        return f"seed {self.seed}" + (
-            ", where every thread pauses" if self.traced_share == 1 else ""
-        )
+        return f"seed {self.seed}" + (", where every thread pauses" if self.traced_share == 1 else "")
 
 
 def broken(luck: Luck, steps: Sequence[Step]) -> str | None:

@@ -62,9 +62,7 @@ NO_NEWS = (
 class Simulation:
     """See the module. `run` raises Broken when a rule does not hold; it runs under `installed`."""
 
-    def __init__(
-        self, seed: int, steps: Sequence[Step], *, traced_share: float = TRACED_SHARE
-    ) -> None:
+    def __init__(self, seed: int, steps: Sequence[Step], *, traced_share: float = TRACED_SHARE) -> None:
         self.seed, self.steps = seed, steps
         self.lines: list[str] = []
         self.keys = Keyspace(nights.OWN_NAMESPACE)
@@ -84,10 +82,7 @@ class Simulation:
         }
         self.redis = SimulatedRedis(self.keys, self._redis_time, self._pause)
         self.models = Models(self.threads)
-        self.publishers = {
-            name: Publisher(self.redis, store, Keyspace(name))
-            for name, store in self.stores.items()
-        }
+        self.publishers = {name: Publisher(self.redis, store, Keyspace(name)) for name, store in self.stores.items()}
         self.faults = Faults(self)
         self.rules = Rules(self)
         self.models.can_talk = self.rules.can_talk
@@ -98,9 +93,7 @@ class Simulation:
             Replica(number, self.loop, lambda: settings(self.store, overlay_ttl_s=FORGOTTEN_S))
             for number in range(REPLICAS)
         ]
-        self.sent_histories_by_id: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(
-            dict
-        )
+        self.sent_histories_by_id: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
         """Histories that were sent with an id, and when each was last."""
         self.answered: Counter[str] = Counter()
         self.errors: list[str] = []
@@ -164,9 +157,7 @@ class Simulation:
         """A lock."""
         return Lock(self.threads)
 
-    def open(
-        self, store: Any, generation: str, epoch: int, at: float, blocklist: Blocklist
-    ) -> Snapshot:
+    def open(self, store: Any, generation: str, epoch: int, at: float, blocklist: Blocklist) -> Snapshot:
         """In place of `Snapshot.open`: the manifest is read, all else is in memory."""
         number = nights.number_of(read_manifest(store, generation).generation)
         self.threads.sleep(self.threads.rng.random() * OPENS_S)
@@ -198,9 +189,7 @@ class Simulation:
 
     def _pause(self, command: str, name: str) -> None:
         """Before any command of the publisher."""
-        if (
-            command == "unlink" and name in self.redis.data
-        ):  # a restore removes once more what is gone
+        if command == "unlink" and name in self.redis.data:  # a restore removes once more what is gone
             self.rules.removing(name)
         work, rng = self.threads.current, self.threads.rng
         if work is not None and rng.random() < 0.1:
@@ -340,9 +329,7 @@ class Simulation:
             if question.history:
                 self.sent_histories_by_id[question.id][question.history] = self.loop.time()
         call_context = self.rules.begin_call(call, replica)
-        asking = self.loop.create_task(
-            self._fetch_reply(call.request(), replica, call.leaves_after_s)
-        )
+        asking = self.loop.create_task(self._fetch_reply(call.request(), replica, call.leaves_after_s))
         try:
             reply = await asking
         finally:
@@ -350,19 +337,13 @@ class Simulation:
         if reply is not None:
             answer_notes = self.rules.answered(call_context, reply)
             self.rules.step()
-            self.answered.update(
-                note[0] if isinstance(note, tuple) else str(note) for note in answer_notes
-            )
+            self.answered.update(note[0] if isinstance(note, tuple) else str(note) for note in answer_notes)
             self.log("answer", call.replica, *answer_notes)
 
-    async def _fetch_reply(
-        self, request: bytes, replica: Replica, leaves_after_s: float | None
-    ) -> Reply | None:
+    async def _fetch_reply(self, request: bytes, replica: Replica, leaves_after_s: float | None) -> Reply | None:
         """The reply; a connection that was kept too long is replaced by another one. None: the caller left."""
         idle_clients = self._clients.setdefault(replica.port, [])
-        while (
-            client := idle_clients.pop() if idle_clients else await self._connected(replica)
-        ) is not None:
+        while (client := idle_clients.pop() if idle_clients else await self._connected(replica)) is not None:
             asking = self.loop.create_task(client.send_request(request))
             await asyncio.wait({asking}, timeout=leaves_after_s)
             if not asking.done():

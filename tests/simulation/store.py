@@ -28,9 +28,7 @@ class StoreTrouble:
 class SimulatedStore(MemoryStore):
     """One namespace's part of the store that all hosts share."""
 
-    def __init__(
-        self, namespace: str, threads: Threads, rng: random.Random, trouble: StoreTrouble
-    ) -> None:
+    def __init__(self, namespace: str, threads: Threads, rng: random.Random, trouble: StoreTrouble) -> None:
         super().__init__(self._take_time)
         self.trouble = trouble
         self._namespace = namespace

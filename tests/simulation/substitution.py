@@ -74,9 +74,7 @@ def import_all() -> None:
             continue
         package = importlib.import_module(name)
         for module_info in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):
-            if not module_info.name.startswith(LEFT_OUT) and not module_info.name.endswith(
-                "__main__"
-            ):
+            if not module_info.name.startswith(LEFT_OUT) and not module_info.name.endswith("__main__"):
                 importlib.import_module(module_info.name)
 
 
@@ -112,9 +110,7 @@ def _remembering() -> tuple[Any, ...]:
     modules = [module for name, module in sorted(sys.modules.items()) if module and _is_of(name)]
     module_values = (module_value for module in modules for module_value in vars(module).values())
     return tuple(
-        module_value
-        for module_value in module_values
-        if isinstance(module_value, functools._lru_cache_wrapper)
+        module_value for module_value in module_values if isinstance(module_value, functools._lru_cache_wrapper)
     )
 
 
@@ -125,9 +121,7 @@ def _is_of(name: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in PACKAGES)
 
 
-def _in_module(
-    module: ModuleType, by_id: Mapping[int, Any], undo: list[Callable[[], None]]
-) -> None:
+def _in_module(module: ModuleType, by_id: Mapping[int, Any], undo: list[Callable[[], None]]) -> None:
     for name, value in list(vars(module).items()):
         if id(value) in by_id:
             setattr(module, name, by_id[id(value)])
@@ -144,15 +138,12 @@ def _in_function(function: Any, by_id: Mapping[int, Any], undo: list[Callable[[]
         return
     if any(id(default) in by_id for default in function.__defaults__ or ()):
         original_defaults = function.__defaults__
-        function.__defaults__ = tuple(
-            by_id.get(id(default), default) for default in original_defaults or ()
-        )
+        function.__defaults__ = tuple(by_id.get(id(default), default) for default in original_defaults or ())
         undo.append(lambda: setattr(function, "__defaults__", original_defaults))
     if any(id(default) in by_id for default in (function.__kwdefaults__ or {}).values()):
         original_keyword_defaults = dict(function.__kwdefaults__ or {})
         function.__kwdefaults__ = {
-            name: by_id.get(id(default), default)
-            for name, default in original_keyword_defaults.items()
+            name: by_id.get(id(default), default) for name, default in original_keyword_defaults.items()
         }
         undo.append(lambda: setattr(function, "__kwdefaults__", original_keyword_defaults))
 

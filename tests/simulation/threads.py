@@ -73,9 +73,7 @@ class Work:
 
     def switch_in(self) -> None:
         """Goes on with the work."""
-        if (
-            self._inner is None
-        ):  # here, and not where the work was begun: that may be a thread of its own
+        if self._inner is None:  # here, and not where the work was begun: that may be a thread of its own
             self._inner = greenlet.greenlet(self.run)
         self._inner.switch()
 
@@ -141,9 +139,7 @@ class TracedWork(Work):
 class Threads:
     """All threads of the simulation."""
 
-    def __init__(
-        self, loop: VirtualLoop, rng: random.Random, traced_share: float = TRACED_SHARE
-    ) -> None:
+    def __init__(self, loop: VirtualLoop, rng: random.Random, traced_share: float = TRACED_SHARE) -> None:
         self.loop = loop
         self.rng = rng
         self.context = copy_context()

@@ -34,9 +34,7 @@ class Network(Protocol):
         """A connection to whoever listens on that port; raises OSError where nobody does."""
         ...
 
-    def listen(
-        self, protocol_factory: Callable[[], asyncio.BaseProtocol], port: int
-    ) -> asyncio.AbstractServer:
+    def listen(self, protocol_factory: Callable[[], asyncio.BaseProtocol], port: int) -> asyncio.AbstractServer:
         """Has connections made for whoever connects to that port."""
         ...
 
@@ -107,9 +105,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None:
         """Nobody sleeps."""
 
-    def _call_soon(
-        self, callback: Callable[..., Any], args: Any, context: Context | None
-    ) -> asyncio.Handle:
+    def _call_soon(self, callback: Callable[..., Any], args: Any, context: Context | None) -> asyncio.Handle:
         handle = events.Handle(callback, args, self, context)
         if not _is_of_the_dead(handle):
             self._ready.append(handle)

@@ -213,9 +213,7 @@ class Wires:
         protocol.connection_made(client_wire)
         return client_wire
 
-    def listen(
-        self, protocol_factory: Callable[[], asyncio.BaseProtocol], port: int
-    ) -> asyncio.AbstractServer:
+    def listen(self, protocol_factory: Callable[[], asyncio.BaseProtocol], port: int) -> asyncio.AbstractServer:
         """Listens, in the context of whoever calls."""
         self.listening[port] = protocol_factory, copy_context()
         return Server(self, port)

@@ -25,9 +25,7 @@ def test_a_feature_is_one_area_in_all_packages(path: str, area: str) -> None:
 
 
 def test_lines_beyond_a_row_and_areas_without_one_are_named() -> None:
-    lines = lines_by_area(
-        [("cache/a.py", 7), ("cache/b/c.c", 4), ("cache/b/c.md", 90), ("dags/d.py", 1)]
-    )
+    lines = lines_by_area([("cache/a.py", 7), ("cache/b/c.c", 4), ("cache/b/c.md", 90), ("dags/d.py", 1)])
 
     assert complaints(lines, {"core of cache": Row(10, ""), "near": Row(1, "")}) == [
         "dags has no row",

@@ -73,9 +73,7 @@ def test_a_session_without_a_gpu_runs_nothing_and_has_a_code_of_its_own(monkeypa
 
 
 @pytest.mark.parametrize(("broken", "code"), [(None, 0), ("tests.bench.gpu", 1), ("pytest", 1)])
-def test_a_session_keeps_what_went_well_under_the_name_of_the_gpu(
-    monkeypatch, tmp_path, broken, code
-):
+def test_a_session_keeps_what_went_well_under_the_name_of_the_gpu(monkeypatch, tmp_path, broken, code):
     monkeypatch.setattr(session, "devices", lambda device_setting: ("cuda:0",))
     monkeypatch.setattr(session, "name_of", lambda device: "h200")
     monkeypatch.setattr(session, "ROOT", tmp_path)
@@ -153,9 +151,6 @@ def test_baselines_that_make_lists_get_the_first_users_with_their_histories():
 
     first_users_case = gpu.first_users(case, 10)
 
-    assert (
-        np.array_equal(first_users_case.users, case.users[:10])
-        and first_users_case.items is case.items
-    )
+    assert np.array_equal(first_users_case.users, case.users[:10]) and first_users_case.items is case.items
     assert np.array_equal(first_users_case.histories.indptr, case.histories.indptr[:11])
     assert gpu.first_users(case, 40) is case

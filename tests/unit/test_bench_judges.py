@@ -81,9 +81,7 @@ def test_check_ins_become_requests_of_their_users_in_sessions(tmp_path: Path) ->
     assert np.bincount(requests["users"]).tolist() == [30] * 200
     pairs = set(zip(requests["users"].tolist(), requests["places"].tolist(), strict=True))
     assert pairs == {(user, item) for user, items in rows.items() for item in items}
-    near = np.mean(
-        [user in requests["users"][at + 1 : at + 40] for at, user in enumerate(requests["users"])]
-    )
+    near = np.mean([user in requests["users"][at + 1 : at + 40] for at, user in enumerate(requests["users"])])
     assert near > 0.5  # in a drawn order it would be 0.18
 
 
@@ -113,9 +111,7 @@ def test_l1_finds_what_libcachesims_lru_of_as_many_records_finds() -> None:
     assert 100 < held_records < 250
     _, judges = judge(keys, (held_records,), ("LRU",))
     assert hit_ratio == pytest.approx(judges["LRU"][0], abs=0.01)
-    assert judges["LRU"][0] == pytest.approx(
-        lru_hit_ratio(keys.tolist(), None, held_records), abs=1e-9
-    )
+    assert judges["LRU"][0] == pytest.approx(lru_hit_ratio(keys.tolist(), None, held_records), abs=1e-9)
 
 
 @judged
@@ -131,9 +127,7 @@ def test_with_every_key_sampled_the_advisor_says_what_libcachesims_lru_does(
     advisor.public(report, Options(json=True, quick=True, rounds=5))
 
     assert {name: round(ratio.value, 6) for name, ratio in report.ratios.items()} == {
-        f"max_error_points_public{size}{more}": 0.0
-        for size in ("", "_small")
-        for more in ("", "_quarter")
+        f"max_error_points_public{size}{more}": 0.0 for size in ("", "_small") for more in ("", "_quarter")
     }
     assert report.promises.keys() <= report.ratios.keys()
 
@@ -144,13 +138,7 @@ def test_policies_are_held_against_lru_by_misses_and_by_points() -> None:
 
     policies.by_judge(report, "zipf", zipf(500, 5_000))
 
-    names = {
-        f"zipf.{name}{more}"
-        for name in ("Sieve", "S3FIFO", "WTinyLFU", "ARC")
-        for more in ("", "_points")
-    }
+    names = {f"zipf.{name}{more}" for name in ("Sieve", "S3FIFO", "WTinyLFU", "ARC") for more in ("", "_points")}
     assert report.ratios.keys() == names
-    assert (
-        report.ratios["zipf.S3FIFO_points"].value > 1.0
-    )  # independent draws are what LRU is worst at
+    assert report.ratios["zipf.S3FIFO_points"].value > 1.0  # independent draws are what LRU is worst at
     assert report.ratios["zipf.S3FIFO"].value < 1.0

@@ -9,9 +9,7 @@ from tests.bench.tools import load_rates
 from tests.bench.tools.load_rates import REPEATS, Baselines
 
 
-def baselines(
-    monkeypatch: pytest.MonkeyPatch, flat: list[list[float]], sets: list[list[float]]
-) -> Baselines:
+def baselines(monkeypatch: pytest.MonkeyPatch, flat: list[list[float]], sets: list[list[float]]) -> Baselines:
     """One list of short runs for each measurement."""
 
     def replay_runs(runs: list[list[float]]) -> Any:

@@ -100,15 +100,10 @@ def test_the_long_run_gives_up_and_says_what_the_log_says() -> None:
 
 def test_figures_of_a_long_run_are_in_the_logs_own_words() -> None:
     report = Report("loadgen")
-    lines = {
-        f"{percentile} percentile latency (ns)": "1500000"
-        for percentile in ("50.00", "90.00", "99.90")
-    }
+    lines = {f"{percentile} percentile latency (ns)": "1500000" for percentile in ("50.00", "90.00", "99.90")}
     driven = {"bad": {}, "seconds": 60.0, "strangers": 100, "live": 99, "busy": 0.5}
 
-    bench.describe(
-        report, "larder", 95.0, Judged(read_summary(SUMMARY) | lines, driven, Path("folder"))
-    )
+    bench.describe(report, "larder", 95.0, Judged(read_summary(SUMMARY) | lines, driven, Path("folder")))
 
     assert report.figures["larder: Server, LoadGen says"] == "VALID at 95 queries/s"
     assert report.figures["larder: Server, p99 ms"] == 8.5
@@ -139,11 +134,7 @@ def test_samples_are_users_by_zipf_and_a_twentieth_of_strangers(tmp_path: Path) 
 
     samples = [json.loads(line) for line in (tmp_path / "samples").read_text().splitlines()]
     known_users = [sample["entity"][0] for sample in samples if len(sample["entity"]) == 1]
-    assert (
-        stranger_share
-        == pytest.approx(1 - len(known_users) / len(samples))
-        == pytest.approx(0.05, abs=0.015)
-    )
+    assert stranger_share == pytest.approx(1 - len(known_users) / len(samples)) == pytest.approx(0.05, abs=0.015)
     largest_share = max(known_users.count(user) for user in set(known_users)) / len(known_users)
     assert largest_share == pytest.approx(1 / sum(1 / rank for rank in range(1, 101)), abs=0.03)
 
@@ -218,21 +209,15 @@ def test_loadgen_calls_a_slow_enough_server_run_valid_and_every_stranger_is_anot
     run = target(answering, tmp_path).run("Server", 700, 1.0)
 
     assert run.is_valid and run.lines["target_qps"] == "700", (run.lines, run.driven)
-    numbers_by_request = [
-        re.findall(r"stranger-(\d+)", body.decode()) for _, body in answering.asked if body
-    ]
+    numbers_by_request = [re.findall(r"stranger-(\d+)", body.decode()) for _, body in answering.asked if body]
     strangers = [number for numbers in numbers_by_request for number in numbers]
-    assert (
-        len(set(strangers)) == len(strangers) == run.driven["strangers"] == run.driven["live"] > 0
-    )
+    assert len(set(strangers)) == len(strangers) == run.driven["strangers"] == run.driven["live"] > 0
     assert len(answering.asked) >= 600
     assert (run.log / "mlperf_log_detail.txt").exists()
 
 
 @judged
-def test_a_server_that_refuses_is_not_valid_whatever_the_log_says(
-    answering: Any, tmp_path: Path
-) -> None:
+def test_a_server_that_refuses_is_not_valid_whatever_the_log_says(answering: Any, tmp_path: Path) -> None:
     answering.status = 503
 
     run = target(answering, tmp_path).run("Offline", 200, 0.5)

@@ -41,9 +41,7 @@ def answers() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         f"{form}_vector": feast_answer({f"{form}__{name}": values for name, values in of.items()})
         for form, of in (("bytes", {"record": list(records)}), ("arrays", deepcopy(arrays)))
     }
-    larder_answers = [
-        {"items": list(row.items), "scores": list(row.scores)} for row in ROWS.values()
-    ]
+    larder_answers = [{"items": list(row.items), "scores": list(row.scores)} for row in ROWS.values()]
     return forms, larder_answers
 
 

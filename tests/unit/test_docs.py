@@ -35,13 +35,9 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_index_of_decisions_lists_exactly_the_files() -> None:
-    linked_pages = re.findall(
-        r"^- \[.+\]\((.+)\)$", (DECISIONS / "README.md").read_text(), re.MULTILINE
-    )
+    linked_pages = re.findall(r"^- \[.+\]\((.+)\)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
 
-    assert sorted(linked_pages) == sorted(
-        str(page.relative_to(DECISIONS)) for page in DECISIONS.glob("*/*.md")
-    )
+    assert sorted(linked_pages) == sorted(str(page.relative_to(DECISIONS)) for page in DECISIONS.glob("*/*.md"))
 
 
 @pytest.mark.parametrize("page", sorted(DECISIONS.glob("*/*.md")), ids=lambda page: page.stem)
@@ -57,9 +53,7 @@ def test_a_decision_is_short_and_has_its_parts_in_their_order(page: Path) -> Non
 
 def test_every_module_that_is_named_exists() -> None:
     for page in PAGES:
-        for path in re.findall(
-            r"`((?:cache|serving|precompute|dags|tests)/[\w/]+\.py)`", page.read_text()
-        ):
+        for path in re.findall(r"`((?:cache|serving|precompute|dags|tests)/[\w/]+\.py)`", page.read_text()):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
@@ -84,13 +78,9 @@ def definitions(module: str) -> set[str]:
                 names.add(prefix + statement.name)
                 collect(statement.body, f"{prefix}{statement.name}.")
             elif isinstance(statement, ast.Assign | ast.AnnAssign):
-                targets = (
-                    statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                )
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
                 for target in targets:
-                    names.update(
-                        prefix + node.id for node in ast.walk(target) if isinstance(node, ast.Name)
-                    )
+                    names.update(prefix + node.id for node in ast.walk(target) if isinstance(node, ast.Name))
 
     collect(ast.parse(MODULES[module].read_text()).body, "")
     return names
@@ -100,11 +90,7 @@ def is_defined(name: str) -> bool:
     """True for the full name of a module, or of anything that a module defines itself."""
     parts = name.split(".")
     module = next(
-        (
-            ".".join(parts[:end])
-            for end in range(len(parts), 0, -1)
-            if ".".join(parts[:end]) in MODULES
-        ),
+        (".".join(parts[:end]) for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in MODULES),
         None,
     )
     if module is None:
@@ -148,12 +134,9 @@ def test_the_twelve_files_to_read_first_answer_the_thirty_questions() -> None:
 
 
 def test_every_bound_that_security_names_is_a_setting_with_that_default() -> None:
-    table = (
-        (ROOT / "SECURITY.md").read_text().partition("| input | bound |")[2].partition("\n\n")[0]
-    )
+    table = (ROOT / "SECURITY.md").read_text().partition("| input | bound |")[2].partition("\n\n")[0]
     limits = [
-        (name, *number_and_unit)
-        for name, *number_and_unit in re.findall(r"`(\w+)` \(([\d,]+)( [KM]iB)?\)", table)
+        (name, *number_and_unit) for name, *number_and_unit in re.findall(r"`(\w+)` \(([\d,]+)( [KM]iB)?\)", table)
     ]
     scale = {"": 1, " KiB": 1 << 10, " MiB": 1 << 20}
 

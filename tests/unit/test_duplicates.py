@@ -36,9 +36,7 @@ def _spared(node: ast.AST) -> Iterator[int]:
         case ast.Expr(value=ast.Constant(value=value)) if value is ...:
             yield node.lineno
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            first = min(
-                (decorator.lineno for decorator in node.decorator_list), default=node.lineno
-            )
+            first = min((decorator.lineno for decorator in node.decorator_list), default=node.lineno)
             yield from range(first, node.body[0].lineno)
 
 

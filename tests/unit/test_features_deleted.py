@@ -50,17 +50,13 @@ def with_dependents(feature: str) -> set[str]:
 def tree_without(features: Iterable[str], folder: Path) -> Path:
     """A copy of the packages that the service needs, without these features."""
     for package in ("cache", "serving"):
-        shutil.copytree(
-            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     listed = folder / "serving/features.py"
     text = listed.read_text()
     for feature in features:
         shutil.rmtree(folder / "serving" / feature)
-        text = re.sub(
-            rf"^import serving\.{feature}\.attach as {feature}\n", "", text, flags=re.MULTILINE
-        )
+        text = re.sub(rf"^import serving\.{feature}\.attach as {feature}\n", "", text, flags=re.MULTILINE)
         text = re.sub(rf"^    Feature\({feature}\..*\),\n", "", text, flags=re.MULTILINE)
     listed.write_text(text)
     return folder

@@ -25,24 +25,15 @@ def said(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedPro
 
 @pytest.mark.parametrize("name", ["cache.py", "cache/__init__.py"])
 @pytest.mark.parametrize("program", ["serving", "precompute"])
-def test_a_foreign_cache_stops_a_program_in_one_line(
-    tmp_path: Path, program: str, name: str
-) -> None:
+def test_a_foreign_cache_stops_a_program_in_one_line(tmp_path: Path, program: str, name: str) -> None:
     foreign = tmp_path / name
     foreign.parent.mkdir(exist_ok=True)
     foreign.write_text("class LRU: ...\n")
 
     completed_process = said(tmp_path, "-m", program, "--help")
 
-    assert (
-        completed_process.returncode
-        and completed_process.stdout == ""
-        and completed_process.stderr.count("\n") == 1
-    )
-    assert (
-        f"Larder's {program} found another package named cache, {foreign}"
-        in completed_process.stderr
-    )
+    assert completed_process.returncode and completed_process.stdout == "" and completed_process.stderr.count("\n") == 1
+    assert f"Larder's {program} found another package named cache, {foreign}" in completed_process.stderr
 
 
 def test_a_foreign_cache_on_the_path_stops_an_import(tmp_path: Path) -> None:
@@ -51,11 +42,7 @@ def test_a_foreign_cache_on_the_path_stops_an_import(tmp_path: Path) -> None:
 
     completed_process = said(ROOT.parent, "-c", "import serving.client", PYTHONPATH=path)
 
-    assert (
-        completed_process.stderr.rstrip()
-        .splitlines()[-1]
-        .startswith("ImportError: Larder's serving found")
-    )
+    assert completed_process.stderr.rstrip().splitlines()[-1].startswith("ImportError: Larder's serving found")
 
 
 def test_the_remedy_helps(tmp_path: Path) -> None:

@@ -131,16 +131,12 @@ def offences(file: str, source: str) -> set[str]:
 def places_of(name: str) -> tuple[str, ...]:
     """Where a third-party package may be imported; nowhere if it is in no table."""
     return tuple(
-        location
-        for locations_by_package in THIRD_PARTY.values()
-        for location in locations_by_package.get(name, ())
+        location for locations_by_package in THIRD_PARTY.values() for location in locations_by_package.get(name, ())
     )
 
 
 def test_files_import_only_what_their_layer_may() -> None:
-    offences_by_file = {
-        name: offences(name, file.read_text()) for name, file in zip(NAMES, FILES, strict=True)
-    }
+    offences_by_file = {name: offences(name, file.read_text()) for name, file in zip(NAMES, FILES, strict=True)}
 
     assert {name: names for name, names in offences_by_file.items() if names} == {}
 
@@ -268,9 +264,7 @@ def test_the_core_of_night_and_cache_imports_no_feature() -> None:
         and not night_feature_of(module)
         and not module.startswith(ABOVE_FEATURES)
     ]
-    imported_features = {
-        module: set(map(night_feature_of, imported_modules(module))) - {""} for module in core
-    }
+    imported_features = {module: set(map(night_feature_of, imported_modules(module))) - {""} for module in core}
 
     assert {name: names for name, names in imported_features.items() if names} == {}
 
@@ -315,9 +309,7 @@ def test_the_core_imports_no_feature() -> None:
     }
     for module in OPTION_READERS:
         imports_of_core[module] -= GRAMMAR_OF_OPTIONS
-    imported_features = {
-        module: set(map(feature_of, names)) - {""} for module, names in imports_of_core.items()
-    }
+    imported_features = {module: set(map(feature_of, names)) - {""} for module, names in imports_of_core.items()}
 
     assert {module: names for module, names in imported_features.items() if names} == {}
 
@@ -335,6 +327,4 @@ def test_a_planted_circle_is_noticed() -> None:
 def test_every_package_says_what_it_is_for() -> None:
     packages = [module for module in MODULES if package_of(module) == module]
 
-    assert [
-        name for name in packages if not ast.get_docstring(ast.parse(MODULES[name].read_text()))
-    ] == []
+    assert [name for name in packages if not ast.get_docstring(ast.parse(MODULES[name].read_text()))] == []

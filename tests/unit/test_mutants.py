@@ -50,16 +50,12 @@ def test_what_a_function_does_is_changed_and_no_word_of_what_it_says() -> None:
 def test_a_smaller_count_draws_the_first_ones_of_a_greater() -> None:
     module = MutableModule("shop.py", SOURCE)
 
-    fewer_keys, more_keys = (
-        [mutant.key for mutant in drawn([module], 7, count)] for count in (3, 5)
-    )
+    fewer_keys, more_keys = ([mutant.key for mutant in drawn([module], 7, count)] for count in (3, 5))
 
     assert len(fewer_keys) == 3 and more_keys[:3] == fewer_keys and len(set(more_keys)) == 5
 
 
-def test_a_change_is_put_into_the_live_function(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_is_put_into_the_live_function(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a module of this process, under a root of its own
     monkeypatch.setattr(trial, "ROOT", tmp_path)
     path = f"{tmp_path}/shop.py"

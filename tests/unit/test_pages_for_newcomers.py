@@ -62,9 +62,7 @@ def test_an_example_stands_before_the_figures() -> None:
     assert 0 < README.index("```json") < README.index("## Figures")
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/tutorial/from-your-data.md", "docs/how-to/install.md"]
-)
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial/from-your-data.md", "docs/how-to/install.md"])
 def test_versions_of_python_are_those_of_the_package(page: str) -> None:
     minor_min, below = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups()  # type: ignore[union-attr]
     *first, last = [f"3.{minor}" for minor in range(int(minor_min), int(below))]

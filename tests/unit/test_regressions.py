@@ -68,11 +68,7 @@ def outcomes(folder: Path, text: str, test_names: list[str]) -> list[tuple[str, 
     ]  # fmt: skip
     subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, check=False)
     lines = [json.loads(line) for line in (folder / "written").read_text().splitlines()]
-    return [
-        (line["test"].removeprefix("test_there.py::"), line["kind"])
-        for line in lines
-        if "kind" in line
-    ]
+    return [(line["test"].removeprefix("test_there.py::"), line["kind"]) for line in lines if "kind" in line]
 
 
 def test_each_way_to_fail_has_its_kind(tmp_path: Path) -> None:
@@ -96,9 +92,7 @@ def test_one_case_that_fails_is_enough(tmp_path: Path) -> None:
         ("RATIO = 1 / 0", "collection"),
     ],
 )
-def test_a_module_that_cannot_be_read_is_told_for_each_of_its_tests(
-    tmp_path: Path, text: str, kind: str
-) -> None:
+def test_a_module_that_cannot_be_read_is_told_for_each_of_its_tests(tmp_path: Path, text: str, kind: str) -> None:
     assert outcomes(tmp_path, text, ["test_a", "test_b"]) == [("test_a", kind), ("test_b", kind)]
 
 
@@ -110,6 +104,4 @@ def test_a_run_goes_on_from_what_was_red(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "rows.json", rows)
 
-    assert {test: outcome.kind for test, outcome in red_before(tmp_path / "rows.json").items()} == {
-        "t::a": "assertion"
-    }
+    assert {test: outcome.kind for test, outcome in red_before(tmp_path / "rows.json").items()} == {"t::a": "assertion"}

@@ -41,9 +41,7 @@ def answer(**changes: Any) -> dict[str, Any]:
         ({"generation": "g9"}, "no generation"),
     ],
 )
-def test_what_nobody_should_get_is_wrong(
-    load: MixedLoad, changes: dict[str, Any], complaint: str | None
-) -> None:
+def test_what_nobody_should_get_is_wrong(load: MixedLoad, changes: dict[str, Any], complaint: str | None) -> None:
     load.judge("one", {}, answer(**changes))
 
     assert len(load.wrong) == (complaint is not None)
@@ -62,9 +60,7 @@ def test_defaults_are_for_strangers(load: MixedLoad) -> None:
     load.kinds.update(SHARE_BY_KIND)
     load.sources.update(("l1", "l2", "live"))
     for _ in range(9):
-        load.judge(
-            "stranger", {}, answer(source="default", reason="not_in_generation", producer=None)
-        )
+        load.judge("stranger", {}, answer(source="default", reason="not_in_generation", producer=None))
     load.judge("one", {}, answer())
     assert load.missing() == []
     load.judge("one", {}, answer(source="default", reason="l2_timeout", producer=None))

@@ -125,26 +125,16 @@ class Shop:
 
     def tell(self, release: Checkout, *arguments: str, settings: str = "larder") -> str:
         """Output of a `precompute` command of a release, which must succeed."""
-        completed_process = release.run(
-            "precompute", "--quiet", *arguments, environ=self.environ(settings)
-        )
-        assert completed_process.returncode == 0, (
-            f"{release.name} {arguments}: {completed_process.stderr}"
-        )
+        completed_process = release.run("precompute", "--quiet", *arguments, environ=self.environ(settings))
+        assert completed_process.returncode == 0, f"{release.name} {arguments}: {completed_process.stderr}"
         return completed_process.stdout
 
-    def refusal(
-        self, release: Checkout, *arguments: str, settings: str = "larder", newer_format: str = ""
-    ) -> str:
+    def refusal(self, release: Checkout, *arguments: str, settings: str = "larder", newer_format: str = "") -> str:
         """The line by which a release refuses a command; `newer_format`: as a release with that format runs it."""
         standing_before = self.standing()
         program = ["tests.upgrade.newer", newer_format] if newer_format else []
-        completed_process = release.run(
-            *program, "precompute", "--quiet", *arguments, environ=self.environ(settings)
-        )
-        assert completed_process.returncode not in (0, 3), (
-            f"{release.name} {arguments} was not refused"
-        )
+        completed_process = release.run(*program, "precompute", "--quiet", *arguments, environ=self.environ(settings))
+        assert completed_process.returncode not in (0, 3), f"{release.name} {arguments} was not refused"
         lines = [line for line in completed_process.stderr.splitlines() if line.strip()]
         assert len(lines) == 1, completed_process.stderr
         assert self.standing() == standing_before, "something moved"
@@ -186,9 +176,7 @@ class Shop:
         """A service of each release, told apart by their names."""
         with ExitStack() as stack:
             for release in releases:
-                environ = release.environment(
-                    self.environ(LARDER_STATE=str(self.state_of(release)))
-                )
+                environ = release.environment(self.environ(LARDER_STATE=str(self.state_of(release))))
                 service = ServiceProcess(
                     self.folder / f"{release.name}.log",
                     environ,
@@ -228,11 +216,7 @@ class Shop:
 
         def in_step(name: str) -> bool:
             readiness = self.ready(name)
-            return bool(
-                readiness["generation"] == generation
-                and readiness["ready"]
-                and readiness["stale"] is None
-            )
+            return bool(readiness["generation"] == generation and readiness["ready"] and readiness["stale"] is None)
 
         for name in self.services:
             assert until(lambda name=name: in_step(name)), (  # type: ignore[misc]

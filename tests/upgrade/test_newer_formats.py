@@ -44,28 +44,20 @@ def newer(raw: bytes, **more: object) -> bytes:
 def test_a_night_with_a_newer_format_begins_nothing_while_an_older_replica_beats(
     shop: Shop, releases: Releases, name: str
 ) -> None:
-    refusal = shop.refusal(
-        releases["new"], "night", "--data-until", CUTS[4], newer_format=f"{name}={UNREAD}"
-    )
+    refusal = shop.refusal(releases["new"], "night", "--data-until", CUTS[4], newer_format=f"{name}={UNREAD}")
 
     assert (
-        f"reads {name} format " in refusal
-        and f"writes {UNREAD}" in refusal
-        and "upgrade the services first" in refusal
+        f"reads {name} format " in refusal and f"writes {UNREAD}" in refusal and "upgrade the services first" in refusal
     )
     assert "refused" in refusal
 
 
-def test_a_move_to_a_generation_of_a_newer_manifest_is_refused(
-    shop: Shop, releases: Releases
-) -> None:
+def test_a_move_to_a_generation_of_a_newer_manifest_is_refused(shop: Shop, releases: Releases) -> None:
     previous = shop.previous()
     path = shop.file(generation_path(previous, "manifest.json"))
 
     with planted(path, newer(path.read_bytes())):
-        refusal = shop.refusal(
-            releases["new"], "roll-back", "--reason", "a test", newer_format=f"manifest={UNREAD}"
-        )
+        refusal = shop.refusal(releases["new"], "roll-back", "--reason", "a test", newer_format=f"manifest={UNREAD}")
 
     assert "reads manifest format " in refusal and f"{previous} has {UNREAD}" in refusal
 
@@ -108,15 +100,11 @@ def test_a_newer_release_record_stops_the_night_and_no_service(
 
     assert f"releases/{number + 1}.json" in refusal
     if release_name == "new":
-        assert (
-            f"release record format {UNREAD}" in refusal and "upgrade this program first" in refusal
-        )
+        assert f"release record format {UNREAD}" in refusal and "upgrade this program first" in refusal
 
 
 @pytest.mark.parametrize("release_name", BOTH)
-def test_a_newer_staging_note_is_heeded_by_no_service(
-    shop: Shop, releases: Releases, release_name: str
-) -> None:
+def test_a_newer_staging_note_is_heeded_by_no_service(shop: Shop, releases: Releases, release_name: str) -> None:
     live, previous = shop.live(), shop.previous()
     note = {"generation": CUTS[4], "attempt": "a", "until": 2**40, "format": UNREAD}
     with shop.redis() as client:
@@ -137,9 +125,7 @@ def test_a_newer_blocklist_leaves_the_last_one_in_force(shop: Shop, releases: Re
     body = orjson.dumps({"format": UNREAD, "version": version + 1, "blocked": []})
     try:
         with planted(shop.file(f"blocklist/{version + 1:012d}.json"), body):
-            assert until(
-                lambda: all(shop.ready(n)["stale"] == "blocklist_unreadable" for n in BOTH)
-            )
+            assert until(lambda: all(shop.ready(n)["stale"] == "blocklist_unreadable" for n in BOTH))
             for name in BOTH:
                 assert shop.ready(name)["ready"]
                 assert shop.view(name)["blocklist"]["version"] == version

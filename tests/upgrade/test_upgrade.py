@@ -23,8 +23,7 @@ WHY = ("--reason", "a test")
 def alike(answers: list[dict[str, Any]], but: set[str] = MOMENTARY) -> list[dict[str, Any]]:
     """The answers without what may differ between two that are right."""
     return [
-        {name: value for name, value in answer.items() if name not in but and value is not None}
-        for answer in answers
+        {name: value for name, value in answer.items() if name not in but and value is not None} for answer in answers
     ]
 
 
@@ -46,9 +45,7 @@ def test_both_give_the_same_answers_field_by_field(shop: Shop, table: str) -> No
         assert {answer["generation"] for answer in new} == {shop.live()}
         assert {answer["source"] for answer in new[:-1]} <= {"l1", "l2"}
     for id_ in ids[:3]:
-        old_answers, new_answers = (
-            alike([shop.get(name, f"/v1/lookup/{table}/{id_}")]) for name in BOTH
-        )
+        old_answers, new_answers = (alike([shop.get(name, f"/v1/lookup/{table}/{id_}")]) for name in BOTH)
         assert old_answers == new_answers
 
 
@@ -61,13 +58,9 @@ def test_both_compute_the_same_for_an_unknown_user_with_a_history(shop: Shop) ->
             answer_by_release = {name: read(name, "user_topk", body)[0] for name in (first, second)}
             assert {answer["producer"] for answer in answer_by_release.values()} == {"live"}
             elsewhere = MOMENTARY | {"source", "reason", "scores"}
-            assert alike([answer_by_release["old"]], elsewhere) == alike(
-                [answer_by_release["new"]], elsewhere
-            )
+            assert alike([answer_by_release["old"]], elsewhere) == alike([answer_by_release["new"]], elsewhere)
             # Their locks may have two versions of ONNX Runtime.
-            assert answer_by_release["old"]["scores"] == pytest.approx(
-                answer_by_release["new"]["scores"], rel=1e-5
-            )
+            assert answer_by_release["old"]["scores"] == pytest.approx(answer_by_release["new"]["scores"], rel=1e-5)
 
 
 @pytest.mark.storm
@@ -109,17 +102,15 @@ def test_a_canary_of_one_is_split_alike_by_both_and_ended_by_the_other(shop: Sho
     shop.tell(shop.first, "verify", candidate)
 
     shop.tell(shop.first, "canary", "start", candidate, "--percent", "50")
-    assert until(
-        lambda: {(shop.view(n)["next"] or {}).get("generation") for n in BOTH} == {candidate}
-    )
+    assert until(lambda: {(shop.view(n)["next"] or {}).get("generation") for n in BOTH} == {candidate})
     users = shop.users(20)
     generations_by_release = {
-        name: [shop.get(name, f"/v1/lookup/user_topk/{user}")["generation"] for user in users]
-        for name in BOTH
+        name: [shop.get(name, f"/v1/lookup/user_topk/{user}")["generation"] for user in users] for name in BOTH
     }
-    assert generations_by_release["old"] == generations_by_release["new"] and set(
-        generations_by_release["new"]
-    ) == {candidate, previous_generation}
+    assert generations_by_release["old"] == generations_by_release["new"] and set(generations_by_release["new"]) == {
+        candidate,
+        previous_generation,
+    }
 
     shop.tell(shop.second, "canary", "abandon", *WHY)
     assert until(lambda: all(shop.view(name)["canary"] is None for name in BOTH))
@@ -186,11 +177,5 @@ def test_one_restores_a_redis_that_was_lost(shop: Shop) -> None:
 def test_each_sees_both_replicas_well(shop: Shop) -> None:
     for release in (shop.first, shop.second):
         completed_process = release.run("precompute", "status", "--json", environ=shop.environ())
-        assert (
-            completed_process.stdout.count('"overlay_ttl_s"') == 2
-            or completed_process.stdout.count('"epoch"') >= 2
-        )
-        assert (
-            "cannot load" not in completed_process.stdout
-            and "answers from" not in completed_process.stdout
-        )
+        assert completed_process.stdout.count('"overlay_ttl_s"') == 2 or completed_process.stdout.count('"epoch"') >= 2
+        assert "cannot load" not in completed_process.stdout and "answers from" not in completed_process.stdout

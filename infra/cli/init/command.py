@@ -68,15 +68,13 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     if not tables_folder.is_dir():
         raise ConfigError(f"there is no folder {args.folder}: name the one that holds your files")
     if target_path.exists() and not args.force:
-        raise ConfigError(
-            f"{args.output} exists and is not overwritten: move it away, or give --force"
-        )
+        raise ConfigError(f"{args.output} exists and is not overwritten: move it away, or give --force")
     if not target_path.parent.is_dir():
         raise ConfigError(f"{args.output}: there is no folder {target_path.parent}")
     setting_guesses = guess_settings(*discover_tables(tables_folder, target_path.parent))
-    source_notes = _notes_on_first_rows(
-        setting_guesses, target_path.parent
-    ) or _notes_on_text_files(setting_guesses, tables_folder)
+    source_notes = _notes_on_first_rows(setting_guesses, target_path.parent) or _notes_on_text_files(
+        setting_guesses, tables_folder
+    )
     setting_guesses.notes += [note.replace(f"{tables_folder}{os.sep}", "") for note in source_notes]
     bundle_path = _find_bundle(tables_folder, target_path.parent)
     part_path = target_path.with_name(f"{target_path.name}.part")
@@ -104,12 +102,8 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         "interactions and features, which columns are users, items, times and weights. Guesses are told here and in "
         "the file. Exit code: 0 written, 3 written with something left for you to fill in, 2 not written.",
     )
-    parser.add_argument(
-        "folder", nargs="?", default=".", metavar="FOLDER", help="default: this one"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", default=SETTINGS_FILE, help="default: %(default)s"
-    )
+    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="default: this one")
+    parser.add_argument("--output", metavar="FILE", default=SETTINGS_FILE, help="default: %(default)s")
     parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
@@ -119,12 +113,7 @@ def _notes_on_first_rows(setting_guesses: Guesses, base_folder: Path) -> list[st
     """Return notes on how a night would treat the first rows of the interactions."""
     interactions_table, column_by_role = setting_guesses.interactions, setting_guesses.columns
     user_column, item_column = column_by_role.get("user"), column_by_role.get("item")
-    if (
-        interactions_table is None
-        or not user_column
-        or not item_column
-        or not setting_guesses.is_complete
-    ):
+    if interactions_table is None or not user_column or not item_column or not setting_guesses.is_complete:
         return []
     from precompute.config.settings import Sources
     from precompute.sources.plausibility import first_rows_remarks
@@ -148,9 +137,7 @@ def _notes_on_text_files(setting_guesses: Guesses, folder: Path) -> list[str]:
 
     text_file_notes = []
     for text_file in sorted(
-        text_file
-        for text_file in folder.iterdir()
-        if text_file.name.lower().endswith(_TEXT_FILE_ENDINGS)
+        text_file for text_file in folder.iterdir() if text_file.name.lower().endswith(_TEXT_FILE_ENDINGS)
     ):
         try:
             demand_lines_of_ids(text_file)
@@ -169,11 +156,7 @@ def _find_bundle(folder: Path, base_folder: Path) -> str | None:
         ),
         None,
     )
-    return (
-        None
-        if bundle_folder is None
-        else Path(os.path.relpath(bundle_folder, base_folder)).as_posix()
-    )
+    return None if bundle_folder is None else Path(os.path.relpath(bundle_folder, base_folder)).as_posix()
 
 
 def _guesses_to_json(setting_guesses: Guesses) -> dict[str, Any]:
@@ -181,10 +164,7 @@ def _guesses_to_json(setting_guesses: Guesses) -> dict[str, Any]:
     return {
         "interactions": None if interactions_table is None else list(interactions_table.pattern),
         "columns": setting_guesses.columns,
-        "features": {
-            entity: feature_table.pattern[0]
-            for entity, feature_table in setting_guesses.features.items()
-        },
+        "features": {entity: feature_table.pattern[0] for entity, feature_table in setting_guesses.features.items()},
         "category": setting_guesses.category,
         "notes": setting_guesses.notes,
         "missing": setting_guesses.missing,
@@ -194,9 +174,7 @@ def _guesses_to_json(setting_guesses: Guesses) -> dict[str, Any]:
 def _guess_lines(setting_guesses: Guesses, bundle_path: str | None) -> Iterator[str]:
     if (interactions_table := setting_guesses.interactions) is not None:
         columns_text = ", ".join(
-            f"{role} = {column_name}"
-            for role, column_name in setting_guesses.columns.items()
-            if column_name
+            f"{role} = {column_name}" for role, column_name in setting_guesses.columns.items() if column_name
         )
         yield f"  interactions   {interactions_table.title}: {columns_text}"
     for entity, feature_table in setting_guesses.features.items():
@@ -278,9 +256,7 @@ def _source_lines(setting_guesses: Guesses) -> Iterator[str]:
             f"{size_text}one for each {entity}{comment}",
         )
     if setting_guesses.category is not None:
-        yield _toml_line(
-            "category_column", setting_guesses.category, "of items; the reference model uses it"
-        )
+        yield _toml_line("category_column", setting_guesses.category, "of items; the reference model uses it")
     for note in setting_guesses.notes:
         yield from _comment_lines(f"Note: {note}")
 
@@ -296,12 +272,8 @@ def _toml_line(setting_name: str, setting_value: str, comment: str) -> str:
 
 
 def _comment_lines(comment_text: str) -> Sequence[str]:
-    one_line_text = printable(
-        " ".join(comment_text.split())
-    )  # a name with a line break must not end the comment
+    one_line_text = printable(" ".join(comment_text.split()))  # a name with a line break must not end the comment
     return [
         f"# {comment_line}"
-        for comment_line in textwrap.wrap(
-            one_line_text, 108, break_long_words=False, break_on_hyphens=False
-        )
+        for comment_line in textwrap.wrap(one_line_text, 108, break_long_words=False, break_on_hyphens=False)
     ]

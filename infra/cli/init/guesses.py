@@ -116,8 +116,7 @@ def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
         id_like_columns = [
             column
             for column in kind_by_column
-            if column not in column_by_role.values()
-            and _is_like_an_id(column, kind_by_column[column])
+            if column not in column_by_role.values() and _is_like_an_id(column, kind_by_column[column])
         ]
         if role in column_by_role:
             unfit_column_by_role.pop(role, None)
@@ -129,9 +128,7 @@ def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
         ):
             column_by_role[role], guessed_roles = id_like_columns[0], [*guessed_roles, role]
     time_columns = [
-        column
-        for column, kind in kind_by_column.items()
-        if kind == "time" and column not in column_by_role.values()
+        column for column, kind in kind_by_column.items() if kind == "time" and column not in column_by_role.values()
     ]
     if "timestamp" not in column_by_role and len(time_columns) == 1:
         column_by_role["timestamp"] = time_columns[0]
@@ -139,23 +136,17 @@ def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
     return ColumnRoles(column_by_role, tuple(guessed_roles), unfit_column_by_role, tuple(remarks))
 
 
-def _columns_by_role_name(
-    role: Role, role_names: Sequence[str], column_names: Sequence[str]
-) -> list[str]:
+def _columns_by_role_name(role: Role, role_names: Sequence[str], column_names: Sequence[str]) -> list[str]:
     """Return the columns that may have a role, the most likely first."""
     matching_columns = [
-        column
-        for candidate_name in role_names
-        for column in column_names
-        if normalise_name(column) == candidate_name
+        column for candidate_name in role_names for column in column_names if normalise_name(column) == candidate_name
     ]
     if role in ("user", "item"):
         # A number is an id as well: `customer_no`, `article_nr`.
         matching_columns += [
             column
             for column in column_names
-            if column not in matching_columns
-            and _NUMBERED_NAME_PATTERN.sub("", normalise_name(column)) in role_names
+            if column not in matching_columns and _NUMBERED_NAME_PATTERN.sub("", normalise_name(column)) in role_names
         ]
         # Of several words: `src_user_id`, `clicked_article`.
         name_endings = tuple(role_name for role_name in role_names if len(role_name) > 3)
@@ -166,9 +157,7 @@ def _columns_by_role_name(
         ]
     if role == "timestamp":
         matching_columns += [
-            column
-            for column in column_names
-            if column not in matching_columns and _TIME_NAME_PATTERN.search(column)
+            column for column in column_names if column not in matching_columns and _TIME_NAME_PATTERN.search(column)
         ]
     return matching_columns
 
@@ -176,14 +165,9 @@ def _columns_by_role_name(
 def _is_like_an_id(column_name: str, column_kind: ColumnKind) -> bool:
     normalised_name = normalise_name(column_name)
     has_other_role_name = any(
-        normalised_name in _COLUMN_NAMES_BY_ROLE[role]
-        for role in ("timestamp", "weight", "category")
+        normalised_name in _COLUMN_NAMES_BY_ROLE[role] for role in ("timestamp", "weight", "category")
     )
-    return (
-        column_kind in KINDS_BY_ROLE["user"]
-        and not has_other_role_name
-        and normalised_name not in _NAMES_OF_NO_IDS
-    )
+    return column_kind in KINDS_BY_ROLE["user"] and not has_other_role_name and normalised_name not in _NAMES_OF_NO_IDS
 
 
 def describe_unfit_column(role: Role, column_name: str, column_kind: ColumnKind) -> str:
@@ -224,9 +208,7 @@ class Guesses:
 def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
     """Guess from tables, the largest first."""
     setting_guesses = Guesses(notes=list(remarks))
-    roles_by_title = {
-        candidate_table.title: guess_roles(candidate_table.columns) for candidate_table in tables
-    }
+    roles_by_title = {candidate_table.title: guess_roles(candidate_table.columns) for candidate_table in tables}
     interaction_tables = [
         candidate_table
         for candidate_table in tables
@@ -248,9 +230,7 @@ def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Gues
         _guess_half_recognised(setting_guesses, found_table, roles_by_title[found_table.title])
     else:
         no_table_reason = (
-            "none of the files found can be read (see the notes)"
-            if remarks
-            else "no Parquet or CSV file was found"
+            "none of the files found can be read (see the notes)" if remarks else "no Parquet or CSV file was found"
         )
         setting_guesses.missing.append(
             f'[sources] interactions: {no_table_reason}; write e.g. ["clicks/*.parquet"], or mend that and run '
@@ -265,17 +245,11 @@ def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Gues
             _guess_features(setting_guesses, found_table, roles_by_title[found_table.title])
         except FILE_ERRORS as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            setting_guesses.notes.append(
-                f"{found_table.title} is not used: it cannot be read: {reason}"
-            )
+            setting_guesses.notes.append(f"{found_table.title} is not used: it cannot be read: {reason}")
     setting_guesses.items = _item_count_if_few(setting_guesses)
-    if (
-        interactions_table := setting_guesses.interactions
-    ) is not None and interactions_table.unread:
+    if (interactions_table := setting_guesses.interactions) is not None and interactions_table.unread:
         # The next command names the file, too: a night without its rows would say nothing.
-        setting_guesses.interactions = replace(
-            interactions_table, pattern=interactions_table.whole_pattern
-        )
+        setting_guesses.interactions = replace(interactions_table, pattern=interactions_table.whole_pattern)
         setting_guesses.missing += [
             f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern[:3])} or nothing: mend "
             "it, or move it away"
@@ -293,8 +267,7 @@ def _guess_interactions(
     column_roles = roles_by_title[interactions_table.title]
     setting_guesses.interactions = interactions_table
     setting_guesses.columns = {
-        column_name: column_roles.columns.get(column_name)
-        for column_name in ("user", "item", "timestamp", "weight")
+        column_name: column_roles.columns.get(column_name) for column_name in ("user", "item", "timestamp", "weight")
     }
     setting_guesses.notes += column_roles.remarks
     for role in column_roles.guessed:
@@ -318,9 +291,7 @@ def _guess_interactions(
         setting_guesses.notes.append(f"column {column_name!r} {remark}")
     elif column_name is None:
         unassigned_columns = [
-            column
-            for column in interactions_table.columns
-            if column not in setting_guesses.columns.values()
+            column for column in interactions_table.columns if column not in setting_guesses.columns.values()
         ]
         if unassigned_columns:
             setting_guesses.notes.append(
@@ -343,13 +314,9 @@ def _guess_interactions(
 def _notes_on_folder_keys(found_table: FoundTable) -> list[str]:
     """Return a note on values in folders' names, as Hive writes them, that no column has; none without any."""
     folder_names = (folder_name for file in found_table.files for folder_name in file.parent.parts)
-    folder_keys = dict.fromkeys(
-        folder_name.partition("=")[0] for folder_name in folder_names if "=" in folder_name
-    )
+    folder_keys = dict.fromkeys(folder_name.partition("=")[0] for folder_name in folder_names if "=" in folder_name)
     keys_text = ", ".join(
-        folder_key
-        for folder_key in folder_keys
-        if folder_key and folder_key not in found_table.columns
+        folder_key for folder_key in folder_keys if folder_key and folder_key not in found_table.columns
     )
     if not keys_text:
         return []
@@ -366,16 +333,12 @@ def _item_count_if_few(setting_guesses: Guesses) -> int | None:
         setting_guesses.interactions,
         setting_guesses.columns.get("item"),
     )
-    if (
-        item_table := setting_guesses.features.get("item")
-    ) is not None and item_table.rows is not None:
+    if (item_table := setting_guesses.features.get("item")) is not None and item_table.rows is not None:
         item_count = item_table.rows
     elif (
         interactions_table is not None
         and item_column is not None
-        and _has_ids(
-            interactions_table.sample[item_column], interactions_table.columns[item_column]
-        )
+        and _has_ids(interactions_table.sample[item_column], interactions_table.columns[item_column])
     ):
         item_count = pc.count_distinct(interactions_table.sample[item_column]).as_py()
     else:
@@ -392,9 +355,7 @@ def _has_ids(column: Any, column_kind: ColumnKind) -> bool:
     return bool(len(column) > column.null_count and column_kind in KINDS_BY_ROLE["item"])
 
 
-def _guess_half_recognised(
-    setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles
-) -> None:
+def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles) -> None:
     """Take the table with the most id columns for the interactions; its unrecognised columns are left to write."""
     setting_guesses.interactions = found_table
     setting_guesses.columns = {
@@ -405,17 +366,11 @@ def _guess_half_recognised(
         role: describe_unfit_column(role, column_name, found_table.columns[column_name])
         for role, column_name in column_roles.unfit.items()
     }
-    setting_guesses.notes += [
-        remark for remark in column_roles.remarks if remark not in unfit_remark_by_role.values()
-    ]
-    setting_guesses.missing += [
-        f"{found_table.title}: {remark}" for remark in unfit_remark_by_role.values()
-    ]
+    setting_guesses.notes += [remark for remark in column_roles.remarks if remark not in unfit_remark_by_role.values()]
+    setting_guesses.missing += [f"{found_table.title}: {remark}" for remark in unfit_remark_by_role.values()]
     setting_guesses.notes += _notes_on_folder_keys(found_table)
     if list_columns := [
-        column_name
-        for column_name in found_table.columns
-        if _is_list_column(found_table, column_name)
+        column_name for column_name in found_table.columns if _is_list_column(found_table, column_name)
     ]:
         setting_guesses.notes.append(
             f"column {list_columns[0]!r} of {found_table.title} holds lists: a row is one item of one user, so "
@@ -435,9 +390,7 @@ def _is_list_column(table: FoundTable, column_name: str) -> bool:
     return bool(pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type))
 
 
-def _guess_features(
-    setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles
-) -> None:
+def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles) -> None:
     """Add a table with one row for each item, or user, to the features if a night can read it."""
     for entity in ("item", "user"):
         role: Role = "item" if entity == "item" else "user"
@@ -454,9 +407,7 @@ def _guess_features(
             setting_guesses.columns.get(role),
         )
         if found_table.format != "parquet":
-            remark = (
-                "features are read from Parquet: convert it (pandas: read_csv(...).to_parquet(...))"
-            )
+            remark = "features are read from Parquet: convert it (pandas: read_csv(...).to_parquet(...))"
         elif (
             interactions_column is not None
             and id_column != interactions_column
@@ -466,9 +417,7 @@ def _guess_features(
                 f"its ids are in {id_column!r}, those of the interactions in {interactions_column!r}: "
                 "give both the same name"
             )
-        elif not are_unique(
-            found_table, id_column if interactions_column is None else interactions_column
-        ):
+        elif not are_unique(found_table, id_column if interactions_column is None else interactions_column):
             remark = "some ids come twice: only one row of each would count"
         elif len(found_table.files) > 1:
             remark = f"it is {len(found_table.files)} files: make it one"
@@ -481,19 +430,13 @@ def _guess_features(
             return
         setting_guesses.notes.append(f"{title_clause}, and is not used: {remark}")
         return
-    setting_guesses.notes.append(
-        f"{found_table.title} is not used: neither users nor items were recognised in it"
-    )
+    setting_guesses.notes.append(f"{found_table.title} is not used: neither users nor items were recognised in it")
 
 
 def _unreadable_times_reason(column: Any) -> str | None:
     """Return the reason why a night cannot read a column's times; None if it can."""
     arrow_type = column.type
-    if (
-        pa.types.is_timestamp(arrow_type)
-        or pa.types.is_date(arrow_type)
-        or pa.types.is_null(arrow_type)
-    ):
+    if pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type) or pa.types.is_null(arrow_type):
         return None
     if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type):
         if (pc.mean(pc.greater(column, SECONDS_MAX)).as_py() or 0) > 0.5:
@@ -513,18 +456,14 @@ def _unreadable_times_reason(column: Any) -> str | None:
 def _notes_on_weight(table: FoundTable, weight_column: str) -> list[str]:
     sample_weights = table.sample[weight_column]
     remark = f"rows with {weight_column!r} above 0 are interactions, all alike: 5 is no more than 1"
-    if not (
-        pa.types.is_integer(sample_weights.type) or pa.types.is_floating(sample_weights.type)
-    ) or not len(sample_weights):
+    if not (pa.types.is_integer(sample_weights.type) or pa.types.is_floating(sample_weights.type)) or not len(
+        sample_weights
+    ):
         return [remark]
     nonpositive_count = pc.sum(pc.less_equal(sample_weights, 0)).as_py() or 0
     nonpositive_share_text = (
-        f" ({nonpositive_count / len(sample_weights):.0%} of the first rows are not)"
-        if nonpositive_count
-        else ""
+        f" ({nonpositive_count / len(sample_weights):.0%} of the first rows are not)" if nonpositive_count else ""
     )
-    low_ratings_remark = (
-        "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
-    )
+    low_ratings_remark = "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
     is_rating = normalise_name(weight_column) in ("rating", "ratings", "score", "stars", "overall")
     return [f"{remark}{nonpositive_share_text}{low_ratings_remark if is_rating else ''}"]

@@ -142,9 +142,7 @@ def are_unique(table: FoundTable, column: str) -> bool:
         )
     else:
         column_values = table.sample[column]
-    return bool(
-        len(column_values) and pc.count_distinct(column_values).as_py() == len(column_values)
-    )
+    return bool(len(column_values) and pc.count_distinct(column_values).as_py() == len(column_values))
 
 
 class _FileLook(NamedTuple):
@@ -174,18 +172,10 @@ def _unread_looks_by_group(
     That is the table whose files alone lie in their folder, or one of whose files there has the same name but for its
     digits. A lone file of Parquet in the inspected `folder` may be of items or users as well, which CSV never is.
     """
-    unread_by_key: dict[_GroupKey, list[_FileLook]] = {
-        group_key: [] for group_key in file_looks_by_key
-    }
-    for unread_look in (
-        unread_look for unread_look in unread_looks if unread_look.remark != NOT_UTF_8_NAME
-    ):
+    unread_by_key: dict[_GroupKey, list[_FileLook]] = {group_key: [] for group_key in file_looks_by_key}
+    for unread_look in (unread_look for unread_look in unread_looks if unread_look.remark != NOT_UTF_8_NAME):
         neighbours_by_key = {
-            group_key: [
-                file_look.path
-                for file_look in file_looks
-                if file_look.path.parent == unread_look.path.parent
-            ]
+            group_key: [file_look.path for file_look in file_looks if file_look.path.parent == unread_look.path.parent]
             for group_key, file_looks in file_looks_by_key.items()
         }
         neighbour_keys = [group_key for group_key, paths in neighbours_by_key.items() if paths]
@@ -221,14 +211,10 @@ class _FolderWalk:
 
     def __iter__(self) -> Iterator[Path]:
         root_depth = len(self._folder.parts)
-        for dirpath, subfolder_names, file_names in os.walk(
-            self._folder, onerror=self._note_unlisted
-        ):
+        for dirpath, subfolder_names, file_names in os.walk(self._folder, onerror=self._note_unlisted):
             folder = Path(dirpath)
             folder_entries = [FolderEntry(name, is_folder=True) for name in subfolder_names]
-            folder_entries += (
-                _list_metadata_entries(folder) if "metadata" in subfolder_names else []
-            )
+            folder_entries += _list_metadata_entries(folder) if "metadata" in subfolder_names else []
             for table_kind in table_kind_by_folder(folder_entries).values():
                 self.remarks.append(
                     f"{_relative_text(folder, self._base)} is {table_kind}, and is not read: its log says which "
@@ -269,8 +255,7 @@ def _look_at_safely(path: Path, look_at_file: Callable[[], _FileLook]) -> _FileL
         failure_reason = NOT_UTF_8_NAME
     except UnicodeDecodeError:
         failure_reason = (
-            "is not UTF-8: convert it from its encoding, e.g. with iconv -f latin1 (or -f shift_jis) "
-            "-t utf-8"
+            "is not UTF-8: convert it from its encoding, e.g. with iconv -f latin1 (or -f shift_jis) -t utf-8"
         )
     except FILE_ERRORS as error:
         error_lines = str(error).splitlines() or [type(error).__name__]
@@ -278,9 +263,7 @@ def _look_at_safely(path: Path, look_at_file: Callable[[], _FileLook]) -> _FileL
     return _FileLook(path, _FORMAT_BY_ENDING[_ending(path)], remark=failure_reason, is_table=False)
 
 
-def _remarks_on_unused_files(
-    paths: Sequence[Path], base_folder: Path, *, is_all: bool
-) -> Iterator[str]:
+def _remarks_on_unused_files(paths: Sequence[Path], base_folder: Path, *, is_all: bool) -> Iterator[str]:
     """Yield remarks on unused files: their apparent content, and a remedy.
 
     Unless `is_all`, only on those that hold data by their names, since there are other tables.
@@ -290,13 +273,9 @@ def _remarks_on_unused_files(
         if not _ending(path) and (is_all or is_unreadable_data_name(path.name)):
             paths_by_reason[_unused_file_reason(path)].append(path)
     for reason, unused_files in paths_by_reason.items():
-        names_text = ", ".join(
-            _relative_text(path, base_folder) for path in unused_files[:_NAMED_FILES_MAX]
-        )
+        names_text = ", ".join(_relative_text(path, base_folder) for path in unused_files[:_NAMED_FILES_MAX])
         more_text = (
-            f" (and {len(unused_files) - _NAMED_FILES_MAX} more)"
-            if len(unused_files) > _NAMED_FILES_MAX
-            else ""
+            f" (and {len(unused_files) - _NAMED_FILES_MAX} more)" if len(unused_files) > _NAMED_FILES_MAX else ""
         )
         yield f"{names_text}{more_text} {reason}"
 
@@ -304,8 +283,7 @@ def _remarks_on_unused_files(
 def _unused_file_reason(path: Path) -> str:
     if path.name.lower().endswith((".txt", ".txt.gz")):
         return (
-            "is text: if its lines are `user item item ...`, name it in [sources] interactions, with "
-            'format = "lines"'
+            'is text: if its lines are `user item item ...`, name it in [sources] interactions, with format = "lines"'
         )
     if reason := unreadable_name_reason(path.name):
         return f"is not taken: {reason}"
@@ -343,16 +321,12 @@ def _look_at(path: Path) -> _FileLook:
         return _look_at_csv(path)
     with pa.parquet.ParquetFile(path) as parquet_file:
         column_names = tuple(parquet_file.schema_arrow.names)
-        file_look = _FileLook(
-            path, "parquet", columns=column_names, rows=parquet_file.metadata.num_rows
-        )
+        file_look = _FileLook(path, "parquet", columns=column_names, rows=parquet_file.metadata.num_rows)
         if repeated_names_remark := _repeated_names_remark(column_names):
             return file_look._replace(remark=repeated_names_remark, is_table=False)
         batch = next(parquet_file.iter_batches(SAMPLE_ROWS), None) if file_look.rows else None
         first_batches = [] if batch is None else [batch]
-        return file_look._replace(
-            sample=_plain_table(pa.Table.from_batches(first_batches, parquet_file.schema_arrow))
-        )
+        return file_look._replace(sample=_plain_table(pa.Table.from_batches(first_batches, parquet_file.schema_arrow)))
 
 
 def _look_at_csv(path: Path) -> _FileLook:
@@ -372,9 +346,7 @@ def _look_at_csv(path: Path) -> _FileLook:
     header_line = re.split(rb"[\r\n]", first_bytes, maxsplit=1)[0]
     header_text = header_line.decode()
     if not header_text.strip():
-        return file_look._replace(
-            remark="cannot be read: it is empty, or its first line is", is_table=False
-        )
+        return file_look._replace(remark="cannot be read: it is empty, or its first line is", is_table=False)
     separator = max(_SEPARATORS, key=header_text.count)
     first_bytes = Dialect(separator.encode(), b'"', b"").with_bare_quotes(first_bytes)
     header_line = re.split(rb"[\r\n]", first_bytes, maxsplit=1)[0]
@@ -400,9 +372,7 @@ def _look_at_csv(path: Path) -> _FileLook:
 
     sample = read_rows()
     # Twenty digits are no float: what is written as whole numbers is an id as it is.
-    type_by_float_column = {
-        field.name: pa.string() for field in sample.schema if pa.types.is_floating(field.type)
-    }
+    type_by_float_column = {field.name: pa.string() for field in sample.schema if pa.types.is_floating(field.type)}
     if type_by_float_column:
         text_table = read_rows(**type_by_float_column)
         for name in type_by_float_column:
@@ -427,11 +397,7 @@ def _look_at_csv(path: Path) -> _FileLook:
     if remark := _unreadable_csv_reason(column_names, separator):
         return file_look._replace(remark=remark, is_table=False)
     sample, header_repeat_count = _without_header(sample.slice(0, SAMPLE_ROWS))
-    remark = (
-        f"has its header again in {header_repeat_count:,} of its first rows"
-        if header_repeat_count
-        else None
-    )
+    remark = f"has its header again in {header_repeat_count:,} of its first rows" if header_repeat_count else None
     if not len(sample):
         remark = "has a header and no rows"
     return file_look._replace(sample=sample, remark=remark)
@@ -441,11 +407,7 @@ def _repeated_names_remark(column_names: Sequence[str]) -> str | None:
     repeated_names = sorted({name for name in column_names if column_names.count(name) > 1})
     if "" in repeated_names:
         return "has several columns without a name: is the first line a title? Leave it out"
-    return (
-        f"has several columns called {', '.join(map(repr, repeated_names))}: rename them"
-        if repeated_names
-        else None
-    )
+    return f"has several columns called {', '.join(map(repr, repeated_names))}: rename them" if repeated_names else None
 
 
 def _without_header(sample: Any) -> tuple[Any, int]:
@@ -454,20 +416,14 @@ def _without_header(sample: Any) -> tuple[Any, int]:
         return sample, 0
     header_mask = None
     for column_name in sample.column_names:
-        column_name_mask = pc.fill_null(
-            pc.equal(pc.utf8_trim_whitespace(sample[column_name]), column_name), False
-        )
-        header_mask = (
-            column_name_mask if header_mask is None else pc.and_(header_mask, column_name_mask)
-        )
+        column_name_mask = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample[column_name]), column_name), False)
+        header_mask = column_name_mask if header_mask is None else pc.and_(header_mask, column_name_mask)
     header_row_count = pc.sum(header_mask).as_py() or 0
     return (sample.filter(pc.invert(header_mask)) if header_row_count else sample), header_row_count
 
 
 def _plain_table(table: Any) -> Any:
-    return pa.table(
-        [_to_comparable_type(table[name]) for name in table.column_names], table.column_names
-    )
+    return pa.table([_to_comparable_type(table[name]) for name in table.column_names], table.column_names)
 
 
 def _to_comparable_type(column: Any) -> Any:
@@ -509,17 +465,13 @@ def _unreadable_csv_reason(column_names: Sequence[str], separator: str) -> str |
     return None
 
 
-def _build_table(
-    file_looks: Sequence[_FileLook], base_folder: Path, unread_looks: Sequence[_FileLook]
-) -> FoundTable:
+def _build_table(file_looks: Sequence[_FileLook], base_folder: Path, unread_looks: Sequence[_FileLook]) -> FoundTable:
     """Build the table of files with the same columns; its kinds are those of the first one with rows."""
     first_look = next((file for file in file_looks if len(file.sample)), file_looks[0])
     file_paths = [file.path for file in file_looks]
     row_counts = [file.rows for file in file_looks]
     kind_by_column = {
-        name: _column_kind(
-            first_look.sample.schema.field(name).type, first_look.sample[name], first_look.format
-        )
+        name: _column_kind(first_look.sample.schema.field(name).type, first_look.sample[name], first_look.format)
         for name in first_look.columns
     }
     return FoundTable(
@@ -543,16 +495,10 @@ def _shortest_pattern(file_paths: list[Path], base_folder: Path) -> tuple[str, .
     if len(file_paths) > 1:
         top_folder = Path(os.path.commonpath([path.parent for path in file_paths]))
         endings = {path.name[-len(_ending(path)) :] for path in file_paths}
-        wildcards = [
-            f"{subfolders_wildcard}*{ending}"
-            for ending in endings
-            for subfolders_wildcard in ("", "**/")
-        ]
+        wildcards = [f"{subfolders_wildcard}*{ending}" for ending in endings for subfolders_wildcard in ("", "**/")]
         for wildcard in wildcards if len(endings) == 1 else ():
             pattern = (PurePosixPath(_relative_text(top_folder, base_folder)) / wildcard).as_posix()
-            if _files_of_pattern(pattern, base_folder) == {
-                os.path.realpath(path) for path in file_paths
-            }:
+            if _files_of_pattern(pattern, base_folder) == {os.path.realpath(path) for path in file_paths}:
                 return (pattern,)
     return tuple(_relative_text(path, base_folder) for path in file_paths)
 
@@ -575,11 +521,7 @@ def _column_kind(arrow_type: Any, column_values: Any, file_format: str) -> Colum
         return "integer"
     if pa.types.is_floating(arrow_type):
         return "float"
-    if (
-        pa.types.is_list(arrow_type)
-        or pa.types.is_fixed_size_list(arrow_type)
-        or pa.types.is_large_list(arrow_type)
-    ):
+    if pa.types.is_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type) or pa.types.is_large_list(arrow_type):
         return "vector" if pa.types.is_floating(arrow_type.value_type) else "other"
     if pa.types.is_string(arrow_type):
         return "integer" if is_digits(column_values) else "text"

@@ -74,9 +74,7 @@ def above(
                 writing, constraints, scores + asm_operands, dtype=tl.int32, is_pure=False, pack=2
             )
         else:
-            entry_count = _reaching(
-                scores, low, over, free, entry_count, number, real, groups // 4, room
-            )
+            entry_count = _reaching(scores, low, over, free, entry_count, number, real, groups // 4, room)
     tl.store(counts + segment, entry_count, mask=user_mask[:, None])
 
 
@@ -158,9 +156,7 @@ def entry_instructions(groups: int) -> tuple[str, str]:
     )
     lines = [f"mov.b32 ${row}, {entry_counts[row]};" for row in range(ROWS_OF_THREAD)]
     for group, row in product(range(groups), range(ROWS_OF_THREAD)):
-        zero, score_one, two, three = (
-            f"${ROWS_OF_THREAD + 8 * group + 2 * member + row}" for member in range(4)
-        )
+        zero, score_one, two, three = (f"${ROWS_OF_THREAD + 8 * group + 2 * member + row}" for member in range(4))
         if row == 0:
             lines += [
                 f"add.s32 group, {number[row]}, {4 * group};",

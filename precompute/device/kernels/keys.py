@@ -25,9 +25,7 @@ def exact(
     user = tl.minimum(at, count - 1) // capacity
     entry_mask = at < count
     group = tl.load(kept_entries + at * 4 + 1, mask=entry_mask, other=_NONE)
-    bound = tl.load(kept_entries + at * 4, mask=entry_mask, other=_NONE).to(
-        tl.float32, bitcast=True
-    )
+    bound = tl.load(kept_entries + at * 4, mask=entry_mask, other=_NONE).to(tl.float32, bitcast=True)
     zero, score_one = _unpack_halves(tl.load(kept_entries + at * 4 + 2, mask=entry_mask, other=0))
     two, three = _unpack_halves(tl.load(kept_entries + at * 4 + 3, mask=entry_mask, other=0))
     # An item's bound is as much below its group's as its product is below the highest, but for the rounding of halves.
@@ -58,9 +56,7 @@ def exact(
             sums = tl.zeros([part, 4], tl.float32)
             for first in range(0, steps, unroll):
                 for step in tl.static_range(unroll):
-                    number = tl.load(
-                        theirs + (first + step) * 4, mask=item_mask[:, None], other=0.0
-                    )
+                    number = tl.load(theirs + (first + step) * 4, mask=item_mask[:, None], other=0.0)
                     sums += number * tl.load(user_pointers + (first + step) * 4)
             even, odd = tl.split(tl.reshape(sums, [part, 2, 2]))
             low_sum, high_sum = tl.split(even + odd)
@@ -77,9 +73,7 @@ def exact(
                 low = tl.where(open_ & less, middle + 1, low)
                 high = tl.where(open_ & (less == 0), middle, high)
                 between = between >> 1
-            item_mask = item_mask & (
-                tl.load(excluded_ordinals + low, mask=low < end, other=-1) != ordinal
-            )
+            item_mask = item_mask & (tl.load(excluded_ordinals + low, mask=low < end, other=-1) != ordinal)
             bits = (score + 0.0).to(tl.int32, bitcast=True)
             ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
             exact_keys = tl.where(item_mask, (ordered << 32) | (0xFFFFFFFF - ordinal), _WORST)

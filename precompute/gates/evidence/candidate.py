@@ -163,16 +163,12 @@ def judgement(rule: str, *, wants_interactions: bool = False) -> Callable[[Measu
     return lambda measure: Gate(rule, False, measure, wants_interactions)
 
 
-def at_least(
-    value: float, threshold: float, note: str = "", baseline: str | None = None
-) -> Measurement:
+def at_least(value: float, threshold: float, note: str = "", baseline: str | None = None) -> Measurement:
     """Compare a value with its floor; NaN fails."""
     return Measurement(bool(value >= threshold), round(float(value), 6), threshold, note, baseline)
 
 
-def at_most(
-    value: float, threshold: float, note: str = "", baseline: str | None = None
-) -> Measurement:
+def at_most(value: float, threshold: float, note: str = "", baseline: str | None = None) -> Measurement:
     """Compare a value with its ceiling; NaN fails."""
     return Measurement(bool(value <= threshold), round(float(value), 6), threshold, note, baseline)
 

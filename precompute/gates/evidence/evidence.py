@@ -77,23 +77,15 @@ class FingerprintFile:
     def count_repeated(self) -> int:
         """Count repeated fingerprints in ranges of the 64 bits, so that few are in memory at a time."""
         range_count = -(-self.count // FINGERPRINTS_AT_ONCE)
-        return sum(
-            self._count_repeated_in(range_index, range_count) for range_index in range(range_count)
-        )
+        return sum(self._count_repeated_in(range_index, range_count) for range_index in range(range_count))
 
     def _count_repeated_in(self, range_index: int, range_count: int) -> int:
-        first_fingerprint, last_fingerprint = (
-            np.uint64(bound) for bound in _range_bounds(range_index, range_count)
-        )
+        first_fingerprint, last_fingerprint = (np.uint64(bound) for bound in _range_bounds(range_index, range_count))
         fingerprints_in_range = [np.empty(0, np.uint64)]
         for first_index in range(0, self.count, FINGERPRINTS_AT_ONCE):
-            fingerprints = self.read(
-                first_index, min(FINGERPRINTS_AT_ONCE, self.count - first_index)
-            )
+            fingerprints = self.read(first_index, min(FINGERPRINTS_AT_ONCE, self.count - first_index))
             fingerprints_in_range.append(
-                fingerprints[
-                    (fingerprints >= first_fingerprint) & (fingerprints <= last_fingerprint)
-                ]
+                fingerprints[(fingerprints >= first_fingerprint) & (fingerprints <= last_fingerprint)]
             )
         fingerprints = np.sort(np.concatenate(fingerprints_in_range))
         return int((fingerprints[1:] == fingerprints[:-1]).sum())
@@ -124,14 +116,10 @@ class Scan:
 
     def note_faults(self, fault_kind: str, faults: Any, location: str) -> None:
         """Count faults: bool[n] of a chunk's records, or a number of cases."""
-        fault_count = (
-            int(np.count_nonzero(faults)) if isinstance(faults, np.ndarray) else int(faults)
-        )
+        fault_count = int(np.count_nonzero(faults)) if isinstance(faults, np.ndarray) else int(faults)
         if fault_count:
             location_in_chunk = (
-                f", record {int(np.argmax(faults))} of the chunk"
-                if isinstance(faults, np.ndarray)
-                else ""
+                f", record {int(np.argmax(faults))} of the chunk" if isinstance(faults, np.ndarray) else ""
             )
             self.faults[fault_kind] += fault_count
             self.first_location_by_fault.setdefault(fault_kind, f"{location}{location_in_chunk}")
@@ -170,9 +158,7 @@ class Evidence:
     def unfiltered_scans(self) -> Mapping[str, Scan]:
         """Scans of the tables without a filter: lists under a filter may be short, and much alike."""
         tables = self.manifest.tables.items()
-        return {
-            table_name: self.scans[table_name] for table_name, table in tables if not table.is_facet
-        }
+        return {table_name: self.scans[table_name] for table_name, table in tables if not table.is_facet}
 
     @cached_property
     def allowed_items_by_table(self) -> Mapping[str, NDArray[np.bool_]]:
@@ -206,8 +192,7 @@ class Evidence:
             history_limit=self._history_limit,
             event_marks_path=self._event_marks_path,
             answers_without_history=self._computes_feature_only_users,
-            counts_feature_only_users=self._computes_feature_only_users
-            or not self.bundle.needs_history,
+            counts_feature_only_users=self._computes_feature_only_users or not self.bundle.needs_history,
         )
 
     @property
@@ -226,9 +211,7 @@ class Evidence:
         if self._live is None:
             return None
         if self._live_root is None:
-            raise CorruptArtefact(
-                f"the files of {generation_path(self._live.generation)} are not here"
-            )
+            raise CorruptArtefact(f"the files of {generation_path(self._live.generation)} are not here")
         return ItemTable.open(self._live_root, self._live)
 
     @cached_property
@@ -245,9 +228,7 @@ class Evidence:
         if self._live is None:
             return None
         if self._live_root is None:
-            raise CorruptArtefact(
-                f"the files of {generation_path(self._live.generation)} are not here"
-            )
+            raise CorruptArtefact(f"the files of {generation_path(self._live.generation)} are not here")
         return Directory.open(self._live_root, self._live.entity_sets[entity])
 
     @cached_property
@@ -276,9 +257,7 @@ class Evidence:
         compared_ordinals = select_spread_rows(np.arange(self.items.count), COMPARED_ITEMS_MAX)
         texts = item_id_texts(self.items)
         positions = directory.find_many(text_hashes(texts, directory.seed)[compared_ordinals])
-        live_positions = live_directory.find_many(
-            text_hashes(texts, live_directory.seed)[compared_ordinals]
-        )
+        live_positions = live_directory.find_many(text_hashes(texts, live_directory.seed)[compared_ordinals])
         is_in_both = (positions >= 0) & (live_positions >= 0)
         return positions[is_in_both], live_positions[is_in_both]
 
@@ -287,18 +266,14 @@ class Evidence:
         """Ordinals of items with the longest vectors (head), the shortest, new against the live one, and any."""
         lengths = vector_lengths(self.items.vectors)
         by_descending_length = np.argsort(-lengths, kind="stable")
-        spread_ordinals = np.unique(
-            np.linspace(0, self.items.count - 1, 2 * STRATUM_ITEMS_MAX).astype(np.int64)
-        )
+        spread_ordinals = np.unique(np.linspace(0, self.items.count - 1, 2 * STRATUM_ITEMS_MAX).astype(np.int64))
         strata = {
             "head": by_descending_length[:STRATUM_ITEMS_MAX],
             "tail": by_descending_length[-STRATUM_ITEMS_MAX:],
             "spread": spread_ordinals,
         }
         if self.live_items is not None:
-            new_ordinals = np.flatnonzero(
-                ordinals_of_texts(self.live_items, item_id_texts(self.items)) < 0
-            )
+            new_ordinals = np.flatnonzero(ordinals_of_texts(self.live_items, item_id_texts(self.items)) < 0)
             strata["new"] = new_ordinals[:STRATUM_ITEMS_MAX]
         return {stratum: ordinals for stratum, ordinals in strata.items() if len(ordinals)}
 
@@ -318,14 +293,10 @@ class Evidence:
         """
         users = self.users.users
         has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS_FACT)
-        is_drawn = (
-            not has_histories and users.vectors is not None and model.spec.history is not None
-        )
+        is_drawn = not has_histories and users.vectors is not None and model.spec.history is not None
         return self._users_with_drawn_histories if is_drawn else users
 
-    def user_inputs(
-        self, model: BundleModel, users: ShardInput | None = None
-    ) -> tuple[Inputs, NDArray[np.int64]]:
+    def user_inputs(self, model: BundleModel, users: ShardInput | None = None) -> tuple[Inputs, NDArray[np.int64]]:
         """Return (inputs, their rows) for a user model, of the sampled users or of the given ones."""
         usable_rows, histories, features = select_usable_inputs(
             self.items, self.users.users if users is None else users, {model.name: model.spec}
@@ -334,8 +305,7 @@ class Evidence:
             model.spec,
             histories=histories.select_rows(usable_rows),
             features={
-                input_name: input_values[usable_rows]
-                for input_name, input_values in features[model.name].items()
+                input_name: input_values[usable_rows] for input_name, input_values in features[model.name].items()
             },
         )
         return model_inputs, usable_rows
@@ -351,9 +321,7 @@ class Evidence:
 
     def usable_item_ordinals(self, model: BundleModel) -> NDArray[np.int64]:
         """Return the ordinals of the sampled items that have the inputs of an item model."""
-        return self.sampled_item_ordinals[
-            self.item_features(model.spec).of(self.sampled_item_ordinals)[1]
-        ]
+        return self.sampled_item_ordinals[self.item_features(model.spec).of(self.sampled_item_ordinals)[1]]
 
     def item_features(self, spec: TowerSpec) -> ItemFeatures:
         """Return the feature inputs of items, as `begin` pinned them."""
@@ -432,34 +400,22 @@ def _scan_part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> N
         np.fromfile(root / part.sums.path, "<u8"),
     )
     file_bytes = path.stat().st_size
-    if file_bytes != part.count * record_bytes or part.pages != -(
-        -part.count // table.records_per_page
-    ):
-        scan.note_faults(
-            "pages", 1, f"{part.file.path}: {file_bytes} bytes for {part.count} records"
-        )
+    if file_bytes != part.count * record_bytes or part.pages != -(-part.count // table.records_per_page):
+        scan.note_faults("pages", 1, f"{part.file.path}: {file_bytes} bytes for {part.count} records")
         return
     if len(page_checksums) != part.pages:
-        scan.note_faults(
-            "sums", 1, f"{part.sums.path}: {len(page_checksums)} checksums for {part.pages} pages"
-        )
+        scan.note_faults("sums", 1, f"{part.sums.path}: {len(page_checksums)} checksums for {part.pages} pages")
         return
     if not part.count:
         return
     page_data = np.memmap(path, np.uint8, "r")
     pages_at_once = max(1, CHUNK_BYTES // table.page_bytes)
     for first_page in range(0, part.pages, pages_at_once):
-        chunk = np.array(
-            page_data[
-                first_page * table.page_bytes : (first_page + pages_at_once) * table.page_bytes
-            ]
-        )
-        for page_number, page_offset in enumerate(
-            range(0, len(chunk), table.page_bytes), first_page
-        ):
-            if xxhash.xxh3_64_intdigest(
-                chunk[page_offset : page_offset + table.page_bytes].data
-            ) != int(page_checksums[page_number]):
+        chunk = np.array(page_data[first_page * table.page_bytes : (first_page + pages_at_once) * table.page_bytes])
+        for page_number, page_offset in enumerate(range(0, len(chunk), table.page_bytes), first_page):
+            if xxhash.xxh3_64_intdigest(chunk[page_offset : page_offset + table.page_bytes].data) != int(
+                page_checksums[page_number]
+            ):
                 scan.note_faults("sums", 1, f"{part.file.path}, page {page_number}")
         _scan_records(
             chunk.view(table.layout.dtype),
@@ -479,9 +435,7 @@ def _scan_records(records: NDArray[Any], manifest: Manifest, location: str, scan
         records = records[~is_absent]
     flags, counts = records["flags"], records["count"].astype(np.int64)
     scan.note_faults("headers", ~are_nightly(flags), f"{location}: flags")
-    scan.note_faults(
-        "headers", records["scored_at"] != manifest.data_until, f"{location}: scored at another cut"
-    )
+    scan.note_faults("headers", records["scored_at"] != manifest.data_until, f"{location}: scored at another cut")
     numbers = records["numbers"]
     is_finite = np.isfinite(numbers).all(axis=1)
     if layout.precision == "i1":
@@ -496,16 +450,10 @@ def _scan_records(records: NDArray[Any], manifest: Manifest, location: str, scan
         return
     item_ordinals, is_used = records["items"], np.arange(layout.width) < counts[:, None]
     scan.note_faults("headers", counts > layout.width, f"{location}: count")
-    scan.note_faults(
-        "slots", ((item_ordinals != NO_ITEM) != is_used).any(axis=1), f"{location}: unused slots"
-    )
-    scan.note_faults(
-        "ordinals", ((item_ordinals >= manifest.items.count) & is_used).any(axis=1), location
-    )
+    scan.note_faults("slots", ((item_ordinals != NO_ITEM) != is_used).any(axis=1), f"{location}: unused slots")
+    scan.note_faults("ordinals", ((item_ordinals >= manifest.items.count) & is_used).any(axis=1), location)
     sorted_ordinals = np.sort(item_ordinals, axis=1)
-    is_repeated = (sorted_ordinals[:, 1:] == sorted_ordinals[:, :-1]) & (
-        sorted_ordinals[:, 1:] != NO_ITEM
-    )
+    is_repeated = (sorted_ordinals[:, 1:] == sorted_ordinals[:, :-1]) & (sorted_ordinals[:, 1:] != NO_ITEM)
     scan.note_faults("twice", is_repeated.any(axis=1), location)
     # Records of one exponent: the stored numbers sort as the scores do.
     is_rising = (numbers[:, 1:] > numbers[:, :-1]) & is_used[:, 1:]

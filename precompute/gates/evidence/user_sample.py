@@ -64,10 +64,7 @@ def sampled_shards(entities: EntitySet) -> list[int]:
     """The shards whose partition files gates read."""
     shard_count = len(entities.parts)
     return sorted(
-        {
-            shard * shard_count // min(shard_count, SHARDS_MAX)
-            for shard in range(min(shard_count, SHARDS_MAX))
-        }
+        {shard * shard_count // min(shard_count, SHARDS_MAX) for shard in range(min(shard_count, SHARDS_MAX))}
     )
 
 
@@ -89,22 +86,16 @@ def read_seen_pairs(folder: Path, shard: int, user_names: Sequence[str]) -> set[
     for path in _naming_paths(folder, shard):
         for batch in read_batches(path, column_indexes=[0, 1]):
             matching_rows = batch.filter(pc.is_in(batch.column("user"), value_set=user_ids))
-            user_by_hash |= dict(
-                zip(
-                    *(column.to_pylist() for column in reversed(matching_rows.columns)), strict=True
-                )
-            )
+            user_by_hash |= dict(zip(*(column.to_pylist() for column in reversed(matching_rows.columns)), strict=True))
     hashes = pa.array(list(user_by_hash), pa.uint64())
     seen_pairs: set[tuple[str, int]] = set()
     for batch in read_batches(folder / f"{shard:04d}.rows"):
         matching_rows = batch.filter(pc.is_in(batch.column(HASH_COLUMN), value_set=hashes))
         user_hashes, chosen_ordinals = (
-            matching_rows.column(column_name).to_pylist()
-            for column_name in (HASH_COLUMN, "ordinal")
+            matching_rows.column(column_name).to_pylist() for column_name in (HASH_COLUMN, "ordinal")
         )
         seen_pairs |= {
-            (user_by_hash[user_hash], ordinal)
-            for user_hash, ordinal in zip(user_hashes, chosen_ordinals, strict=True)
+            (user_by_hash[user_hash], ordinal) for user_hash, ordinal in zip(user_hashes, chosen_ordinals, strict=True)
         }
     return seen_pairs
 
@@ -195,26 +186,16 @@ def _sample_slice(
         [("time", "min"), ("time", "max"), ("time", "count")]
     )
     if pc.index_in(times_by_user.column(HASH_COLUMN), user_table.column(HASH_COLUMN)).null_count:
-        raise CorruptArtefact(
-            f"shard {slice_number} of the partition has rows of users that it does not name"
-        )
-    times_indices = pc.index_in(
-        user_table.column(HASH_COLUMN), times_by_user.column(HASH_COLUMN)
-    ).combine_chunks()
+        raise CorruptArtefact(f"shard {slice_number} of the partition has rows of users that it does not name")
+    times_indices = pc.index_in(user_table.column(HASH_COLUMN), times_by_user.column(HASH_COLUMN)).combine_chunks()
     interaction_counts, first_times, last_times = (
-        np.asarray(
-            pc.fill_null(
-                times_by_user.column(f"time_{statistic}").combine_chunks().take(times_indices), 0
-            )
-        )
+        np.asarray(pc.fill_null(times_by_user.column(f"time_{statistic}").combine_chunks().take(times_indices), 0))
         for statistic in ("count", "min", "max")
     )
     hashes = text_hashes(user_table.column("user"), directory.seed)
     is_counted = np.ones(len(hashes), np.bool_)
     if event_marks_path is not None or not counts_feature_only_users:
-        named_hashes = np.concatenate(
-            [np.asarray(table.column(HASH_COLUMN)) for table in (id_table, *other_tables)]
-        )
+        named_hashes = np.concatenate([np.asarray(table.column(HASH_COLUMN)) for table in (id_table, *other_tables)])
         is_counted = np.isin(np.asarray(user_table.column(HASH_COLUMN)), named_hashes)
         if counts_feature_only_users and event_marks_path is not None:
             user_fingerprints = text_hashes(user_table.column("user"), FINGERPRINT_SEED)
@@ -222,9 +203,7 @@ def _sample_slice(
     positions = directory.find_many(hashes)
     recorded_rows = np.flatnonzero(positions >= 0)
     recorded_rows = recorded_rows[np.argsort(positions[recorded_rows], kind="stable")]
-    spread_indices = np.linspace(
-        0, max(0, len(recorded_rows) - 1), min(per_stratum, len(recorded_rows))
-    )
+    spread_indices = np.linspace(0, max(0, len(recorded_rows) - 1), min(per_stratum, len(recorded_rows)))
     order_by_stratum = {
         "head": np.argsort(-interaction_counts[recorded_rows], kind="stable"),
         "tail": np.argsort(interaction_counts[recorded_rows], kind="stable"),
@@ -232,9 +211,7 @@ def _sample_slice(
         "recent": np.argsort(-last_times[recorded_rows], kind="stable"),
         "spread": np.unique(spread_indices.astype(np.int64)),
     }
-    rows_by_stratum = {
-        stratum: recorded_rows[order[:per_stratum]] for stratum, order in order_by_stratum.items()
-    }
+    rows_by_stratum = {stratum: recorded_rows[order[:per_stratum]] for stratum, order in order_by_stratum.items()}
     picked_rows = np.unique(np.concatenate(list(rows_by_stratum.values())))
     named_users = user_table
     user_table, last_new_choice_times = _select_inputs(
@@ -268,17 +245,13 @@ def _count_by_missing_input(
     user_table: Any, interaction_counts: NDArray[np.int64], feature_table: Any
 ) -> dict[str, int]:
     """Count users by their missing input: a history, or the first feature without a value."""
-    feature_rows = pc.index_in(
-        user_table.column(HASH_COLUMN), feature_table.column(HASH_COLUMN)
-    ).combine_chunks()
+    feature_rows = pc.index_in(user_table.column(HASH_COLUMN), feature_table.column(HASH_COLUMN)).combine_chunks()
     lacks_any = np.zeros(len(interaction_counts), np.bool_)
     users_by_missing_input: dict[str, int] = {}
     if without_history_count := int((interaction_counts == 0).sum()):
         users_by_missing_input["a history"] = without_history_count
     for feature_name in feature_table.column_names[2:]:
-        is_null = np.asarray(
-            pc.is_null(feature_table.column(feature_name).combine_chunks().take(feature_rows))
-        )
+        is_null = np.asarray(pc.is_null(feature_table.column(feature_name).combine_chunks().take(feature_rows)))
         if lacking_count := int((is_null & ~lacks_any).sum()):
             users_by_missing_input[f"a value of {feature_name!r}"] = lacking_count
         lacks_any |= is_null

@@ -31,9 +31,7 @@ CHUNK_BYTES: Final = 1 << 20
 """Bytes of pages that are sent, or read back, at once while Redis has no readers."""
 
 
-def check_files(
-    store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]
-) -> Measurement:
+def check_files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Measurement:
     """Check every file of the generation against its checksum; raise CorruptArtefact naming one that differs."""
     checked_files = CheckedFiles(store.local(generation_path(generation, CHECKED_NOTES)))
 
@@ -140,11 +138,7 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
                 control.client.hset(notes_key, part.read, note.decode())
     page_count = total_pages(manifest)
     control.client.hdel(notes_key, *(part.read for part in parts))
-    reload_text = (
-        f"pages whose checksum matched, {reload_count} parts of them loaded once more"
-        if reload_count
-        else ""
-    )
+    reload_text = f"pages whose checksum matched, {reload_count} parts of them loaded once more" if reload_count else ""
     return Measurement(True, page_count, page_count, reload_text or "pages whose checksum matched")
 
 
@@ -173,6 +167,4 @@ def _read_run_ids(client: "redis.Redis") -> bytes:
     """Return the run ids of all masters: a restarted or other server may lack the pages that were read back."""
     server_infos: list[Any] = [server.info("server") for server in primary_clients(client).values()]
     # Who says none may have started at any time.
-    return ",".join(
-        sorted(str(server_info.get("run_id") or token_hex()) for server_info in server_infos)
-    ).encode()
+    return ",".join(sorted(str(server_info.get("run_id") or token_hex()) for server_info in server_infos)).encode()

@@ -48,9 +48,7 @@ def item_vectors(candidate: Candidate) -> Measurement:
     model, ordinals = evidence.bundle.item_tower, evidence.sampled_item_ordinals
     expected_vectors = evidence.run_model(model, evidence.item_inputs(model, ordinals))
     is_right = _rows_equal(expected_vectors, candidate.items.vectors[ordinals], OUTPUT_ROUNDING)
-    return at_least(
-        _fraction_true(is_right), candidate.thresholds.exact, f"of {len(ordinals)} sampled items"
-    )
+    return at_least(_fraction_true(is_right), candidate.thresholds.exact, f"of {len(ordinals)} sampled items")
 
 
 @integrity("exact_lists")
@@ -84,9 +82,7 @@ def exact_numbers(candidate: Candidate) -> Measurement:
         )
         tolerance = OUTPUT_ROUNDING + NUMBER_STEP_BY_PRECISION[table.layout.precision]
         column_tolerance = COLUMN_ROUNDING if table.kind == "value" else 0.0
-        right_shares[table.name] = _fraction_true(
-            _rows_equal(expected, stored_numbers, tolerance, column_tolerance)
-        )
+        right_shares[table.name] = _fraction_true(_rows_equal(expected, stored_numbers, tolerance, column_tolerance))
     return _measure_worst(candidate, right_shares)
 
 
@@ -128,9 +124,7 @@ def _run_model(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArra
     evidence = candidate.evidence
     if model.entity == "item":
         positions = evidence.usable_item_ordinals(model)
-        return evidence.run_model(model, evidence.item_inputs(model, positions)).astype(
-            np.float64
-        ), positions
+        return evidence.run_model(model, evidence.item_inputs(model, positions)).astype(np.float64), positions
     if model.name == evidence.bundle.user_tower.name:
         vectors, usable_rows = evidence.user_vectors
     else:
@@ -222,33 +216,23 @@ def _check_lists_best(
         scores = queries @ part_vectors.T
         if allowed_mask is not None:
             scores[:, ~allowed_mask[first_item : first_item + len(part_vectors)]] = -np.inf
-        is_in_part = (
-            is_used & (listed_items >= first_item) & (listed_items < first_item + len(part_vectors))
-        )
+        is_in_part = is_used & (listed_items >= first_item) & (listed_items < first_item + len(part_vectors))
         list_rows, list_slots = np.nonzero(is_in_part)
         listed_scores[list_rows, list_slots] = scores[
             list_rows, listed_items[list_rows, list_slots].astype(np.int64) - first_item
         ]
-        is_excluded = (excluded.indices >= first_item) & (
-            excluded.indices < first_item + len(part_vectors)
-        )
+        is_excluded = (excluded.indices >= first_item) & (excluded.indices < first_item + len(part_vectors))
         scores[excluded_rows[is_excluded], excluded.indices[is_excluded] - first_item] = -np.inf
         if scores.shape[1] > width:
             scores.partition(scores.shape[1] - width, axis=1)
         merged_scores = np.concatenate([best_scores, scores[:, -width:]], axis=1)
-        best_scores = np.partition(merged_scores, merged_scores.shape[1] - width, axis=1)[
-            :, -width:
-        ]
+        best_scores = np.partition(merged_scores, merged_scores.shape[1] - width, axis=1)[:, -width:]
     best_scores = -np.sort(-best_scores, axis=1)
     possible_counts = (best_scores > -np.inf).sum(axis=1)
     tolerance = SCORE_ROUNDING * np.linalg.norm(queries, axis=1, keepdims=True) * length_max
-    rounding_step = NUMBER_STEP_BY_PRECISION[layout.precision] * np.abs(numbers).max(
-        axis=1, initial=0, keepdims=True
-    )
+    rounding_step = NUMBER_STEP_BY_PRECISION[layout.precision] * np.abs(numbers).max(axis=1, initial=0, keepdims=True)
     with np.errstate(invalid="ignore"):
         is_as_good = ~is_used | (np.abs(listed_scores - best_scores) <= tolerance)
         has_stored_score = ~is_used | (np.abs(listed_scores - numbers) <= tolerance + rounding_step)
-    is_right: NDArray[np.bool_] = (
-        (counts == possible_counts) & is_as_good.all(axis=1) & has_stored_score.all(axis=1)
-    )
+    is_right: NDArray[np.bool_] = (counts == possible_counts) & is_as_good.all(axis=1) & has_stored_score.all(axis=1)
     return is_right

@@ -25,9 +25,7 @@ def maxmemory_policy(candidate: Candidate) -> Measurement:
 def redis_headroom(candidate: Candidate) -> Measurement:
     """Check the room that Redis has left with this generation and all others, without what it can evict."""
     servers = primary_clients(candidate.control.client)
-    measurements = [
-        _server_headroom(candidate, server_name, server) for server_name, server in servers.items()
-    ]
+    measurements = [_server_headroom(candidate, server_name, server) for server_name, server in servers.items()]
     failed_measurements = [measurement for measurement in measurements if not measurement.passed]
     return (failed_measurements or sorted(measurements, key=_share_used))[-1]
 
@@ -38,15 +36,10 @@ def _server_headroom(candidate: Candidate, server_name: str, server: "redis.Redi
         used_bytes = unevictable_bytes(
             candidate.control,
             server,
-            pages_bytes=candidate.pages_bytes
-            * compute_keyspace_shares(candidate.control.client)[server_name],
-            record_bytes=max(
-                table.layout.size_bytes for table in candidate.manifest.stored_tables.values()
-            ),
+            pages_bytes=candidate.pages_bytes * compute_keyspace_shares(candidate.control.client)[server_name],
+            record_bytes=max(table.layout.size_bytes for table in candidate.manifest.stored_tables.values()),
         )
-    measurement = redis_room(
-        server_name, used_bytes, *memory_limit(server), candidate.thresholds.redis_headroom
-    )
+    measurement = redis_room(server_name, used_bytes, *memory_limit(server), candidate.thresholds.redis_headroom)
     if not candidate.arms:
         return measurement
     arms_text = "; ".join(map(str, candidate.arms))
@@ -57,9 +50,7 @@ def _share_used(measurement: Measurement) -> float:
     return measurement.value if isinstance(measurement.value, float) else 0.0
 
 
-def redis_room(
-    name: str, used_bytes: int, limit_bytes: int, limit_source: str, threshold: float
-) -> Measurement:
+def redis_room(name: str, used_bytes: int, limit_bytes: int, limit_source: str, threshold: float) -> Measurement:
     """Measure a server's free room; servers have the names of `cache.l2.sync_clients.primary_clients`."""
     if not limit_bytes:
         return Measurement(
@@ -81,9 +72,7 @@ def memory_limit(server: "redis.Redis") -> tuple[int, str]:
     memory_info = dict(cast(Any, server.info("memory")))
     if limit_bytes := info_number(memory_info, "maxmemory", 0):
         return limit_bytes, "maxmemory"
-    return info_number(
-        memory_info, "total_system_memory", 0
-    ), "its host's memory (maxmemory is not set)"
+    return info_number(memory_info, "total_system_memory", 0), "its host's memory (maxmemory is not set)"
 
 
 @integrity(DISK_HEADROOM_RULE)
@@ -120,13 +109,9 @@ def memory_headroom(candidate: Candidate) -> Measurement:
     return _measure_tightest(candidate, threshold, judge)
 
 
-def disk_room(
-    free_bytes: int, size_bytes: int, threshold: float, *, generation_count: int = 1
-) -> Measurement:
+def disk_room(free_bytes: int, size_bytes: int, threshold: float, *, generation_count: int = 1) -> Measurement:
     """Compare the free bytes of a file system with so many generations of this size."""
-    generations_text = (
-        "a generation" if generation_count == 1 else f"{generation_count} generations"
-    )
+    generations_text = "a generation" if generation_count == 1 else f"{generation_count} generations"
     return at_least(
         free_bytes / max(1, generation_count * size_bytes),
         threshold,
@@ -160,15 +145,11 @@ def _measure_tightest(
 ) -> Measurement:
     """Return the verdict on the replica with the least room; passed without a replica, as this host is no reader's."""
     replica_verdicts = [
-        (replica.name, verdict)
-        for replica in candidate.control.replicas()
-        if (verdict := judge(replica)) is not None
+        (replica.name, verdict) for replica in candidate.control.replicas() if (verdict := judge(replica)) is not None
     ]
     if not replica_verdicts:
         return Measurement(True, None, threshold, "no live replica says what its host has left")
-    replica_name, verdict = min(
-        replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0)
-    )
+    replica_name, verdict = min(replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0))
     return replace(verdict, note=f"{verdict.note} on {replica_name}")
 
 

@@ -65,10 +65,7 @@ CHOICES_MIN: Final = 200
 @judgement("top_items")
 def top_items(candidate: Candidate) -> Measurement:
     """Share of list slots that the top 1 % of items hold, in the worst table."""
-    top_shares = {
-        table.name: _top_items_share(candidate, table)
-        for table in user_list_tables(candidate.manifest)
-    }
+    top_shares = {table.name: _top_items_share(candidate, table) for table in user_list_tables(candidate.manifest)}
     return _measure_highest(top_shares, candidate.thresholds.top_items)
 
 
@@ -78,9 +75,7 @@ def single_item(candidate: Candidate) -> Measurement:
     largest_shares = {}
     for table in user_list_tables(candidate.manifest):
         scan = candidate.evidence.scans[table.name]
-        largest_shares[table.name] = float(
-            scan.slots_by_item.max(initial=0) / max(1, scan.slots_by_item.sum())
-        )
+        largest_shares[table.name] = float(scan.slots_by_item.max(initial=0) / max(1, scan.slots_by_item.sum()))
     return _measure_highest(largest_shares, candidate.thresholds.single_item)
 
 
@@ -99,9 +94,7 @@ def distinct_lists(candidate: Candidate) -> Measurement:
         live_table = matching_live_table(candidate, table)
         if live_table is not None and len(candidate.evidence.common_user_positions[1]):
             live_share = _distinct_share(
-                read_live_lists(
-                    candidate, live_table, candidate.evidence.common_user_positions[1]
-                ).records
+                read_live_lists(candidate, live_table, candidate.evidence.common_user_positions[1]).records
             )
             floor = max(floor, thresholds.distinct_lists_of_live * live_share)
             note = f"{table.name}; {live_share:.3f} of the live generation's"
@@ -116,16 +109,10 @@ def top_items_of_live(candidate: Candidate) -> Measurement:
     """Ratio of the share of slots that the top 1 % of items hold to that share in the live generation."""
     ratio_by_table = {}
     for table, live_table in _pair_tables(candidate):
-        depth = compared_depth(
-            min(table.layout.width, live_table.layout.width), candidate.items.count
-        )
-        candidate_records = candidate.evidence.records_of(
-            table, candidate.evidence.common_user_positions[0]
-        )
+        depth = compared_depth(min(table.layout.width, live_table.layout.width), candidate.items.count)
+        candidate_records = candidate.evidence.records_of(table, candidate.evidence.common_user_positions[0])
         live = read_live_lists(candidate, live_table, candidate.evidence.common_user_positions[1])
-        live_share = _share_of_top(
-            _count_slots_by_item(live.records, depth), len(live.candidate_ordinals)
-        )
+        live_share = _share_of_top(_count_slots_by_item(live.records, depth), len(live.candidate_ordinals))
         ratio_by_table[table.name] = _share_of_top(
             _count_slots_by_item(candidate_records, depth), candidate.items.count
         ) / max(live_share, 1e-9)
@@ -141,9 +128,7 @@ def score_psi(candidate: Candidate) -> Measurement:
     """
     psi_by_table = {}
     for table, live_table in _pair_tables(candidate):
-        candidate_records = candidate.evidence.records_of(
-            table, candidate.evidence.common_user_positions[0]
-        )
+        candidate_records = candidate.evidence.records_of(table, candidate.evidence.common_user_positions[0])
         live = read_live_lists(candidate, live_table, candidate.evidence.common_user_positions[1])
         psi_by_table[table.name] = psi(
             _stored_scores(table, candidate_records), _stored_scores(live_table, live.records)
@@ -201,9 +186,7 @@ def value_psi(candidate: Candidate) -> Measurement:
 def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict[str, float]:
     """PSI by table and label; empty where too few entities, or no label, are in both."""
     evidence = candidate.evidence
-    common_positions = (
-        evidence.common_item_positions if table.entity == "item" else evidence.common_user_positions
-    )
+    common_positions = evidence.common_item_positions if table.entity == "item" else evidence.common_user_positions
     if len(common_positions[0]) < VALUES_MIN:
         return {}
     records = evidence.records_of(table, common_positions[0])
@@ -228,9 +211,7 @@ def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict
         )
     )
     return {
-        f"{table.name}, {value_name}": psi(
-            _five_digits(column), _five_digits(live_values_by_name[value_name])
-        )
+        f"{table.name}, {value_name}": psi(_five_digits(column), _five_digits(live_values_by_name[value_name]))
         for value_name, column in values_by_name.items()
         if value_name in live_values_by_name
     }
@@ -240,9 +221,7 @@ def _value_names(table: Table) -> tuple[str, ...]:
     return table.labels or tuple(f"number {number}" for number in range(1, table.layout.width + 1))
 
 
-def _digest_and_spec(
-    table: Table, manifest: Manifest | None
-) -> tuple[str, Mapping[str, Any]] | None:
+def _digest_and_spec(table: Table, manifest: Manifest | None) -> tuple[str, Mapping[str, Any]] | None:
     """Return digest and specification of a table's model: two outputs of one file are two models."""
     if manifest is None:
         return None
@@ -274,9 +253,7 @@ def _five_digits(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
 def list_jaccard(candidate: Candidate) -> Measurement:
     """Mean Jaccard of the same users' lists in both generations, compared by item id: below it, too much churn."""
     thresholds = candidate.thresholds
-    threshold = (
-        thresholds.list_jaccard_retrained if candidate.is_retrained else thresholds.list_jaccard
-    )
+    threshold = thresholds.list_jaccard_retrained if candidate.is_retrained else thresholds.list_jaccard
     mean_jaccards = {
         table.name: float(np.mean(_compute_jaccards(candidate, table, live_table)))
         for table, live_table in _pair_tables(candidate)
@@ -311,14 +288,10 @@ def stale_lists(candidate: Candidate) -> Measurement:
         is_active = is_active_since_cut[np.isin(user_sample.positions, candidate_positions)]
         if is_active.sum() < ACTIVE_USERS_MIN:
             continue
-        is_unchanged = (
-            _compute_jaccards(candidate, table, live_table, is_full_depth=True)[is_active] == 1.0
-        )
+        is_unchanged = _compute_jaccards(candidate, table, live_table, is_full_depth=True)[is_active] == 1.0
         stale_shares[table.name] = float(is_unchanged.mean())
     if not stale_shares:
-        return not_measured(
-            threshold, "too few users have interactions since the live generation's cut"
-        )
+        return not_measured(threshold, "too few users have interactions since the live generation's cut")
     worst_table = max(stale_shares, key=lambda name: stale_shares[name])
     note = f"{worst_table}: of users with new interactions; were these read, and does the model use them?"
     return at_most(stale_shares[worst_table], threshold, note, candidate.baseline)
@@ -336,8 +309,7 @@ def tables_of_live(candidate: Candidate) -> Measurement:
     notes = [
         f"{table_name} is {'gone' if table_name not in tables else 'of another kind or entity'}"
         for table_name, table in live_tables.items()
-        if table_name not in tables
-        or _kind_and_entity(tables[table_name]) != _kind_and_entity(table)
+        if table_name not in tables or _kind_and_entity(tables[table_name]) != _kind_and_entity(table)
     ]
     if any(table.kind == "topk" for table in live_tables.values()):
         notes += [
@@ -365,10 +337,7 @@ def heldout_recall(candidate: Candidate) -> Measurement:
         f"{ranks.error:.1%}); do the codes and ids of the tables belong to the model?"
     )
     share_at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM_FACT)
-    if (
-        share_at_import is not None
-        and ranks.share + RANK_DEVIATIONS * ranks.error < CHANCE_SHARE < share_at_import
-    ):
+    if share_at_import is not None and ranks.share + RANK_DEVIATIONS * ranks.error < CHANCE_SHARE < share_at_import:
         return Measurement(
             False,
             round(ranks.share, 6),
@@ -395,9 +364,7 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
         return None
     # Each fifth item, from the last but one on: a user with one item has nothing to take out.
     history_lengths = np.diff(users.indptr)
-    places_from_end = (
-        np.repeat(users.indptr[1:], history_lengths) - np.arange(len(users.ordinals)) - 1
-    )
+    places_from_end = np.repeat(users.indptr[1:], history_lengths) - np.arange(len(users.ordinals)) - 1
     is_held_out = places_from_end % HISTORY_ITEMS_PER_CLICK == 1
     held_out_indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_held_out)])[users.indptr]
     remaining_users = replace(
@@ -407,15 +374,11 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
         times=None if users.times is None else users.times[~is_held_out],
     )
     inputs, usable_rows = evidence.user_inputs(model, remaining_users)
-    held_out_clicks = Histories(held_out_indptr, users.ordinals[is_held_out]).select_rows(
-        usable_rows
-    )
+    held_out_clicks = Histories(held_out_indptr, users.ordinals[is_held_out]).select_rows(usable_rows)
     if len(held_out_clicks.indices) < CHOICES_MIN:
         return None
     item_vectors = candidate.items.vectors
-    compared_vectors = np.asarray(
-        item_vectors[select_spread_rows(np.arange(len(item_vectors)), COMPARED_ITEMS_MAX)]
-    )
+    compared_vectors = np.asarray(item_vectors[select_spread_rows(np.arange(len(item_vectors)), COMPARED_ITEMS_MAX)])
     shares = shares_above_random(
         evidence.run_model(model, inputs),
         item_vectors,
@@ -433,17 +396,11 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
 def _measure_newer_choices(candidate: Candidate) -> Measurement:
     thresholds = candidate.thresholds
     held_out_by_user = read_holdout(candidate.root)
-    tables = [
-        table
-        for table in candidate.manifest.tables.values()
-        if table.kind == "topk" and table.entity == "user"
-    ]
+    tables = [table for table in candidate.manifest.tables.values() if table.kind == "topk" and table.entity == "user"]
     if not held_out_by_user or not tables:
         return not_measured(thresholds.heldout_recall, "no interaction is newer than the cut")
     measurements = [_measure_table_recall(candidate, table, held_out_by_user) for table in tables]
-    return next(
-        (measurement for measurement in measurements if not measurement.passed), measurements[0]
-    )
+    return next((measurement for measurement in measurements if not measurement.passed), measurements[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -463,14 +420,10 @@ def read_live_lists(candidate: Candidate, table: Table, positions: NDArray[np.in
     return LiveLists(records, candidate.evidence.live_ordinals)
 
 
-def _read_live_records(
-    candidate: Candidate, table: Table, positions: NDArray[np.int64]
-) -> NDArray[Any]:
+def _read_live_records(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
     """Live records at positions of their directory; raises NotJudged when Redis lacks one of them."""
     evidence = candidate.evidence
-    directory = (
-        evidence.live_item_directory if table.entity == "item" else evidence.live_user_directory
-    )
+    directory = evidence.live_item_directory if table.entity == "item" else evidence.live_user_directory
     if candidate.live is None or directory is None:
         raise CorruptArtefact("there is no live generation")
     client, record_bytes = candidate.control.client, table.layout.size_bytes
@@ -479,9 +432,7 @@ def _read_live_records(
         pipeline = client.pipeline(transaction=False)
         for position in positions[first_index : first_index + LIVE_RECORDS_AT_ONCE].tolist():
             page_number, offset = table.locate_record(*directory.locate(position))
-            page_key = candidate.control.keyspace.page(
-                candidate.live.generation, table.name, page_number
-            )
+            page_key = candidate.control.keyspace.page(candidate.live.generation, table.name, page_number)
             pipeline.getrange(page_key, offset, offset + record_bytes - 1)
         raw_records += pipeline.execute()
     if any(len(record) != record_bytes for record in raw_records):
@@ -497,19 +448,14 @@ def matching_live_table(candidate: Candidate, table: Table) -> Table | None:
     live_table = None if candidate.live is None else candidate.live.tables.get(table.name)
     return (
         live_table
-        if live_table is not None
-        and (live_table.kind, live_table.entity) == (table.kind, table.entity)
+        if live_table is not None and (live_table.kind, live_table.entity) == (table.kind, table.entity)
         else None
     )
 
 
 def user_list_tables(manifest: Manifest) -> list[Table]:
     """Tables of lists for users."""
-    return [
-        table
-        for table in manifest.tables.values()
-        if table.kind == "topk" and table.entity == "user"
-    ]
+    return [table for table in manifest.tables.values() if table.kind == "topk" and table.entity == "user"]
 
 
 def psi(candidate_scores: NDArray[np.float64], live_scores: NDArray[np.float64]) -> float:
@@ -518,9 +464,7 @@ def psi(candidate_scores: NDArray[np.float64], live_scores: NDArray[np.float64])
         return float("nan")
     bin_edges = np.unique(np.quantile(live_scores, np.linspace(0, 1, PSI_BINS + 1)[1:-1]))
     p, q = (
-        np.maximum(
-            np.bincount(np.searchsorted(bin_edges, scores), minlength=len(bin_edges) + 1), 0.5
-        )
+        np.maximum(np.bincount(np.searchsorted(bin_edges, scores), minlength=len(bin_edges) + 1), 0.5)
         for scores in (candidate_scores, live_scores)
     )
     p, q = p / p.sum(), q / q.sum()
@@ -536,9 +480,7 @@ def _pair_tables(candidate: Candidate) -> list[tuple[Table, Table]]:
     return table_pairs
 
 
-def _compare_with_live(
-    candidate: Candidate, figure_by_name: dict[str, float], threshold: float
-) -> Measurement:
+def _compare_with_live(candidate: Candidate, figure_by_name: dict[str, float], threshold: float) -> Measurement:
     if candidate.live is None:
         return candidate.uncompared_measurement(threshold)
     if not figure_by_name:
@@ -603,9 +545,7 @@ def _compute_jaccards(
     width = min(table.layout.width, live_table.layout.width)
     depth = width if is_full_depth else compared_depth(width, candidate.items.count)
     jaccards = np.empty(len(candidate_records))
-    for row, (record, live_record) in enumerate(
-        zip(candidate_records, live_lists.records, strict=True)
-    ):
+    for row, (record, live_record) in enumerate(zip(candidate_records, live_lists.records, strict=True)):
         candidate_items = record["items"][: min(depth, record["count"])]
         live_items = live_lists.candidate_ordinals[
             live_record["items"][: min(depth, live_record["count"])].astype(np.int64)
@@ -623,9 +563,7 @@ def _measure_table_recall(candidate: Candidate, table: Table, held_out_by_user: 
     user_ids, positions, choices_of_users = _find_newer_choices(candidate, held_out_by_user)
     pair_count = sum(len(user_choices) for user_choices in choices_of_users)
     if pair_count < CHOICES_MIN:
-        return not_measured(
-            thresholds.heldout_recall, f"only {pair_count} newer choices of known users"
-        )
+        return not_measured(thresholds.heldout_recall, f"only {pair_count} newer choices of known users")
     records = candidate.evidence.records_of(table, positions)
     listed_items = [record["items"][: record["count"]].astype(np.int64) for record in records]
     live_table, directory = (
@@ -639,18 +577,13 @@ def _measure_table_recall(candidate: Candidate, table: Table, held_out_by_user: 
     common_rows = np.flatnonzero(live_positions >= 0)
     live = read_live_lists(candidate, live_table, live_positions[common_rows])
     live_items = [
-        live.candidate_ordinals[record["items"][: record["count"]].astype(np.int64)]
-        for record in live.records
+        live.candidate_ordinals[record["items"][: record["count"]].astype(np.int64)] for record in live.records
     ]
     common_choices = [choices_of_users[row] for row in common_rows.tolist()]
     if sum(len(user_choices) for user_choices in common_choices) < CHOICES_MIN:
-        return not_measured(
-            thresholds.heldout_recall, f"only {pair_count} newer choices of users of both"
-        )
+        return not_measured(thresholds.heldout_recall, f"only {pair_count} newer choices of users of both")
     width = min(table.layout.width, live_table.layout.width)
-    candidate_recall = _recall(
-        [listed_items[row][:width] for row in common_rows.tolist()], common_choices
-    )
+    candidate_recall = _recall([listed_items[row][:width] for row in common_rows.tolist()], common_choices)
     live_recall = _recall([live_list[:width] for live_list in live_items], common_choices)
     recall_min = max(thresholds.heldout_recall, thresholds.heldout_of_live * live_recall)
     note = f"{table.name}, {pair_count} newer choices, of which the live generation's lists hold {live_recall:.4f}"
@@ -675,14 +608,10 @@ def _find_newer_choices(
         seen_pairs = read_seen_pairs(candidate.root / "work/partition", shard, shard_user_ids)
         for row, user_id in zip(recorded_rows, shard_user_ids, strict=True):
             ordinals = np.asarray(
-                candidate.items.ordinals_of(
-                    [item_id.encode() for item_id in held_out_by_user[user_id]]
-                )
+                candidate.items.ordinals_of([item_id.encode() for item_id in held_out_by_user[user_id]])
             )
             new_ordinals = [
-                ordinal
-                for ordinal in ordinals.tolist()
-                if ordinal >= 0 and (user_id, ordinal) not in seen_pairs
+                ordinal for ordinal in ordinals.tolist() if ordinal >= 0 and (user_id, ordinal) not in seen_pairs
             ]
             if new_ordinals:
                 user_ids_with_choices.append(user_id.encode())
@@ -691,9 +620,7 @@ def _find_newer_choices(
     return user_ids_with_choices, np.array(user_positions, np.int64), choices_of_users
 
 
-def _recall(
-    lists_of_users: list[NDArray[np.int64]], choices_of_users: list[NDArray[np.int64]]
-) -> float:
+def _recall(lists_of_users: list[NDArray[np.int64]], choices_of_users: list[NDArray[np.int64]]) -> float:
     hits = sum(
         int(np.isin(chosen_items, listed_items).sum())
         for listed_items, chosen_items in zip(lists_of_users, choices_of_users, strict=True)

@@ -52,9 +52,7 @@ def bundle(candidate: Candidate) -> Measurement:
     """The models are those of the pinned bundle, and the pinned bundle is the one that the manifest names."""
     manifest, pinned_bundle = candidate.manifest, candidate.evidence.bundle
     if pinned_bundle.digest != manifest.bundle_digest:
-        return Measurement(
-            False, pinned_bundle.digest, manifest.bundle_digest, "the bundle's digest"
-        )
+        return Measurement(False, pinned_bundle.digest, manifest.bundle_digest, "the bundle's digest")
     for model in pinned_bundle.models:
         entry = manifest.models.get(model.name)
         if entry is None:
@@ -64,9 +62,7 @@ def bundle(candidate: Candidate) -> Measurement:
         if manifest_sha256s != pinned_sha256s or entry.digest != model.digest:
             return Measurement(False, manifest_sha256s, pinned_sha256s, f"the file of {model.name}")
         if TowerSpec.from_json(entry.spec) != model.spec:
-            return Measurement(
-                False, "another", "the bundle's", f"the specification of {model.name}"
-            )
+            return Measurement(False, "another", "the bundle's", f"the specification of {model.name}")
     return Measurement(True, pinned_bundle.digest, manifest.bundle_digest)
 
 
@@ -81,9 +77,7 @@ def vocabulary(candidate: Candidate) -> Measurement:
     expected_indices = pinned_bundle.vocabulary.find_positions(item_id_texts(items))
     if needs_item_index(pinned_bundle) and (expected_indices < 0).any():
         return none_of(int((expected_indices < 0).sum()), "items that the model does not know")
-    model_indices = np.asarray(
-        items.model_indices_of(Ordinals(np.arange(items.count, dtype=np.int64)))
-    )
+    model_indices = np.asarray(items.model_indices_of(Ordinals(np.arange(items.count, dtype=np.int64))))
     if wrong_count := int((model_indices != expected_indices).sum()):
         return none_of(wrong_count, "items with another model index than the bundle gives them")
     vocabulary_digest, live = pinned_bundle.vocabulary_digest, candidate.live
@@ -94,9 +88,9 @@ def vocabulary(candidate: Candidate) -> Measurement:
         and _depends_on_vocabulary(candidate.manifest)
         and (live_vocabulary_digest := live.facts.get("vocabulary_digest")) is not None
     ):
-        has_same_models = {
-            model_name: model.digest for model_name, model in live.models.items()
-        } == {model_name: model.digest for model_name, model in candidate.manifest.models.items()}
+        has_same_models = {model_name: model.digest for model_name, model in live.models.items()} == {
+            model_name: model.digest for model_name, model in candidate.manifest.models.items()
+        }
         if has_same_models and live_vocabulary_digest != vocabulary_digest:
             return Measurement(False, vocabulary_digest, str(live_vocabulary_digest),
                 "the models are those of the live generation, their vocabulary is not", live.generation,
@@ -110,9 +104,7 @@ def _depends_on_vocabulary(manifest: Manifest) -> bool:
         table.kind == "topk"
         or any(
             model_input.bind != "feature"
-            for model_input in TowerSpec.from_json(
-                manifest.models[str(table.producer.model)].spec
-            ).inputs
+            for model_input in TowerSpec.from_json(manifest.models[str(table.producer.model)].spec).inputs
         )
         for table in manifest.tables.values()
     )
@@ -142,10 +134,7 @@ def dimension(candidate: Candidate) -> Measurement:
     dims_by_source = {
         "the item table": item_files.dims,
         "the item vectors": item_files.vectors.size_bytes / 4 / max(1, item_files.count),
-        "the items' model index": item_files.model_index.size_bytes
-        / 8
-        / max(1, item_files.count)
-        * pinned_bundle.dims,
+        "the items' model index": item_files.model_index.size_bytes / 8 / max(1, item_files.count) * pinned_bundle.dims,
     }
     for table_name, table in manifest.tables.items():
         if table.kind == "vector":
@@ -234,9 +223,7 @@ def int8_overlap(candidate: Candidate) -> Measurement:
         elif model.labels:
             exact, approximate, _ = _run_both_precisions(candidate, model, entry)
             is_same_label = exact.argmax(axis=1) == approximate.argmax(axis=1)
-            overlap_by_model[model.name] = (
-                float(is_same_label.mean()) if len(is_same_label) else float("nan")
-            )
+            overlap_by_model[model.name] = float(is_same_label.mean()) if len(is_same_label) else float("nan")
     threshold = candidate.thresholds.int8_overlap
     if not overlap_by_model:
         return not_measured(threshold, "no model of lists or labels is quantized")
@@ -254,9 +241,7 @@ def int8_cosine(candidate: Candidate) -> Measurement:
     cosine_by_model = {}
     for model, entry in _quantized_models(candidate):
         exact, approximate, _ = _run_both_precisions(candidate, model, entry)
-        cosine_by_model[model.name] = (
-            float(row_cosines(exact, approximate).mean()) if len(exact) else float("nan")
-        )
+        cosine_by_model[model.name] = float(row_cosines(exact, approximate).mean()) if len(exact) else float("nan")
     threshold = candidate.thresholds.int8_cosine
     if not cosine_by_model:
         return not_measured(threshold, "no model is quantized")
@@ -282,9 +267,7 @@ def index_recall(candidate: Candidate) -> Measurement:
         recall_by_query_set[f"{index_name} as the night measured it"] = (
             float("nan") if index.recall is None else index.recall
         )
-        searcher = Searcher.open(
-            candidate.root / index.file.path, index.metric, count=candidate.items.count
-        )
+        searcher = Searcher.open(candidate.root / index.file.path, index.metric, count=candidate.items.count)
         width_by_entity = {
             entity: max(table_widths)
             for entity in ("user", "item")
@@ -295,9 +278,7 @@ def index_recall(candidate: Candidate) -> Measurement:
         }  # fmt: skip
         for entity, width in width_by_entity.items():
             for stratum, queries in _stratum_queries(candidate, entity).items():
-                recall_by_query_set[f"{index_name}, {stratum} {entity}s"] = _recall(
-                    candidate, searcher, queries, width
-                )
+                recall_by_query_set[f"{index_name}, {stratum} {entity}s"] = _recall(candidate, searcher, queries, width)
     worst_query_set, worst_recall = worst_of(recall_by_query_set)
     return at_least(worst_recall, threshold, worst_query_set)
 
@@ -312,9 +293,7 @@ def index_vectors(candidate: Candidate) -> Measurement:
         return not_measured(DISTANCE_ERROR, "no table uses an index")
     worst_index = max(
         error_by_index,
-        key=lambda index_name: (
-            np.inf if np.isnan(error_by_index[index_name]) else error_by_index[index_name]
-        ),
+        key=lambda index_name: np.inf if np.isnan(error_by_index[index_name]) else error_by_index[index_name],
     )
     is_passed = bool(error_by_index[worst_index] <= DISTANCE_ERROR)
     return Measurement(
@@ -368,9 +347,7 @@ def _list_overlap(candidate: Candidate, model: BundleModel, entry: Model) -> flo
         approximate[sample_rows],
         exclusions.select_rows(sample_rows),
     )
-    overlaps = list_overlaps(
-        exact, approximate, candidate.items.vectors, candidate.evidence.bundle.metric, exclusions
-    )
+    overlaps = list_overlaps(exact, approximate, candidate.items.vectors, candidate.evidence.bundle.metric, exclusions)
     return float(overlaps.mean())
 
 
@@ -386,15 +363,11 @@ def _stratum_queries(candidate: Candidate, entity: str) -> dict[str, NDArray[np.
     for stratum, stratum_users in evidence.users.rows_by_stratum.items():
         member_rows = np.flatnonzero(np.isin(ordinals, stratum_users))
         if len(member_rows):
-            queries_by_stratum[stratum] = vectors[
-                select_spread_rows(member_rows, QUERIES_PER_STRATUM)
-            ]
+            queries_by_stratum[stratum] = vectors[select_spread_rows(member_rows, QUERIES_PER_STRATUM)]
     return queries_by_stratum
 
 
-def _recall(
-    candidate: Candidate, searcher: Searcher, queries: NDArray[np.float32], width: int
-) -> float:
+def _recall(candidate: Candidate, searcher: Searcher, queries: NDArray[np.float32], width: int) -> float:
     item_vectors = np.asarray(candidate.items.vectors)
     if searcher.metric == "cosine":
         queries = unit_rows(queries)
@@ -404,9 +377,7 @@ def _recall(
     query_recalls: list[float] = []
     for first_query in range(0, len(queries), QUERIES_AT_ONCE):
         query_rows = slice(first_query, first_query + QUERIES_AT_ONCE)
-        query_recalls += recalls(
-            exact[query_rows], searcher.search(queries[query_rows], fetch_count)
-        ).tolist()
+        query_recalls += recalls(exact[query_rows], searcher.search(queries[query_rows], fetch_count)).tolist()
     return float(np.mean(query_recalls))
 
 
@@ -420,14 +391,10 @@ def _nearest(
     scores = np.empty((len(queries), 0), np.float32)
     nearest_ordinals = np.empty((len(queries), 0), np.int64)
     for first_ordinal, tile in iterate_tiles(item_vectors, metric):
-        tile_ordinals = np.broadcast_to(
-            np.arange(first_ordinal, first_ordinal + len(tile)), (len(queries), len(tile))
-        )
+        tile_ordinals = np.broadcast_to(np.arange(first_ordinal, first_ordinal + len(tile)), (len(queries), len(tile)))
         scores = np.concatenate([scores, queries @ tile.T], axis=1)
         nearest_ordinals = np.concatenate([nearest_ordinals, tile_ordinals], axis=1)
-        best_columns = np.argpartition(-scores, min(neighbour_count, scores.shape[1]) - 1, axis=1)[
-            :, :neighbour_count
-        ]
+        best_columns = np.argpartition(-scores, min(neighbour_count, scores.shape[1]) - 1, axis=1)[:, :neighbour_count]
         scores = np.take_along_axis(scores, best_columns, axis=1)
         nearest_ordinals = np.take_along_axis(nearest_ordinals, best_columns, axis=1)
     return nearest_ordinals
@@ -453,8 +420,6 @@ def _distance_error(candidate: Candidate, index: Index) -> float:
         vector_lengths = np.linalg.norm(vectors, axis=2, keepdims=True)
         vectors = vectors / np.where(vector_lengths > 0, vector_lengths, 1)
     expected = np.einsum("nd,nkd->nk", queries.astype(np.float64), vectors)
-    length_products = np.linalg.norm(queries, axis=1, keepdims=True) * np.linalg.norm(
-        vectors, axis=2
-    )
+    length_products = np.linalg.norm(queries, axis=1, keepdims=True) * np.linalg.norm(vectors, axis=2)
     errors = np.abs(expected - distances) / np.maximum(length_products, 1e-30)
     return float(np.where(is_answered, errors, 0).max())

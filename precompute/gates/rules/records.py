@@ -56,9 +56,7 @@ def finite(candidate: Candidate) -> Measurement:
     """Check that no number of a record or an item vector is NaN or infinite."""
     vectors = candidate.items.vectors
     for first_row in range(0, len(vectors), VECTORS_AT_ONCE):
-        nonfinite_count = int(
-            (~np.isfinite(vectors[first_row : first_row + VECTORS_AT_ONCE]).all(axis=1)).sum()
-        )
+        nonfinite_count = int((~np.isfinite(vectors[first_row : first_row + VECTORS_AT_ONCE]).all(axis=1)).sum())
         if nonfinite_count:
             return none_of(nonfinite_count, "item vectors with a number that is not finite")
     return _count_faults(candidate, {"finite": "records with a number that is not finite"})
@@ -78,12 +76,8 @@ def empty_lists(candidate: Candidate) -> Measurement:
         for table_name, scan in candidate.evidence.unfiltered_scans.items()
         if scan.table.kind == "topk"
     }
-    worst = max(
-        empty_share_by_table, key=lambda table_name: empty_share_by_table[table_name], default=""
-    )
-    return at_most(
-        empty_share_by_table.get(worst, 0.0), candidate.thresholds.empty_lists, f"in {worst}"
-    )
+    worst = max(empty_share_by_table, key=lambda table_name: empty_share_by_table[table_name], default="")
+    return at_most(empty_share_by_table.get(worst, 0.0), candidate.thresholds.empty_lists, f"in {worst}")
 
 
 @judgement("short_lists")
@@ -93,9 +87,7 @@ def short_lists(candidate: Candidate) -> Measurement:
     As the night counted them over all users, and as a sample of users and all items have them.
     """
     facts, evidence = candidate.manifest.facts, candidate.evidence
-    short_share_by_table = {
-        "the night's own count": facts["short_lists"] / max(1, facts["users_scored"])
-    }
+    short_share_by_table = {"the night's own count": facts["short_lists"] / max(1, facts["users_scored"])}
     seen_counts = evidence.seen_items.indptr[1:] - evidence.seen_items.indptr[:-1]
     for table_name, scan in evidence.unfiltered_scans.items():
         if scan.table.kind != "topk":
@@ -124,9 +116,7 @@ def _count_faults(candidate: Candidate, text_by_fault_kind: dict[str, str]) -> M
         for fault_kind, fault_text in text_by_fault_kind.items():
             fault_count += scan.faults[fault_kind]
             if scan.faults[fault_kind] and not fault_note:
-                fault_note = (
-                    f"{fault_text} in {table_name}: {scan.first_location_by_fault[fault_kind]}"
-                )
+                fault_note = f"{fault_text} in {table_name}: {scan.first_location_by_fault[fault_kind]}"
     return none_of(fault_count, fault_note)
 
 
@@ -148,9 +138,7 @@ def coverage_of_source(candidate: Candidate) -> Measurement:
         for table_name, scan in evidence.unfiltered_scans.items()
         if scan.table.entity == "user"
     }
-    worst = min(
-        answer_count_by_table, key=lambda table_name: answer_count_by_table[table_name], default=""
-    )
+    worst = min(answer_count_by_table, key=lambda table_name: answer_count_by_table[table_name], default="")
     counted_coverage = answer_count_by_table.get(worst, recorded_user_count) / source_user_count
     sampled_coverage = user_sample.recorded_user_count / max(1, user_sample.source_user_count)
     note = (
@@ -158,13 +146,9 @@ def coverage_of_source(candidate: Candidate) -> Measurement:
         f"{f' in {worst}' if worst else ''}"
     )
     if lacking := user_sample.unrecorded_by_missing_input:
-        lacking_text = ", ".join(
-            f"{user_count:,} {missing_input}" for missing_input, user_count in lacking.items()
-        )
+        lacking_text = ", ".join(f"{user_count:,} {missing_input}" for missing_input, user_count in lacking.items())
         note += f"; of {user_sample.source_user_count:,} that were looked at these lack something: {lacking_text}"
-    return at_least(
-        min(counted_coverage, sampled_coverage), candidate.thresholds.coverage_of_source, note
-    )
+    return at_least(min(counted_coverage, sampled_coverage), candidate.thresholds.coverage_of_source, note)
 
 
 @judgement("coverage_of_live")
@@ -183,9 +167,7 @@ def items_of_live(candidate: Candidate) -> Measurement:
         and isinstance(measurement.value, float)
         and measurement.value > thresholds.items_of_live_most
     ):
-        return at_most(
-            measurement.value, thresholds.items_of_live_most, measurement.note, measurement.baseline
-        )
+        return at_most(measurement.value, thresholds.items_of_live_most, measurement.note, measurement.baseline)
     return measurement
 
 
@@ -265,9 +247,7 @@ def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDAr
     """Yield (Arrow strings, their positions) of a shard's users that the sources name and that have a record."""
     entities = candidate.manifest.entity_sets["user"]
     shard_hashes = candidate.evidence.directories["user"].hash_parts[shard]
-    for user_ids in (
-        read_user_ids(candidate.root / "work/partition", shard) if len(shard_hashes) else ()
-    ):
+    for user_ids in read_user_ids(candidate.root / "work/partition", shard) if len(shard_hashes) else ():
         hashes = text_hashes(user_ids, entities.seed)
         positions = np.minimum(shard_hashes.searchsorted(hashes), len(shard_hashes) - 1)
         is_known = shard_hashes[positions] == hashes
@@ -285,9 +265,7 @@ def record_ids(candidate: Candidate) -> Measurement:
     fault_count_by_table = {table.name: _count_out_of_place(candidate, table) for table in tables}
     complete_tables = [table for table in tables if not fault_count_by_table[table.name]]
     for table in complete_tables:
-        fault_count_by_table[table.name] = candidate.evidence.scans[
-            table.name
-        ].fingerprints.count_repeated()
+        fault_count_by_table[table.name] = candidate.evidence.scans[table.name].fingerprints.count_repeated()
     for entity, first_position, expected_fingerprints in _expected_fingerprints(candidate):
         for table in complete_tables:
             if table.entity == entity:
@@ -297,11 +275,7 @@ def record_ids(candidate: Candidate) -> Measurement:
                 misplaced = (fingerprints != expected_fingerprints) & (expected_fingerprints != 0)
                 fault_count_by_table[table.name] += int(np.count_nonzero(misplaced))
     for table_name, fault_count in fault_count_by_table.items():
-        note = note or (
-            f"records of {table_name} that belong to another entity, or twice"
-            if fault_count
-            else ""
-        )
+        note = note or (f"records of {table_name} that belong to another entity, or twice" if fault_count else "")
         wrong_count += fault_count
     return none_of(wrong_count, note)
 
@@ -313,10 +287,7 @@ def _count_out_of_place(candidate: Candidate, table: Table) -> int:
         candidate.evidence.directories[table.entity],
     )
     counts = [part.count for part in table.parts]
-    if (
-        counts != [len(part) for part in directory.hash_parts]
-        or scan.record_count != directory.count
-    ):
+    if counts != [len(part) for part in directory.hash_parts] or scan.record_count != directory.count:
         return int(max(1, abs(scan.record_count - directory.count)))
     return 0
 
@@ -347,8 +318,7 @@ def unusable_rows(candidate: Candidate) -> Measurement:
     worst_source_counts = unusable_by_source[worst_source_name]
     note = f"{worst_source_counts['left_out']:,} of {worst_source_counts['rows']:,} of {worst_source_name}"
     reasons_text = "; ".join(
-        f"{reason}: {reason_counts['rows']:,}"
-        for reason, reason_counts in worst_source_counts["reasons"].items()
+        f"{reason}: {reason_counts['rows']:,}" for reason, reason_counts in worst_source_counts["reasons"].items()
     )
     return Measurement(
         share <= threshold,

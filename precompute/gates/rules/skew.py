@@ -41,19 +41,13 @@ def skew(candidate: Candidate) -> Measurement:
 @judgement(SKEW_COSINE_RULE)
 def skew_cosine(candidate: Candidate) -> Measurement:
     """Measure the mean cosine of stored and live vectors and values, in the worst of their tables."""
-    return _measure_agreement(
-        candidate, ("tower", "value"), "cosine", candidate.thresholds.skew_cosine
-    )
+    return _measure_agreement(candidate, ("tower", "value"), "cosine", candidate.thresholds.skew_cosine)
 
 
 def _measure_agreement(
     candidate: Candidate, producer_kinds: tuple[str, ...], measure_name: str, threshold: float
 ) -> Measurement:
-    tables = [
-        table
-        for table in candidate.manifest.tables.values()
-        if table.producer.kind in producer_kinds
-    ]
+    tables = [table for table in candidate.manifest.tables.values() if table.producer.kind in producer_kinds]
     if not tables:
         return not_measured(threshold, "no table to compare")
     predictor = Predictor.open(candidate.manifest, candidate.root, candidate.items)
@@ -66,9 +60,7 @@ def _measure_agreement(
         if not pairs and _all_bring_vectors(candidate, table):
             continue
         if not pairs:
-            return Measurement(
-                False, None, threshold, f"no entity of {table.name} could be compared"
-            )
+            return Measurement(False, None, threshold, f"no entity of {table.name} could be compared")
         figure_by_table[table.name] = (_overlap if table.kind == "topk" else _cosine)(table, pairs)
         pair_count_by_table[table.name] = len(pairs)
     if not figure_by_table:
@@ -84,15 +76,12 @@ def _measure_agreement(
 def _pair_records(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
     """Return the comparable pairs, and the id of an entity with another entity's record, if any."""
     raw_ids, positions, prepared_inputs = _prepare_sample(candidate, predictor, table)
-    prepared_rows = [
-        row for row, prepared_input in enumerate(prepared_inputs) if prepared_input is not None
-    ]
+    prepared_rows = [row for row, prepared_input in enumerate(prepared_inputs) if prepared_input is not None]
     prepared_records = _read_stored_records(candidate, table, positions[prepared_rows])
     comparable_entities = [
         (row, record, prepared_input)
         for row, record in zip(prepared_rows, prepared_records, strict=True)
-        if (prepared_input := prepared_inputs[row]) is not None
-        and not is_absent(record, fingerprint(raw_ids[row]))
+        if (prepared_input := prepared_inputs[row]) is not None and not is_absent(record, fingerprint(raw_ids[row]))
     ]
     comparable_rows, stored_records = (
         [row for row, _, _ in comparable_entities],
@@ -100,12 +89,8 @@ def _pair_records(candidate: Candidate, predictor: Predictor, table: Table) -> t
     )
     fingerprints = [fingerprint(raw_ids[row]) for row in comparable_rows]
     live_inputs = [prepared_input for _, _, prepared_input in comparable_entities]
-    live_records = (
-        predictor.predict(table.name, live_inputs, fingerprints, 0) if live_inputs else []
-    )
-    for row, record, expected_fingerprint in zip(
-        comparable_rows, stored_records, fingerprints, strict=True
-    ):
+    live_records = predictor.predict(table.name, live_inputs, fingerprints, 0) if live_inputs else []
+    for row, record, expected_fingerprint in zip(comparable_rows, stored_records, fingerprints, strict=True):
         if decode_record(table.layout, record).fingerprint != expected_fingerprint:
             return [], raw_ids[row].decode()
     return list(zip(stored_records, live_records, strict=True)), ""
@@ -156,13 +141,10 @@ def _prepare_sample(
             LiveInput(
                 history=tuple(
                     items.raw_id(ordinal)
-                    for ordinal in users.ordinals[
-                        users.indptr[row] : users.indptr[row + 1]
-                    ].tolist()
+                    for ordinal in users.ordinals[users.indptr[row] : users.indptr[row + 1]].tolist()
                 ),
                 features={
-                    str(feature.column): _feature_as_sent(users, str(feature.column), row)
-                    for feature in spec.features
+                    str(feature.column): _feature_as_sent(users, str(feature.column), row) for feature in spec.features
                 }
                 or None,
             )
@@ -202,21 +184,16 @@ def _overlap(table: Table, pairs: Pairs) -> float:
 
 def _cosine(table: Table, pairs: Pairs) -> float:
     stored_numbers, live_numbers = (
-        np.array([decode_record(table.layout, pair[pair_index]).numbers for pair in pairs])
-        for pair_index in (0, 1)
+        np.array([decode_record(table.layout, pair[pair_index]).numbers for pair in pairs]) for pair_index in (0, 1)
     )
     return float(row_cosines(stored_numbers, live_numbers).mean())
 
 
-def _read_stored_records(
-    candidate: Candidate, table: Table, positions: NDArray[np.int64]
-) -> list[bytes]:
+def _read_stored_records(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> list[bytes]:
     directory, record_bytes = candidate.evidence.directories[table.entity], table.layout.size_bytes
     pipeline = candidate.control.client.pipeline(transaction=False)
     for position in positions.tolist():
         page_number, offset = table.locate_record(*directory.locate(position))
-        page_key = candidate.control.keyspace.page(
-            candidate.manifest.generation, table.name, page_number
-        )
+        page_key = candidate.control.keyspace.page(candidate.manifest.generation, table.name, page_number)
         pipeline.getrange(page_key, offset, offset + record_bytes - 1)
     return list(pipeline.execute())

@@ -21,9 +21,7 @@ from precompute.steps import publish as publish_step
 from precompute.traffic.arm_comparison import compare, decide
 
 
-def command(
-    config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
+def command(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Run `canary start|status|publish|abandon`."""
     attempt: str = arguments.attempt or new_attempt()
     match arguments.action:
@@ -77,26 +75,20 @@ def start(
             if state is not GenerationState.LIVE:
                 demand_allowed("canary", generation_id, state)
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
-            verify_report = (
-                Build.of(config, {"generation": generation_id}).read_report(VERIFY_REPORT) or {}
-            )
+            verify_report = Build.of(config, {"generation": generation_id}).read_report(VERIFY_REPORT) or {}
             move_result = moves.prepare_publish(
                 releases, generation_id, attempt=attempt, verified=verify_report, governor=governor
             )
             if move_result is not None:
                 raise Conflict(f"{generation_id} is live already", generation=generation_id)
-            with staged(
-                releases.control, generation_id, config.flip, attempt=attempt, progress=progress
-            ):
+            with staged(releases.control, generation_id, config.flip, attempt=attempt, progress=progress):
                 moves.start_canary(releases,
                     generation_id, traffic_percent, attempt, verified=verify_report, event=config.canary.feedback_event,
                     governor=governor,
                 )  # fmt: skip
         else:
             StagingNote(releases.control).clear(attempt, generation_id)
-    restart_note = (
-        f"the share was {former_percent:g} %, so counting starts anew" if former_percent else None
-    )
+    restart_note = f"the share was {former_percent:g} %, so counting starts anew" if former_percent else None
     return {
         "generation": generation_id,
         "percent": traffic_percent,
@@ -142,9 +134,7 @@ def publish(
     return {**publish_result, "verdict": verdict, "against": reasons}
 
 
-def abandon(
-    config: NightConfig, generation: str | None = None, *, reason: str | None, attempt: str
-) -> dict[str, Any]:
+def abandon(config: NightConfig, generation: str | None = None, *, reason: str | None, attempt: str) -> dict[str, Any]:
     """End the canary: live answers every request again, and the canary's generation is never published.
 
     Raises ConfigError without a reason, Conflict if another canary than the named one runs.
@@ -153,9 +143,7 @@ def abandon(
     with open_releases(config) as releases:
         # Whoever was killed right after ending it asks again, and finds its own work.
         if (abandonment := _abandonment_by(releases, attempt, generation)) is not None:
-            moves.end_canary(
-                releases, attempt, reason, abandon=True
-            )  # a Conflict unless it still stands
+            moves.end_canary(releases, attempt, reason, abandon=True)  # a Conflict unless it still stands
             return {"generation": abandonment.generation, "abandoned": abandonment.reason}
         generation_id = _demand_running_canary(releases.control, generation).generation
         moves.end_canary(releases, attempt, reason, abandon=True)
@@ -186,14 +174,9 @@ def publish_or_abandon(config: NightConfig, generation: str, *, attempt: str) ->
             return {"generation": generation, "published": True}
         canary = None if pointer is None else pointer.canary
         has_ended = canary is None or canary.generation != generation
-        if (
-            has_ended
-            and (abandonment := _abandonment_by(releases, attempt, generation)) is not None
-        ):
+        if has_ended and (abandonment := _abandonment_by(releases, attempt, generation)) is not None:
             raise Refused(f"{generation} was abandoned: {abandonment.reason}", rule="canary")
-        comparison = compare(
-            releases.control.replicas(), _demand_running_canary(releases.control, generation)
-        )
+        comparison = compare(releases.control.replicas(), _demand_running_canary(releases.control, generation))
         verdict, reasons = decide(comparison, config.canary)
         if verdict == "undecided":
             raise Conflict(
@@ -223,11 +206,7 @@ def _newest_verified(control: Control) -> str:
     if (canary := _pointer_canary(control)) is not None:
         return canary.generation  # a retry of the start
     rows = control.rows()
-    verified_ids = sorted(
-        generation_id
-        for generation_id, row in rows.items()
-        if row.state is GenerationState.VERIFIED
-    )
+    verified_ids = sorted(generation_id for generation_id, row in rows.items() if row.state is GenerationState.VERIFIED)
     if not verified_ids:
         raise Conflict("no generation is verified and waiting: run the night up to `verify` first")
     return verified_ids[-1]
@@ -241,9 +220,7 @@ def _pointer_canary(control: Control) -> Canary | None:
 def _demand_running_canary(control: Control, generation: str | None = None) -> Canary:
     if (canary := _pointer_canary(control)) is None:
         generation_clause = "" if generation is None else f" of {generation}"
-        raise Conflict(
-            f"no canary{generation_clause} is running: start one with `canary start GENERATION`"
-        )
+        raise Conflict(f"no canary{generation_clause} is running: start one with `canary start GENERATION`")
     if generation not in (None, canary.generation):
         raise Conflict(
             f"no canary of {generation} is running: the one that runs is {canary.generation}",

@@ -25,9 +25,7 @@ Exclusions = tuple[frozenset[int], ...]
 class Reranker(Protocol):
     """Another order of a list; hook `shape` makes it."""
 
-    def rerank(
-        self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int
-    ) -> NDArray[np.int64]:
+    def rerank(self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         """Return positions int64 of at most k candidates in their new order; the candidates come best first."""
 
 
@@ -52,17 +50,13 @@ def prediction_from_record(
 ) -> Prediction:
     """The prediction itself, from a stored or a live record, without the ordinals that are barred or do not pass."""
     if record.items is not None:
-        return _build_top_list(
-            snapshot, record.items, record.numbers, k, exclusions, filter_mask, reranker
-        )
+        return _build_top_list(snapshot, record.items, record.numbers, k, exclusions, filter_mask, reranker)
     if table.kind == "vector":
         return {"vector": record.numbers}
     return {"values": record.numbers, "labels": table.labels}
 
 
-def may_have_more_items(
-    prediction: Prediction, record: Record, table: Table, *, lacks_history: bool = False
-) -> bool:
+def may_have_more_items(prediction: Prediction, record: Record, table: Table, *, lacks_history: bool = False) -> bool:
     """True if more items may pass a filter than these of a record's list: fewer than `k`, of a list that is full.
 
     One that is not full holds all that the entity may have, unless it `lacks_history`: it was computed without the
@@ -93,9 +87,7 @@ def prediction_from_defaults(
     if table.entity == "item" and entity.raw is not None:
         # An item is not similar to itself, however popular it is.
         exclusions = (*exclusions, default_list.ordinals_among((entity.raw,)))
-    return _build_top_list(
-        snapshot, default_list.items, default_list.scores, k, exclusions, filter_mask, reranker
-    )
+    return _build_top_list(snapshot, default_list.items, default_list.scores, k, exclusions, filter_mask, reranker)
 
 
 def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHistory:
@@ -122,9 +114,7 @@ def _build_top_list(
     if filter_mask is not None:
         is_passing = filter_mask.among(items)
         items, scores = items[is_passing], scores[is_passing]
-    excluded_sets = [
-        excluded_set for excluded_set in (*exclusions, snapshot.blocked) if excluded_set
-    ]
+    excluded_sets = [excluded_set for excluded_set in (*exclusions, snapshot.blocked) if excluded_set]
     if excluded_sets:
         ordinals = items.tolist()
         kept_indexes = list(range(len(ordinals)))

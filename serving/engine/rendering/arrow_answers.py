@@ -64,9 +64,7 @@ class StoredRows(NamedTuple):
 
 
 NO_ITEMS = IdBytes.of(b"", np.zeros((0, 0), np.int32))
-_NO_STORED_ROWS = StoredRows(
-    np.zeros(0, np.int64), ((), ()), np.zeros(0, bool), np.zeros((0, 0), np.float32), NO_ITEMS
-)
+_NO_STORED_ROWS = StoredRows(np.zeros(0, np.int64), ((), ()), np.zeros(0, bool), np.zeros((0, 0), np.float32), NO_ITEMS)
 
 
 def answers_stream(
@@ -81,29 +79,19 @@ def answers_stream(
     prediction_columns = _PREDICTION_COLUMNS_BY_KIND[table.kind]
     if table.kind == "topk":
         columns += _top_columns(row_count, answers, stored_rows)
-        return _write_table_stream(
-            table, (*_ID_AND_ORIGIN_COLUMNS, *prediction_columns), columns, row_count
-        )
-    field, vector_column = _vector_column(
-        prediction_columns[0], row_count, answers, stored_rows, table.layout.width
-    )
+        return _write_table_stream(table, (*_ID_AND_ORIGIN_COLUMNS, *prediction_columns), columns, row_count)
+    field, vector_column = _vector_column(prediction_columns[0], row_count, answers, stored_rows, table.layout.width)
     fields = (*_ID_AND_ORIGIN_COLUMNS, field, *prediction_columns[1:])
     columns.append(vector_column)
     if table.kind == "value":
         table_labels = table.labels
-        label_lists = [
-            answers[row]["labels"] if row in answers else table_labels for row in range(row_count)
-        ]
+        label_lists = [answers[row]["labels"] if row in answers else table_labels for row in range(row_count)]
         columns.append(_text_list_column(label_lists))
     return _write_table_stream(table, fields, columns, row_count)
 
 
-def _write_table_stream(
-    table: Table, fields: tuple[Field, ...], columns: list[Column], row_count: int
-) -> bytes:
-    return write_stream(
-        fields, columns, row_count, ((TABLE_METADATA_KEY, table.name),), loader.kernels.stream
-    )
+def _write_table_stream(table: Table, fields: tuple[Field, ...], columns: list[Column], row_count: int) -> bytes:
+    return write_stream(fields, columns, row_count, ((TABLE_METADATA_KEY, table.name),), loader.kernels.stream)
 
 
 def _id_column(ids: Sequence[bytes | None]) -> Column:
@@ -111,20 +99,15 @@ def _id_column(ids: Sequence[bytes | None]) -> Column:
     return text_column(ids) if joined_ids is None else Column(((len(ids), 0),), (b"", *joined_ids))
 
 
-def _origin_columns(
-    row_count: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows
-) -> list[Column]:
+def _origin_columns(row_count: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows) -> list[Column]:
     l1_origin, l2_origin = stored_rows.origin_by_tier
     if not answers and (l2_count := np.count_nonzero(stored_rows.is_l2)) in (0, row_count):
         origin_row = l2_origin if l2_count else l1_origin
         return [
-            _constant_column(field, value, row_count)
-            for field, value in zip(_ORIGIN_COLUMNS, origin_row, strict=True)
+            _constant_column(field, value, row_count) for field, value in zip(_ORIGIN_COLUMNS, origin_row, strict=True)
         ]
     origins: list[OriginRow] = [()] * row_count
-    for row, is_l2 in zip(
-        stored_rows.answer_indices.tolist(), stored_rows.is_l2.tolist(), strict=True
-    ):
+    for row, is_l2 in zip(stored_rows.answer_indices.tolist(), stored_rows.is_l2.tolist(), strict=True):
         origins[row] = l2_origin if is_l2 else l1_origin
     for row, answer in answers.items():
         origins[row] = row_of(answer)
@@ -135,11 +118,7 @@ def _origin_columns(
 def _constant_column(field: Field, constant: Any, row_count: int) -> Column:
     """Return a column with one value in each row."""
     if field.kind == "utf8":
-        return (
-            null_text_column(row_count)
-            if constant is None
-            else repeated_text_column(constant.encode(), row_count)
-        )
+        return null_text_column(row_count) if constant is None else repeated_text_column(constant.encode(), row_count)
     if constant is None and field.kind == "i4":
         return null_number_column(row_count)
     if constant is None or field.kind == "bool":
@@ -160,17 +139,13 @@ def field_column(field: Field, cell_values: Sequence[Any]) -> Column:
     if field.kind == "utf8":
         if cell_values.count(cell_values[0]) == len(cell_values):
             return _constant_column(field, cell_values[0], len(cell_values))
-        return text_column(
-            [None if cell_text is None else cell_text.encode() for cell_text in cell_values]
-        )
+        return text_column([None if cell_text is None else cell_text.encode() for cell_text in cell_values])
     if field.kind == "f8" and None not in cell_values:
         return number_column(np.array(cell_values, np.float64))
     is_present = [cell_value is not None for cell_value in cell_values]
     if field.kind == "bool":
         return flag_column(list(map(bool, cell_values)), is_present)
-    return number_column(
-        np.array([cell_value or 0 for cell_value in cell_values], field.kind), is_present
-    )
+    return number_column(np.array([cell_value or 0 for cell_value in cell_values], field.kind), is_present)
 
 
 def _top_columns(
@@ -191,9 +166,7 @@ def _top_columns(
     item_count_by_row = np.zeros(row_count, np.int32)
     item_count_by_row[stored_rows.answer_indices] = width
     name_cuts = [0, *np.cumsum(stored_rows.items.id_sizes.sum(axis=1)).tolist()]
-    for row, (cut_start, cut_end) in zip(
-        stored_rows.answer_indices.tolist(), pairwise(name_cuts), strict=True
-    ):
+    for row, (cut_start, cut_end) in zip(stored_rows.answer_indices.tolist(), pairwise(name_cuts), strict=True):
         joined_names_by_row[row] = stored_rows.items.joined_ids[cut_start:cut_end]
     for row, answer in answers.items():
         names_by_row[row] = item_names = [item_id.encode() for item_id in answer["items"]]
@@ -260,9 +233,7 @@ def _vector_column(
 
 def _text_list_column(text_lists: Sequence[Sequence[str]]) -> Column:
     flat_texts = [text.encode() for text in itertools.chain.from_iterable(text_lists)]
-    return list_column(
-        _list_ends([len(row_texts) for row_texts in text_lists]), whole_text_column(flat_texts)
-    )
+    return list_column(_list_ends([len(row_texts) for row_texts in text_lists]), whole_text_column(flat_texts))
 
 
 def _list_ends(sizes: Sequence[int]) -> NDArray[np.int32]:

@@ -39,8 +39,7 @@ _ITEMS_BEGIN, _SCORES_BEGIN, _LIST_END = (
 )
 
 (_VECTOR_KEY,), (_VALUES_KEY, _LABELS_KEY) = [
-    [answer_field.json_key_bytes for answer_field in PREDICTION_FIELDS_BY_KIND[kind]]
-    for kind in ("vector", "value")
+    [answer_field.json_key_bytes for answer_field in PREDICTION_FIELDS_BY_KIND[kind]] for kind in ("vector", "value")
 ]
 
 _NUMERAL_TEXTS = Numerals()
@@ -51,10 +50,7 @@ class StaticTail:
 
     def __init__(self, snapshot: Snapshot, stale: str | None) -> None:
         self.snapshot, self.stale = snapshot, stale
-        origins = {
-            tier: origin_fields(snapshot, tier, "batch", 0.0, stale=stale)
-            for tier in STORED_SOURCES
-        }
+        origins = {tier: origin_fields(snapshot, tier, "batch", 0.0, stale=stale) for tier in STORED_SOURCES}
         self._head_by_tier = {tier: _split_at_age(origin)[0] for tier, origin in origins.items()}
         self._tail = _split_at_age(origins[Source.L1])[1]
 
@@ -87,9 +83,7 @@ class StaticTail:
         stamp, data_until = snapshot.stamp, snapshot.manifest.data_until
         if depends_on_attributes:
             stamp = snapshot.values_stamp
-        return ReadyAnswer(
-            stamp, head, self._tail, data_until, entity_name, request, user_events=events
-        )
+        return ReadyAnswer(stamp, head, self._tail, data_until, entity_name, request, user_events=events)
 
 
 def ready_with_events(
@@ -140,17 +134,13 @@ def answer_start(
             return None
         number_count = k if table.kind == "topk" else table.layout.width
         prediction = prediction_from_record(snapshot, table, record, number_count, (), filter_mask)
-    except (
-        Exception
-    ):  # whatever a record holds, it costs nobody an answer: the ladder says what is wrong
+    except Exception:  # whatever a record holds, it costs nobody an answer: the ladder says what is wrong
         return None
     if record.items is not None and not prediction["items"]:
         return None
     if filter_mask is not None and may_have_more_items(prediction, record, table):
         return None
-    return orjson.dumps({"id": entity_id, "table": table.name, **prediction}, option=JSON_OPTIONS)[
-        :-1
-    ]
+    return orjson.dumps({"id": entity_id, "table": table.name, **prediction}, option=JSON_OPTIONS)[:-1]
 
 
 def answer_texts(
@@ -243,9 +233,7 @@ def record_numbers(table: Table, rows: NDArray[Any], k: int) -> NDArray[np.float
     return np.frombuffer(packed_numbers, np.float32).reshape(len(rows), width)
 
 
-def plain_record_mask(
-    snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int
-) -> NDArray[np.bool_]:
+def plain_record_mask(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArray[np.bool_]:
     """Return a mask bool[n] of complete nightly records without flags or exclusions: `k` items each, or all numbers."""
     layout = table.layout
     is_list = layout.kind == "topk"
@@ -263,7 +251,5 @@ def plain_record_mask(
     plain_mask = np.frombuffer(bytearray(raw_mask), np.bool_)
     if is_list and len(snapshot.blocked_ordinals):
         used_mask = np.arange(width) < rows["count"][:, None]
-        plain_mask = plain_mask & ~(
-            np.isin(rows["items"], snapshot.blocked_ordinals) & used_mask
-        ).any(axis=1)
+        plain_mask = plain_mask & ~(np.isin(rows["items"], snapshot.blocked_ordinals) & used_mask).any(axis=1)
     return plain_mask

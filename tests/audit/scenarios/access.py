@@ -50,9 +50,7 @@ def _add_token(shop: Shop, file: Path, name: str, *options: str) -> str:
 def _try_tokens(stage: Stage, shop: Shop) -> None:
     file = shop.folder / "tokens.json"
     tokens = {scope: _add_token(shop, file, scope, "--scope", scope) for scope in SCOPES}
-    service = shop.serve(
-        "--workers", "2", environment={"LARDER_TOKENS_FILE": str(file), "LARDER_TOKEN": "w" * 40}
-    )
+    service = shop.serve("--workers", "2", environment={"LARDER_TOKENS_FILE": str(file), "LARDER_TOKEN": "w" * 40})
     user = shop.world.users[0]
     requests: list[tuple[str, str, object, str]] = [
         ("GET", "/v1/lookup/user_topk/x", None, "read"),
@@ -123,9 +121,7 @@ def _revoke(stage: Stage, shop: Shop, service: Service, file: Path, token: str) 
         statuses = set()
         for _ in range(8):
             client = Client(service.port, token)
-            statuses.add(
-                client.send("POST", "/v1/feedback", {"event": "click", "canary_key": "x"}).status
-            )
+            statuses.add(client.send("POST", "/v1/feedback", {"event": "click", "canary_key": "x"}).status)
             client.close()
         return statuses == {401}
 
@@ -145,9 +141,7 @@ def _revoke(stage: Stage, shop: Shop, service: Service, file: Path, token: str) 
 def _try_quotas(stage: Stage, shop: Shop, service: Service, file: Path) -> None:
     rate = 20
     by_request = _add_token(shop, file, "r", "--scope", "read", "--requests-per-s", str(rate))
-    by_entity = _add_token(
-        shop, file, "e", "--scope", "read", "--scope", "events", "--entities-per-s", str(rate)
-    )
+    by_entity = _add_token(shop, file, "e", "--scope", "read", "--scope", "events", "--entities-per-s", str(rate))
 
     def is_known() -> bool:
         statuses = set()
@@ -181,8 +175,7 @@ def _try_quotas(stage: Stage, shop: Shop, service: Service, file: Path) -> None:
                 and int(reply.headers.get("retry-after", "0")) >= 1
                 and error.get("retry_after_seconds", -1) >= 0,
                 "quota refusal",
-                GUARD
-                + "429 `quota_exceeded` (`quota` names it, `Retry-After` in whole seconds, ...)",
+                GUARD + "429 `quota_exceeded` (`quota` names it, `Retry-After` in whole seconds, ...)",
                 quota,
                 [reply.status, reply.body, reply.headers],
             )
@@ -193,9 +186,7 @@ def _try_quotas(stage: Stage, shop: Shop, service: Service, file: Path) -> None:
             GUARD + "over T seconds, at most rate x (T + 1); exactly over all its workers",
             f"at most {rate * (elapsed_s + 1):g} in {elapsed_s:.1f} s",
             {"token": name, "passed": passed, "refused": refused, "size": size},
-            [
-                f"two workers, --{quota.replace('_', '-')} {rate}, lookups of {size} ids one after the other"
-            ],
+            [f"two workers, --{quota.replace('_', '-')} {rate}, lookups of {size} ids one after the other"],
         )
         if refused:
             passed_min = rate * elapsed_s * 0.6 - rate
@@ -221,9 +212,7 @@ def _passes(service: Service, token: str, users: list[str]) -> bool:
         client.close()
 
 
-def _try_large_batch(
-    stage: Stage, service: Service, token: str, users: list[str], rate: int
-) -> None:
+def _try_large_batch(stage: Stage, service: Service, token: str, users: list[str], rate: int) -> None:
     """A batch that is larger than the rate passes once a whole second is free, and is paid for afterwards."""
     size = 3 * rate
     wait_until(lambda: _passes(service, token, users[:size]), 6, "a large batch passes", 0.1)
@@ -292,11 +281,7 @@ def _roll_workers(stage: Stage, shop: Shop, service: Service, token: str) -> Non
             [reply.status, reply.body],
         )
     client.close()
-    ready = sum(
-        value
-        for name, value in Client(service.port).metrics().items()
-        if name.startswith("larder_ready")
-    )
+    ready = sum(value for name, value in Client(service.port).metrics().items() if name.startswith("larder_ready"))
     stage.require(
         ready in (2, 3),
         "workers",
@@ -362,9 +347,7 @@ def _try_tls(stage: Stage, shop: Shop) -> None:
     def context(certificate: str | None) -> ssl.SSLContext:
         tls_context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
         if certificate is not None:
-            tls_context.load_cert_chain(
-                folder / f"{certificate}.pem", folder / f"{certificate}.key"
-            )
+            tls_context.load_cert_chain(folder / f"{certificate}.pem", folder / f"{certificate}.key")
         return tls_context
 
     service.client.tls = context("caller")
@@ -403,9 +386,7 @@ def _try_tls(stage: Stage, shop: Shop) -> None:
             0.1,
         )
     except AssertionError as error:
-        stage.report.violate(
-            "tls renewal", GUARD + "within two seconds new connections use them", "", str(error), []
-        )
+        stage.report.violate("tls renewal", GUARD + "within two seconds new connections use them", "", str(error), [])
     stage.report.count("certificates renewed")
     shop.close()
 
@@ -458,9 +439,7 @@ def _try_overload(stage: Stage, shop: Shop) -> None:
                 if reply.status == 200:
                     for entity, answer in zip(entities, reply.body["answers"], strict=True):
                         id_ = entity if isinstance(entity, str) else None
-                        had_items = {
-                            item for _, _, item in shop.generation.clicks.get(id_ or "", [])
-                        }
+                        had_items = {item for _, _, item in shop.generation.clicks.get(id_ or "", [])}
                         if had_items & set(answer["items"]):
                             stage.report.violate(
                                 "had",
@@ -502,9 +481,7 @@ def _try_overload(stage: Stage, shop: Shop) -> None:
     shed = sum(
         value
         for name, value in metrics.items()
-        if name.startswith("larder_shed_total{")
-        and 'stage="live"' not in name
-        and 'stage="gone"' not in name
+        if name.startswith("larder_shed_total{") and 'stage="live"' not in name and 'stage="gone"' not in name
     )
     stage.require(
         shed == statuses[503],

@@ -53,9 +53,7 @@ def _try_coarse_tables(stage: Stage) -> None:
             history = rng.sample(list(shop.world.items), 5)
             excluded = rng.sample(list(shop.world.items), 5)
             entity = Input(f"int8 {number}", tuple(history), rng.randrange(6)).body()
-            answer = shop.client.lookup("user_topk", [entity], exclude=excluded, k=10).body[
-                "answers"
-            ][0]
+            answer = shop.client.lookup("user_topk", [entity], exclude=excluded, k=10).body["answers"][0]
             right = not set(history + excluded) & set(answer["items"])
             right = right and answer["scores"] == sorted(answer["scores"], reverse=True)
             stage.require(
@@ -74,9 +72,7 @@ def _check_coarse(stage: Stage, shop: Shop, user: str) -> None:
     generation, client = shop.generation, shop.client
     history = history_of(generation.clicks.get(user, []))
     vector = generation.model.user_vector(history, generation.countries[user])
-    ranked = generation.rank_by(
-        vector, {i: v for i, v in generation.items.items() if i not in history}
-    )
+    ranked = generation.rank_by(vector, {i: v for i, v in generation.items.items() if i not in history})
     answer = client.lookup_one("user_topk", user).body
     exact = {item: score for score, item in ranked}
     scores = [exact.get(item) for item in answer["items"]]
@@ -103,9 +99,7 @@ def _check_coarse(stage: Stage, shop: Shop, user: str) -> None:
         served_vector,
         client.recent[-1:],
     )
-    score_answer = client.send(
-        "POST", "/v1/score", {"user": user, "items": [item for _, item in ranked[:5]]}
-    ).body
+    score_answer = client.send("POST", "/v1/score", {"user": user, "items": [item for _, item in ranked[:5]]}).body
     bound = score_answer["score_tolerance"] * largest if "score_tolerance" in score_answer else 0.0
     for item, score in zip(score_answer["items"], score_answer["scores"], strict=True):
         reach = sum(abs(part) for part in generation.items[item])
@@ -141,12 +135,8 @@ def _try_long_histories(stage: Stage) -> None:
             shop.checker.judge_lookups(shop.client, EntityLookup("user_vector", Input(user)))
             shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(user)))
         for number in range(15):
-            history = tuple(
-                rng.choice(list(shop.world.items)) for _ in range(rng.randrange(10, 50))
-            )
-            shop.checker.judge_lookups(
-                shop.client, EntityLookup("user_topk", Input(f"long {number}", history, 2), k=5)
-            )
+            history = tuple(rng.choice(list(shop.world.items)) for _ in range(rng.randrange(10, 50)))
+            shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(f"long {number}", history, 2), k=5))
         clicks: list[Json] = [
             {
                 "user": rng.choice(shop.world.users),
@@ -192,9 +182,7 @@ def _try_near(stage: Stage) -> None:
             history = list(dict.fromkeys(history))
             excluded = rng.sample(items, 3)
             entity = Input(f"near {number}", tuple(history), 1)
-            answer = service.client.lookup(
-                "user_topk", [entity.body()], k=10, exclude=excluded
-            ).body["answers"][0]
+            answer = service.client.lookup("user_topk", [entity.body()], k=10, exclude=excluded).body["answers"][0]
             vector = generation.model.user_vector([i for i in history if i in generation.items], 1)
             exact = all(
                 abs(dot(vector, generation.items[item]) - score) < 1e-4
@@ -202,22 +190,17 @@ def _try_near(stage: Stage) -> None:
             )
             left_out = not set(answer["items"]) & {*history, *excluded}
             near += "near" in answer
-            right = (
-                exact and left_out and answer["scores"] == sorted(answer["scores"], reverse=True)
-            )
+            right = exact and left_out and answer["scores"] == sorted(answer["scores"], reverse=True)
             if "near" not in answer:
                 ranked = generation.rank_by(
                     vector,
                     {i: v for i, v in generation.items.items() if i not in {*history, *excluded}},
                 )
-                right = right and _floats(answer["scores"]) == _floats(
-                    [score for score, _ in ranked[:10]]
-                )
+                right = right and _floats(answer["scores"]) == _floats([score for score, _ in ranked[:10]])
             stage.require(
                 right,
                 "near",
-                NEAR
-                + "scores, order and exclusions stay exact; a list proven equal to the live one has no mark",
+                NEAR + "scores, order and exclusions stay exact; a list proven equal to the live one has no mark",
                 "exact scores, nothing excluded",
                 answer,
                 service.client.recent[-1:],
@@ -302,9 +285,7 @@ def _try_item_vectors(stage: Stage) -> None:
             service.client.recent[-1:],
         )
         vector = tuple(4.0 * part for part in catalogue.users["w 1"])
-        event_reply = service.client.events(
-            [{"item": "brand new", "id": "n1", "vector": list(vector)}]
-        )
+        event_reply = service.client.events([{"item": "brand new", "id": "n1", "vector": list(vector)}])
         stage.require(
             event_reply.status == 202 and event_reply.body["accepted"] == 1,
             "new item by vector",
@@ -316,9 +297,7 @@ def _try_item_vectors(stage: Stage) -> None:
         history = {"id": "someone", "history": ["v/1", "v/2"]}
 
         def is_known() -> bool:
-            answer = service.client.lookup(
-                "user_topk", [history | {"id": f"s{rng.random()}"}]
-            ).body["answers"][0]
+            answer = service.client.lookup("user_topk", [history | {"id": f"s{rng.random()}"}]).body["answers"][0]
             return bool(answer["source"] == "live")
 
         wait_until(is_known, 5, "live answers", 0.1)
@@ -326,9 +305,7 @@ def _try_item_vectors(stage: Stage) -> None:
         shop.site.run("night")
 
         def is_there() -> bool:
-            return bool(
-                service.client.lookup_one("user_topk", "w 1", k=1).body["items"] == ["brand new"]
-            )
+            return bool(service.client.lookup_one("user_topk", "w 1", k=1).body["items"] == ["brand new"])
 
         try:
             wait_until(is_there, 10, "the new item leads the list of w 1", 0.1)
@@ -349,9 +326,7 @@ def _try_item_vectors(stage: Stage) -> None:
 def _check_catalogue(stage: Stage, service: Service, catalogue: Catalogue) -> None:
     for user, vector in catalogue.users.items():
         answer = service.client.lookup_one("user_topk", user).body
-        scores = sorted(
-            (dot(vector, item_vector) for item_vector in catalogue.items.values()), reverse=True
-        )[:20]
+        scores = sorted((dot(vector, item_vector) for item_vector in catalogue.items.values()), reverse=True)[:20]
         recomputed_scores = [dot(vector, catalogue.items[item]) for item in answer["items"]]
         stage.require(
             answer["scores"] == scores == recomputed_scores,

@@ -43,9 +43,7 @@ def run_intake(stage: Stage) -> None:
     world.countries[SECRET] = 2
     for item in rng.sample(list(world.items), 6):
         world.clock += 5
-        world.interactions.append(
-            replace(world.interactions[0], user=SECRET, item=item, time=world.clock, weight=1.0)
-        )
+        world.interactions.append(replace(world.interactions[0], user=SECRET, item=item, time=world.clock, weight=1.0))
     shop.night()
     shop.serve()
     try:
@@ -89,19 +87,13 @@ def _try_rejections(stage: Stage, shop: Shop) -> None:
         if reply.status == 202
         else reply.body
     )
-    expected = {
-        index: reason for index, (_, reason) in enumerate(events_and_reasons) if reason is not None
-    }
+    expected = {index: reason for index, (_, reason) in enumerate(events_and_reasons) if reason is not None}
     if reply.status == 202:
         differing = {
-            index
-            for index in expected
-            if index in reason_by_index and reason_by_index[index] != expected[index]
+            index for index in expected if index in reason_by_index and reason_by_index[index] != expected[index]
         }
         for index in differing:
-            stage.report.count(
-                f"undecided: rejection {expected[index]} told as {reason_by_index[index]}"
-            )
+            stage.report.count(f"undecided: rejection {expected[index]} told as {reason_by_index[index]}")
         stage.require(
             set(reason_by_index) == set(expected),
             "events rejected",
@@ -114,9 +106,7 @@ def _try_rejections(stage: Stage, shop: Shop) -> None:
             if index not in reason_by_index:
                 shop.log_event(event, reply.body["position"], time.time())
         shop.knowledge.change()
-    flood_events = [
-        {"user": "flood", "item": item, "id": f"flood {number}"} for number in range(25)
-    ]
+    flood_events = [{"user": "flood", "item": item, "id": f"flood {number}"} for number in range(25)]
     reply = shop.client.events(flood_events)
     reasons = [rejection["reason"] for rejection in reply.body["rejected"]]
     stage.require(
@@ -138,8 +128,7 @@ def _try_repeats(stage: Stage, shop: Shop, rng: random.Random) -> None:
     shop.send_events(events)
     reply = shop.client.events(events)
     stage.require(
-        reply.status == 202
-        and (reply.body["accepted"], reply.body["repeated"]) == (0, len(events)),
+        reply.status == 202 and (reply.body["accepted"], reply.body["repeated"]) == (0, len(events)),
         "repeated",
         EVENTS + "Sending again is safe: events that were accepted already count as `repeated`",
         {"accepted": 0, "repeated": len(events)},
@@ -203,27 +192,20 @@ def _try_as_of(stage: Stage, shop: Shop, rng: random.Random) -> None:
     earlier: list[tuple[str, str, str, list[str], list[float]]] = []
     for _ in range(3):
         clicks: list[Json] = [
-            {"user": user, "item": shop.draw_item(rng), "id": f"as of {user} {rng.random()}"}
-            for user in users
+            {"user": user, "item": shop.draw_item(rng), "id": f"as of {user} {rng.random()}"} for user in users
         ]
         receipt = shop.send_events(clicks)
         wait_until(knowledge.is_settled, 5, "the events have travelled", 0.1)
         for user in users:
-            answers = shop.checker.judge_lookups(
-                shop.client, EntityLookup("user_topk", Input(user), k=5)
-            )
+            answers = shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(user), k=5))
             if answers and "events" in answers[0]:
                 answer = answers[0]
-                earlier.append(
-                    (user, receipt["position"], answer["as_of"], answer["items"], answer["scores"])
-                )
+                earlier.append((user, receipt["position"], answer["as_of"], answer["items"], answer["scores"]))
     for user, position, as_of, items, scores in earlier:
         for moment in (position, as_of):
             reply = shop.client.lookup("user_topk", [user], k=5, as_of=moment)
             if reply.status != 200:
-                stage.report.violate(
-                    "as of", PROMISES["events"], 200, reply.body, shop.client.recent[-1:]
-                )
+                stage.report.violate("as of", PROMISES["events"], 200, reply.body, shop.client.recent[-1:])
                 continue
             answer = reply.body["answers"][0]
             knowledge.answered[answer["table"], answer["source"]] += 1
@@ -284,11 +266,7 @@ def _wait_for_overlays(shop: Shop, pattern: str, keys_before: set[str]) -> set[s
     """Wait until live answers are stored; return their keys."""
     wait_until(lambda: bool(_keys(shop, pattern) - keys_before), 5, "a live answer is stored", 0.05)
     redis = shop.servers.pages
-    return {
-        key
-        for key in _keys(shop, pattern) - keys_before
-        if int(redis.command("TTL", key)[1:-2]) > LEASE_S
-    }
+    return {key for key in _keys(shop, pattern) - keys_before if int(redis.command("TTL", key)[1:-2]) > LEASE_S}
 
 
 def _require_gone(stage: Stage, shop: Shop, rule: str, overlays: set[str], keys: set[str]) -> None:
@@ -315,10 +293,7 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
         shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(user, history, 3)))
     overlays_before_events = _wait_for_overlays(shop, pattern, keys_before)
     shop.send_events(
-        [
-            {"user": user, "item": shop.draw_item(rng), "id": f"erase {user}"}
-            for user in (stranger, SECRET)
-        ]
+        [{"user": user, "item": shop.draw_item(rng), "id": f"erase {user}"} for user in (stranger, SECRET)]
     )
     wait_until(shop.knowledge.is_settled, 5, "the events have travelled", 0.1)
     shop.erase(stranger)
@@ -328,9 +303,7 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     with_events = _wait_for_overlays(shop, pattern, keys_before | overlays_before_events)
     stage.report.count("overlays of who is erased", len(overlays_before_events | with_events))
     shop.erase(SECRET)
-    shop.erase(
-        next(item for item in shop.world.items if item not in shop.erased_items), as_item=True
-    )
+    shop.erase(next(item for item in shop.world.items if item not in shop.erased_items), as_item=True)
     lives_s = [int(shop.servers.pages.command("TTL", key)[1:-2]) for key in sorted(with_events)]
     stage.require(
         all(life_s == MISSING_KEY_TTL or 0 <= life_s <= OVERLAY_TTL_S for life_s in lives_s),
@@ -393,9 +366,7 @@ def _search_store(stage: Stage, shop: Shop) -> None:
     hits = []
     for path in store.rglob("*"):
         name = str(path.relative_to(store))
-        is_record = any(
-            name_part in name for name_part in ("erasure", "blocklist", "audit/", "erase")
-        )
+        is_record = any(name_part in name for name_part in ("erasure", "blocklist", "audit/", "erase"))
         if path.is_file() and not is_record and SECRET.encode() in path.read_bytes():
             hits.append(name)
     stage.require(

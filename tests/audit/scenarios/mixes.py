@@ -17,9 +17,7 @@ def run_mix(stage: Stage) -> None:
         items=rng.choice([80, 150, 400]),
         with_vectors=rng.random() < 0.5,
     )
-    shop = Shop.make(
-        stage.folder / "mix", stage.servers, stage.report, stage.seed, shape, f"mix-{stage.seed}"
-    )
+    shop = Shop.make(stage.folder / "mix", stage.servers, stage.report, stage.seed, shape, f"mix-{stage.seed}")
     shop.night()
     shop.serve()
     try:
@@ -96,18 +94,14 @@ SMALL_SEEDS = 5
 def run_small(stage: Stage) -> None:
     """Five small seeds over one shop: two nights, events, a block, and questions of every route."""
     shape = Shape(users=80, items=80, interactions_of_one=8, with_vectors=True)
-    shop = Shop.make(
-        stage.folder / "small", stage.servers, stage.report, stage.seed, shape, "small"
-    )
+    shop = Shop.make(stage.folder / "small", stage.servers, stage.report, stage.seed, shape, "small")
     shop.serve_early()
     try:
         shop.night()
         for seed in range(stage.seed, stage.seed + SMALL_SEEDS):
             rng = random.Random(f"small {seed}")
             if seed == stage.seed + 2:
-                shop.block(
-                    item=rng.choice(list(shop.world.items)), user=rng.choice(shop.world.users)
-                )
+                shop.block(item=rng.choice(list(shop.world.items)), user=rng.choice(shop.world.users))
             if seed == stage.seed + 3:
                 shop.world.draw_interactions(rng, 20)
                 shop.world.change_items(rng, 1)

@@ -16,9 +16,7 @@ def run_nights(stage: Stage) -> None:
     """Two sites over the same sources: one copies from night to night, one begins anew each time."""
     rng = random.Random(f"nights {stage.seed}")
     shape = Shape(users=150, items=120, with_vectors=rng.random() < 0.5)
-    copying = Shop.make(
-        stage.folder / "copying", stage.servers, stage.report, stage.seed, shape, "nights"
-    )
+    copying = Shop.make(stage.folder / "copying", stage.servers, stage.report, stage.seed, shape, "nights")
     cut = iso_time(copying.world.clock)
     copying.night("--data-until", cut)
     copying.serve()
@@ -65,9 +63,7 @@ def _compare_with_full(stage: Stage, copying: Shop, copied: str, cut: str, round
             "two stores over the same sources; in one a night every time rows come, in the other this night alone",
             f"larder night --data-until {cut}",
         ]
-        if not stage.require(
-            report["generation"] == copied, "copied id", COPY, report["generation"], copied, recipe
-        ):
+        if not stage.require(report["generation"] == copied, "copied id", COPY, report["generation"], copied, recipe):
             return
         copied_pages, theirs = _pages(copying, copied), _pages(full, copied)
         differing = sorted(name for name in theirs if copied_pages.get(name) != theirs[name])
@@ -101,9 +97,7 @@ def _pages(shop: Shop, generation: str) -> dict[str, bytes]:
     return {line.split(b" ")[0].decode(): line.split(b" ")[1] for line in lines}
 
 
-def _compare_files(
-    stage: Stage, copying_store: Path, theirs: Path, generation: str, recipe: list[str]
-) -> None:
+def _compare_files(stage: Stage, copying_store: Path, theirs: Path, generation: str, recipe: list[str]) -> None:
     """Compare the tables' files of a generation; work files and reports may tell of the copying."""
 
     def files(store: Path) -> dict[str, bytes]:

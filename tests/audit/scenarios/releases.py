@@ -13,9 +13,7 @@ from tests.audit.scenarios.stage import Stage
 from tests.audit.shop import Shape, Shop
 from tests.audit.values import Json
 
-CANARY = (
-    "docs/how-to/release-safely.md: sends a stable share of the requests to a verified generation"
-)
+CANARY = "docs/how-to/release-safely.md: sends a stable share of the requests to a verified generation"
 EXPERIMENT = "docs/how-to/run-an-experiment.md: "
 PERCENT = 50
 
@@ -24,9 +22,7 @@ def run_canary(stage: Stage) -> None:
     """A canary beside events, a block and a restart; then it is abandoned, started again and published."""
     rng = random.Random(f"canary {stage.seed}")
     shape = Shape(users=120, items=80, with_vectors=rng.random() < 0.5)
-    shop = Shop.make(
-        stage.folder / "canary", stage.servers, stage.report, stage.seed, shape, "canary"
-    )
+    shop = Shop.make(stage.folder / "canary", stage.servers, stage.report, stage.seed, shape, "canary")
     shop.night()
     shop.serve()
     try:
@@ -90,9 +86,7 @@ def _wait_for_canary(shop: Shop, trial: str | None) -> None:
     shop.knowledge.change()
 
 
-def _ask_keys(
-    stage: Stage, shop: Shop, rng: random.Random, arms: dict[str, str], count: int = 60
-) -> None:
+def _ask_keys(stage: Stage, shop: Shop, rng: random.Random, arms: dict[str, str], count: int = 60) -> None:
     """Ask as users and with keys; each key has to meet the generation that it met before."""
     for _ in range(count):
         user = rng.choice(shop.world.users)
@@ -110,28 +104,20 @@ def _ask_keys(
                 asks = [replace(lookup, entity=entity, canary_key=key) for entity in entities]
                 answers = shop.checker.judge_lookups(shop.client, *asks)
             elif key_source == "query":
-                answers = shop.checker.judge_lookups(
-                    shop.client, replace(lookup, canary_key=key), route="get"
-                )
+                answers = shop.checker.judge_lookups(shop.client, replace(lookup, canary_key=key), route="get")
             else:
                 reply = shop.client.send(
                     "POST",
                     "/v1/lookup/user_topk",
                     {"entities": [entity.body() for entity in entities], "k": 3},
-                    {
-                        "X-Larder-Canary-Key": key.encode().decode("latin-1")
-                        if key.isascii()
-                        else "key 1"
-                    },
+                    {"X-Larder-Canary-Key": key.encode().decode("latin-1") if key.isascii() else "key 1"},
                 )
                 key = key if key.isascii() else "key 1"
                 asks = [EntityLookup("user_topk", entity, k=3) for entity in entities]
                 complaints, answers = shop.checker.judge_reply(tuple(asks), reply)
                 if complaints and shop.knowledge.is_settled():
                     for rule, expected, observed in complaints:
-                        stage.report.violate(
-                            rule, CANARY, expected, observed, shop.client.recent[-3:]
-                        )
+                        stage.report.violate(rule, CANARY, expected, observed, shop.client.recent[-3:])
         ids = {answer["generation"] for answer in answers if answer["source"] != "previous"}
         if len(ids) == 1:
             (id_,) = ids
@@ -150,9 +136,7 @@ def _ask_without_key(stage: Stage, shop: Shop, live: str) -> None:
     """A batch of several users without a key is answered by the live generation."""
     for first in range(0, 40, 4):
         users = [Input(user) for user in shop.world.users[first : first + 4]]
-        answers = shop.checker.judge_lookups(
-            shop.client, *(EntityLookup("user_topk", user, k=3) for user in users)
-        )
+        answers = shop.checker.judge_lookups(shop.client, *(EntityLookup("user_topk", user, k=3) for user in users))
         stage.require(
             {answer["generation"] for answer in answers} == {live},
             "canary without key",
@@ -244,9 +228,7 @@ def run_experiment(stage: Stage) -> None:
             inside,
         )
         control.send_events(control.draw_events(rng, 8))
-        control.block(
-            item=rng.choice(list(control.world.items)), user=rng.choice(control.world.users)
-        )
+        control.block(item=rng.choice(list(control.world.items)), user=rng.choice(control.world.users))
         _ask_arms(stage, control, rng, arms, generations, 60)
         _block_in_arm(stage, control, arm_shop, rng)
         for arm in ("control", "b"):
@@ -319,8 +301,7 @@ def _check_arm(
         stage.require(
             right,
             "arm",
-            EXPERIMENT
-            + "A request is answered from the generations of one namespace alone, and the answer says "
+            EXPERIMENT + "A request is answered from the generations of one namespace alone, and the answer says "
             "`experiment` and `arm`",
             {"arm": arm, "generation": generations[arm]},
             answer,
@@ -344,9 +325,7 @@ def _ask_arms(
         if rng.random() < 0.5:
             key = f"key {rng.randrange(60)}"
             lookup = replace(lookup, canary_key=key)
-        answers = shop.checker.judge_lookups(
-            shop.client, lookup, route=rng.choice(["get", "lookup"])
-        )
+        answers = shop.checker.judge_lookups(shop.client, lookup, route=rng.choice(["get", "lookup"]))
         if not answers or not shop.knowledge.is_settled():
             continue
         arm = answers[0].get("arm")
@@ -367,13 +346,9 @@ def _ask_arms(
 def _block_in_arm(stage: Stage, control: Shop, arm_shop: Shop, rng: random.Random) -> None:
     """What an arm's own namespace blocks, only that arm leaves out."""
     user = next(
-        user
-        for user in control.world.vectors or control.world.users
-        if user not in control.knowledge.blocked_users
+        user for user in control.world.vectors or control.world.users if user not in control.knowledge.blocked_users
     )
-    answer_before_block = control.client.lookup("user_topk", [user], arm="ranker=b", k=3).body[
-        "answers"
-    ][0]
+    answer_before_block = control.client.lookup("user_topk", [user], arm="ranker=b", k=3).body["answers"][0]
     if not answer_before_block["items"]:
         return
     item = answer_before_block["items"][0]

@@ -116,10 +116,7 @@ class RepeatableNight:
 
     def pages(self) -> dict[str, str]:
         """Checksums of all pages."""
-        return {
-            page_file.name: sha256_of(page_file)
-            for page_file in sorted((self.root / "tables").rglob("*.pages"))
-        }
+        return {page_file.name: sha256_of(page_file) for page_file in sorted((self.root / "tables").rglob("*.pages"))}
 
     def reasons(self) -> dict[str, int]:
         """Users by reason."""
@@ -134,23 +131,17 @@ class RepeatableNight:
         return user_count_by_reason
 
 
-def write_day(
-    path: Path, histories: Histories, copies: int, user_share: float, items: int, at: datetime
-) -> None:
+def write_day(path: Path, histories: Histories, copies: int, user_share: float, items: int, at: datetime) -> None:
     """Three clicks each of a share of the users."""
     rng = np.random.default_rng(7)
     count = copies * len(histories)
     clicking_rows = rng.choice(count, int(user_share * count), replace=False)
-    users = pa.array(
-        [f"{row % len(histories)}-{row // len(histories)}" for row in clicking_rows.tolist()]
-    )
+    users = pa.array([f"{row % len(histories)}-{row // len(histories)}" for row in clicking_rows.tolist()])
     users = users.take(pa.array(np.repeat(np.arange(len(clicking_rows)), NEW_CLICKS)))
     clicked_items = (items * rng.random(NEW_CLICKS * len(clicking_rows)) ** 2.5).astype(np.int64)
     seconds = int(at.timestamp()) - rng.integers(1, 86_400, len(clicked_items))
     pq.write_table(
-        pa.table(
-            {"user": users, "item": pa.array(clicked_items).cast(pa.string()), "timestamp": seconds}
-        ),
+        pa.table({"user": users, "item": pa.array(clicked_items).cast(pa.string()), "timestamp": seconds}),
         path,
     )
 
@@ -210,17 +201,13 @@ def measure(report: Report, rounds: int, name: str, night: RepeatableNight) -> N
     if night.pages() != pages:
         raise SystemExit(f"{name}: the night with copies has other pages than the full one")
     reasons = night.reasons()
-    ratio_by_pair = compare(
-        {"full": full}, {"changed": copying}, rounds=rounds, rounds_max=rounds + 2, warm=False
-    )
+    ratio_by_pair = compare({"full": full}, {"changed": copying}, rounds=rounds, rounds_max=rounds + 2, warm=False)
     report.ratios[name] = ratio = ratio_by_pair["full", "changed"]
     print(f"{name}: {ratio.value:.3f}, A/A {ratio.aa:.3f}", file=sys.stderr, flush=True)
     report.figures[f"{name}_seconds"] = round(ratio.candidate, 2)
     report.figures[f"{name}_full_seconds"] = round(ratio.baseline, 2)
     report.figures |= {f"{name}_{reason}": count for reason, count in reasons.items()}
-    report.promises[name] = Promise(
-        maximum=COST_RATIOS_MAX[name], quick="fixed costs weigh more on so few users"
-    )
+    report.promises[name] = Promise(maximum=COST_RATIOS_MAX[name], quick="fixed costs weigh more on so few users")
 
 
 def write_items(folder: Path, names: np.ndarray) -> None:

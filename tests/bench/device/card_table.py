@@ -80,10 +80,7 @@ def main() -> None:
     """Print the table as it stands in the source."""
     print("CARDS: Mapping[str, Card] = {")
     for name, card in measured_cards().items():
-        costs = ", ".join(
-            f"ListCost({cost.dims}, {cost.users_per_s:_}, {cost.item_share})"
-            for cost in card.list_costs
-        )
+        costs = ", ".join(f"ListCost({cost.dims}, {cost.users_per_s:_}, {cost.item_share})" for cost in card.list_costs)
         print(f'    "{name}": Card(\n        "{card.name}",\n        ({costs}),')
         if (shard := card.shard_cost) is not None:
             print(

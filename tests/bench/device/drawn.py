@@ -72,9 +72,7 @@ def write_models(folder: Path, size: DrawnSize, *, programs: bool) -> None:
     )  # fmt: skip
 
 
-def drawn_config(
-    folder: Path, size: DrawnSize, device: str, *, programs: bool = True, **more: Any
-) -> NightConfig:
+def drawn_config(folder: Path, size: DrawnSize, device: str, *, programs: bool = True, **more: Any) -> NightConfig:
     """Settings of a drawn night, its sources and bundle written."""
     folder.mkdir(parents=True, exist_ok=True)
     write_clicks(folder / "clicks.parquet", size)
@@ -89,13 +87,9 @@ def drawn_config(
 class DrawnShards:
     """The shards of a drawn night, which are scored again and again by one process, as a worker would."""
 
-    def __init__(
-        self, folder: Path, size: DrawnSize, device: str, redis_url: str, *, programs: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, size: DrawnSize, device: str, redis_url: str, *, programs: bool = True) -> None:
         tasks = int(os.environ.get("LARDER_DEVICE_TASKS", "1"))
-        self.config = drawn_config(
-            folder, size, device, programs=programs, redis_url=redis_url, device_tasks=tasks
-        )
+        self.config = drawn_config(folder, size, device, programs=programs, redis_url=redis_url, device_tasks=tasks)
         started = time.perf_counter()
         self.build = begin.run(self.config, data_until=DATA_UNTIL, run_after=None)
         self.begin_s = time.perf_counter() - started

@@ -42,9 +42,7 @@ def main() -> None:
             is_equal = (ordinals[rows] == expected_lists[0]).all(1)
             is_equal &= (scores[rows].view(np.uint32) == expected_lists[1].view(np.uint32)).all(1)
             if not is_equal.all():
-                raise SystemExit(
-                    f"the lists of {device_names[0]} differ, first that of user {rows[~is_equal][0]}"
-                )
+                raise SystemExit(f"the lists of {device_names[0]} differ, first that of user {rows[~is_equal][0]}")
         if scorer.has_failed:
             raise SystemExit(f"{device_names[0]} failed: the log says why")
         report.figures |= {"users": users, "items": items, "equal_users": users}

@@ -33,12 +33,8 @@ def main() -> None:
 
         rng = np.random.default_rng(0)
         users = rng.standard_normal((USERS, DIMS), np.float32)
-        histories = Histories(
-            np.arange(USERS + 1) * HISTORY, rng.integers(0, ITEMS, USERS * HISTORY)
-        )
-        scorer = DeviceScorer.of(
-            rng.standard_normal((ITEMS, DIMS), np.float32), "inner_product", device
-        )
+        histories = Histories(np.arange(USERS + 1) * HISTORY, rng.integers(0, ITEMS, USERS * HISTORY))
+        scorer = DeviceScorer.of(rng.standard_normal((ITEMS, DIMS), np.float32), "inner_product", device)
         if scorer is None:
             raise SystemExit(f"{device} cannot be used: the log says why")
         scorer.top(users, K, histories)  # compiles, and fills torch's caches of memory

@@ -34,20 +34,14 @@ SIZES = {
 def kernel_of(shards: DrawnShards) -> tuple[int, Callable[[], float]]:
     """(users, the run): what the shards' own stages gave the kernel."""
     build = Build.of(shards.config, shards.build)
-    works = [
-        ShardWork.of(build, open_bundle(build), shard, shards.scorers) for shard in range(SHARDS)
-    ]
+    works = [ShardWork.of(build, open_bundle(build), shard, shards.scorers) for shard in range(SHARDS)]
     chunks = [
         shard_work.add_tower_outputs(chunk)
         for shard_work in works
         for chunk in read_users(shard_work, build.root / "scratch")
     ]
-    users = np.concatenate(
-        [encoded_chunk.outputs_by_model["user_tower"] for encoded_chunk in chunks]
-    )
-    ends = np.cumsum(
-        np.concatenate([np.diff(encoded_chunk.seen_items.indptr) for encoded_chunk in chunks])
-    )
+    users = np.concatenate([encoded_chunk.outputs_by_model["user_tower"] for encoded_chunk in chunks])
+    ends = np.cumsum(np.concatenate([np.diff(encoded_chunk.seen_items.indptr) for encoded_chunk in chunks]))
     seen_items = Histories(
         np.concatenate([[0], ends]),
         np.concatenate([encoded_chunk.seen_items.indices for encoded_chunk in chunks]),
@@ -91,9 +85,7 @@ def main() -> None:
         users, kernel = kernel_of(shards)
         shards.run()
         reserved_before_bytes = reserved_bytes(device_names[0])
-        ratios = alternate(
-            kernel, {"shard": shards.run}, rounds=options.rounds, rounds_max=options.rounds + 1
-        )
+        ratios = alternate(kernel, {"shard": shards.run}, rounds=options.rounds, rounds_max=options.rounds + 1)
         report.figures |= {
             "users": users,
             "items": SIZES[kind].items,

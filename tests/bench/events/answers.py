@@ -57,15 +57,11 @@ class Bench:
 
     async def _require_fast_answer(self, fast_lookups: FastLookups, path: bytes) -> None:
         caller = Callers(is_open=True).identify([])
-        get = fast_lookups.parse_get(
-            {"raw_path": path, "query_string": b"", "headers": [], CALLER_KEY: caller}
-        )
+        get = fast_lookups.parse_get({"raw_path": path, "query_string": b"", "headers": [], CALLER_KEY: caller})
         if get is None or await fast_lookups.get(get) is None:
             raise RuntimeError(f"{path!r} is not answered on the fast way")
 
-    def ready(
-        self, fast_lookups: FastLookups, paths: list[bytes], count: int
-    ) -> Callable[[], float]:
+    def ready(self, fast_lookups: FastLookups, paths: list[bytes], count: int) -> Callable[[], float]:
         """Ready answers per second of processor time."""
 
         def run() -> float:

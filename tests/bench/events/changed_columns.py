@@ -71,9 +71,7 @@ def measure(report: Report, options: Options) -> None:
 
     def put_in(name: str) -> float:
         ordinals = rng.choice(items, VALUES, replace=False).tolist()
-        values = [
-            ItemValue(ordinal, name, VALUE[name](number)) for number, ordinal in enumerate(ordinals)
-        ]
+        values = [ItemValue(ordinal, name, VALUE[name](number)) for number, ordinal in enumerate(ordinals)]
         return timed(name, lambda: base_filtering.with_item_values(values))
 
     def worked_out() -> float:
@@ -96,9 +94,7 @@ def measure(report: Report, options: Options) -> None:
     started = perf_counter()
     for number, event in enumerate(events, 1):
         attribute_events.add(Position(number, 0), event)
-    report.figures["taking in an event: microseconds"] = round(
-        1e6 * (perf_counter() - started) / EVENTS, 2
-    )
+    report.figures["taking in an event: microseconds"] = round(1e6 * (perf_counter() - started) / EVENTS, 2)
 
 
 def main() -> None:

@@ -118,9 +118,7 @@ class FollowedEvents:
         event = {"user": user, "item": item, "id": f"click-{user}", "type": "click"}
         order = self.rng.sample(self.replicas, len(self.replicas))
         sent_at = time.monotonic()
-        status, receipt = await order[0].send_request(
-            "POST", "/v1/events", orjson.dumps({"events": [event]})
-        )
+        status, receipt = await order[0].send_request("POST", "/v1/events", orjson.dumps({"events": [event]}))
         accepted = time.monotonic()
         if status != 202 or receipt["accepted"] != 1:
             raise RuntimeError(f"an event was not accepted: {status} {receipt}")
@@ -130,9 +128,7 @@ class FollowedEvents:
         )
         self.seen_s.append(delays_s)
 
-    async def _measure_event_delay(
-        self, replica: ReplicaCalls, user: str, item: str, accepted_at: float
-    ) -> float:
+    async def _measure_event_delay(self, replica: ReplicaCalls, user: str, item: str, accepted_at: float) -> float:
         while True:
             status, answer = await replica.send_request("GET", path_of(user))
             elapsed_s = time.monotonic() - accepted_at
@@ -189,8 +185,7 @@ async def lists_of(replica: ReplicaCalls, users: Sequence[str]) -> dict[str, lis
         if status != 200:
             raise RuntimeError(f"no lists: {status} {lookup_reply}")
         items_by_user |= {
-            user: answer["items"]
-            for user, answer in zip(user_batch, lookup_reply["answers"], strict=True)
+            user: answer["items"] for user, answer in zip(user_batch, lookup_reply["answers"], strict=True)
         }
     return items_by_user
 
@@ -210,9 +205,7 @@ def report_delays(report: Report, clicks: FollowedEvents, outcomes: Sequence[Out
     last = delays_s.max(axis=1)
     halves = _ms(last[::2], 50), _ms(last[1::2], 50)
     middle, slow = _ms(last, 50), _ms(last, 99)
-    report.ratios["p50_ms"] = Ratio(
-        middle, halves[0] / halves[1], len(last), middle, 1.0, AA_TOLERANCE
-    )
+    report.ratios["p50_ms"] = Ratio(middle, halves[0] / halves[1], len(last), middle, 1.0, AA_TOLERANCE)
     report.ratios["p99_ms"] = Ratio(slow, 1.0, len(last), slow, 1.0)
     shared = "all replicas, callers and both Redis share few cores"
     report.promises = {
@@ -229,9 +222,7 @@ def report_delays(report: Report, clicks: FollowedEvents, outcomes: Sequence[Out
     ):
         for percent in (50, 90, 99, 100):
             figures[f"{name}: p{percent} ms"] = _ms(values, percent)
-    figures["lookups until all replicas had it, per event"] = round(
-        clicks.lookup_count / len(last), 2
-    )
+    figures["lookups until all replicas had it, per event"] = round(clicks.lookup_count / len(last), 2)
     figures["sources of answers that had it"] = ", ".join(
         f"{name} {count}" for name, count in sorted(clicks.answers.items())
     )
@@ -240,15 +231,11 @@ def report_delays(report: Report, clicks: FollowedEvents, outcomes: Sequence[Out
     source = np.concatenate([replica_outcomes.source for replica_outcomes in outcomes])
     figures["background: requests"] = len(status)
     figures["background: without a 200"] = int((status != 200).sum())
-    figures["background: never sent"] = sum(
-        replica_outcomes.given_up for replica_outcomes in outcomes
-    )
+    figures["background: never sent"] = sum(replica_outcomes.given_up for replica_outcomes in outcomes)
     for name, request_mask in (("all", status > 0), ("L1", source == L1), ("live", source == LIVE)):
         for percent in (50, 99):
             if request_mask.any():
-                figures[f"background, {name}: p{percent} ms"] = _ms(
-                    durations_s[request_mask], percent
-                )
+                figures[f"background, {name}: p{percent} ms"] = _ms(durations_s[request_mask], percent)
 
 
 def _ms(seconds: NDArray[np.float64], percent: float) -> float:
@@ -268,9 +255,7 @@ def make_case(folder: Path, pages: str, events: str, *, users: int) -> Case:
     return Case(folder, night, generation, sorted(history_by_user), items)
 
 
-def measure(
-    report: Report, folder: Path, pages: str, events: DurableRedis, options: Options
-) -> None:
+def measure(report: Report, folder: Path, pages: str, events: DurableRedis, options: Options) -> None:
     """One run."""
     seconds = 10.0 if options.quick else 60.0
     case = make_case(folder, pages, events.url, users=2_000 if options.quick else 10_000)

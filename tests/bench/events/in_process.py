@@ -18,9 +18,7 @@ from tests.integration.serving_app import settings
 
 
 @contextmanager
-def in_process(
-    report: Report, options: Options
-) -> Iterator[tuple[EventWorld, Service, asyncio.Runner]]:
+def in_process(report: Report, options: Options) -> Iterator[tuple[EventWorld, Service, asyncio.Runner]]:
     """A published night, a service that runs on the runner's loop, and their sizes in the report."""
     with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
         users = 2_000 if options.quick else 10_000

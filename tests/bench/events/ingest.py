@@ -106,9 +106,7 @@ def through(
             if (length := client.xlen(KEYS.events)) != count * batch:
                 raise RuntimeError(f"{count * batch} events were sent, {length} are there")
         rates_by_measure["by the clock"].append(driven.per_s * batch)
-        rates_by_measure["per second of Redis' processor time"].append(
-            count * batch / max(redis_s, 1e-9)
-        )
+        rates_by_measure["per second of Redis' processor time"].append(count * batch / max(redis_s, 1e-9))
         return driven.per_cpu_s * batch
 
     return run
@@ -117,9 +115,7 @@ def through(
 def spent_s(client: "redis.Redis") -> float:
     """Processor time of Redis so far, its main thread's."""
     cpu_info = client.info("cpu")
-    return float(cpu_info["used_cpu_user_main_thread"]) + float(
-        cpu_info["used_cpu_sys_main_thread"]
-    )
+    return float(cpu_info["used_cpu_user_main_thread"]) + float(cpu_info["used_cpu_sys_main_thread"])
 
 
 def written(server: DurableRedis, numbers: Iterator[int], count: int) -> Callable[[], float]:
@@ -158,24 +154,19 @@ def measure(report: Report, folder: Path, options: Options) -> None:
             pin(int(client.info("server")["process_id"]), -1)
         report.figures["placement"] = f"service on {pin_programs(target)}"
         rates_by_kind: dict[str, dict[str, list[float]]] = {
-            name: {"by the clock": [], "per second of Redis' processor time": []}
-            for name in ("batches", "singles")
+            name: {"by the clock": [], "per second of Redis' processor time": []} for name in ("batches", "singles")
         }
         ratio_by_pair = compare(
             {"": written(server, numbers, batches)},
             {
-                "batches": through(
-                    target, server, numbers, batches, BATCH, rates_by_kind["batches"]
-                ),
+                "batches": through(target, server, numbers, batches, BATCH, rates_by_kind["batches"]),
                 "singles": through(target, server, numbers, singles, 1, rates_by_kind["singles"]),
             },
             rounds=options.rounds,
         )
     for (_, name), ratio in ratio_by_pair.items():
         report.ratios[f"{name}_vs_xadd"] = ratio
-        report.figures[f"{name}: events per second of the service's processor time"] = round(
-            ratio.candidate
-        )
+        report.figures[f"{name}: events per second of the service's processor time"] = round(ratio.candidate)
         for of, values in rates_by_kind[name].items():
             report.figures[f"{name}: events per second {of}"] = round(median(values))
     report.figures["events in a batch"] = BATCH

@@ -84,24 +84,17 @@ def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, fl
         rates = []
         # Each order once: whoever comes after itself, or after a certain other one, finds warmer caches.
         for order in permutations(range(len(targets))):
-            rate_by_target = {
-                number: per_cpu_s(targets[number], lookups, count) for number in order
-            }
+            rate_by_target = {number: per_cpu_s(targets[number], lookups, count) for number in order}
             rates.append((rate_by_target[0], rate_by_target[1], rate_by_target[2]))
     return rates
 
 
 def measure(report: Report, case: Case, options: Options) -> None:
     """Fresh processes, again and again."""
-    times, settle, count = (
-        (QUICK_TIMES, QUICK_SETTLE, QUICK_COUNT) if options.quick else (TIMES, SETTLE, COUNT)
-    )
+    times, settle, count = (QUICK_TIMES, QUICK_SETTLE, QUICK_COUNT) if options.quick else (TIMES, SETTLE, COUNT)
     accept(case, OTHER_USERS)
     rates_by_run = [one_time(case, settle, count) for _ in range(times)]
-    ratios = [
-        median(2 * on / (off + second_off) for on, off, second_off in rates)
-        for rates in rates_by_run
-    ]
+    ratios = [median(2 * on / (off + second_off) for on, off, second_off in rates) for rates in rates_by_run]
     aa_ratios = [median(second_off / off for _, off, second_off in rates) for rates in rates_by_run]
     every = [round_rates for rates in rates_by_run for round_rates in rates]
     report.ratios["l1_without_events"] = Ratio(

@@ -98,9 +98,7 @@ class Flow:
 
     async def _look_up(self, entity: RequestedEntity, due: float, phase: Phase) -> None:
         lookup = LookupRequest((entity,), RequestOptions(10.0))
-        (answer,) = await self._service.ladder.lookup(
-            self._service.capture_served(), lookup, time.monotonic()
-        )
+        (answer,) = await self._service.ladder.lookup(self._service.capture_served(), lookup, time.monotonic())
         phase.seconds.append(time.perf_counter() - due)
         phase.sources[str(answer["source"])] += 1
 

@@ -30,9 +30,7 @@ def measure(report: Report, options: Options) -> None:
     users = rng.standard_normal((64, DIMS)).astype(np.float32)
     vectors = rng.standard_normal((NEW, DIMS)).astype(np.float32)
     items = tuple(NewItem(b"new-%d" % at, at + 1) for at in range(NEW))
-    new = [
-        EligibleNewItems(NewItems(count, items, vectors, tuple(row.tobytes() for row in vectors)))
-    ]
+    new = [EligibleNewItems(NewItems(count, items, vectors, tuple(row.tobytes() for row in vectors)))]
     times: dict[str, list[float]] = {"without": [], "with": [], "new items alone": []}
 
     def timed(name: str, work: Callable[[], object]) -> float:
@@ -52,9 +50,7 @@ def measure(report: Report, options: Options) -> None:
         user_vector = user()
         return timed(
             "with",
-            lambda: merge_new_items(
-                scorer.top(user_vector, K, threads=1), user_vector, new, "inner_product", LAYOUT
-            ),
+            lambda: merge_new_items(scorer.top(user_vector, K, threads=1), user_vector, new, "inner_product", LAYOUT),
         )
 
     ratio_by_name = alternate(without, {"with": with_new}, rounds=max(51, options.rounds))

@@ -39,10 +39,7 @@ class Interval:
     @classmethod
     def of(cls, values: NDArray[np.float64], rng: np.random.Generator) -> "Interval":
         """Interval of the median by drawing rounds again (Efron's bootstrap)."""
-        drawn = [
-            float(np.median(values[rng.integers(0, len(values), len(values))]))
-            for _ in range(DRAWS)
-        ]
+        drawn = [float(np.median(values[rng.integers(0, len(values), len(values))])) for _ in range(DRAWS)]
         low, high = np.quantile(drawn, [0.025, 0.975])
         return cls(median(values.tolist()), float(low), float(high))
 
@@ -85,9 +82,7 @@ class Paired:
             apart_ms = 1e3 * (over[:, 0] - under[:, 0])
             for percent in (50, 99):
                 value = float(np.percentile(apart_ms, percent))
-                figure_by_label[f"{name}: difference of a block, {kind}, p{percent}, ms"] = round(
-                    value, 3
-                )
+                figure_by_label[f"{name}: difference of a block, {kind}, p{percent}, ms"] = round(value, 3)
         return figure_by_label
 
 

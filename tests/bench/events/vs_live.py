@@ -61,9 +61,7 @@ class Clicks:
 
     def _block(self, users: int, at_once: int, of: Callable[[str], RequestedEntity]) -> Block:
         def run(number: int) -> Cost:
-            round_users = [
-                self._users[(number * users + offset) % len(self._users)] for offset in range(users)
-            ]
+            round_users = [self._users[(number * users + offset) % len(self._users)] for offset in range(users)]
             if number != self._round:
                 self._round = number
                 for user in round_users:

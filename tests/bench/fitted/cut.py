@@ -44,9 +44,7 @@ class Cut:
     def rows(self) -> list[tuple[int, int, int]]:
         """(user, item, time) of each click that models are fitted on."""
         return [
-            (user, int(item), time)
-            for user, history in enumerate(self.histories)
-            for time, item in enumerate(history)
+            (user, int(item), time) for user, history in enumerate(self.histories) for time, item in enumerate(history)
         ]
 
     def write(self, path: Path) -> Path:
@@ -55,9 +53,7 @@ class Cut:
         path.write_text("user,item,timestamp\n" + "".join(lines))
         return path
 
-    def padded(
-        self, users: NDArray[np.int64], length: int, pad: int, first: int = 0
-    ) -> NDArray[np.int64]:
+    def padded(self, users: NDArray[np.int64], length: int, pad: int, first: int = 0) -> NDArray[np.int64]:
         """Last `length` items of these users' histories, [users, length], padded behind; items count from `first`."""
         padded_items = np.full((len(users), length), pad, np.int64)
         for row, user in enumerate(users):
@@ -77,8 +73,7 @@ class Cut:
         return float(
             np.mean(
                 [
-                    len(np.intersect1d(row, self.held_out[user]))
-                    / min(TOP, len(self.held_out[user]))
+                    len(np.intersect1d(row, self.held_out[user])) / min(TOP, len(self.held_out[user]))
                     for row, user in zip(lists, self.evaluated_users, strict=True)
                 ]
             )
@@ -92,9 +87,7 @@ def draw(seed: int = 0) -> Cut:
     items = rng.normal(size=(len(GENRES), DIMS))[genres] + 0.5 * rng.normal(size=(ITEMS, DIMS))
     popularity = -POPULARITY * np.log1p(rng.permutation(ITEMS))
     activity = rng.lognormal(sigma=0.8, size=USERS)
-    lengths = USER_CLICKS_MIN + rng.multinomial(
-        CLICKS - USER_CLICKS_MIN * USERS, activity / activity.sum()
-    )
+    lengths = USER_CLICKS_MIN + rng.multinomial(CLICKS - USER_CLICKS_MIN * USERS, activity / activity.sum())
     histories, held_out = [], []
     for length in lengths:
         # The largest of logits plus Gumbel noise, in their order, are draws without replacement.

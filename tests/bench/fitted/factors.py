@@ -37,9 +37,7 @@ def bpr(cut: Cut) -> Fitted:
 
 def lmf(cut: Cut) -> Fitted:
     """Logistic matrix factorisation of implicit."""
-    model = import_module("implicit.lmf").LogisticMatrixFactorization(
-        factors=FACTORS, random_state=0, num_threads=1
-    )
+    model = import_module("implicit.lmf").LogisticMatrixFactorization(factors=FACTORS, random_state=0, num_threads=1)
     return _implicit(model, cut)
 
 
@@ -110,9 +108,7 @@ def _weights(weights: Any, cut: Cut) -> Fitted:
         user_scores = clicks[cut.evaluated_users] @ weights
         return user_scores.toarray() if sp.issparse(user_scores) else user_scores
 
-    return Fitted(
-        lambda to: from_item_weights(weights, clicks, to=to), lambda: cut.rank_items(scores())
-    )
+    return Fitted(lambda to: from_item_weights(weights, clicks, to=to), lambda: cut.rank_items(scores()))
 
 
 def warp(cut: Cut) -> Fitted:
@@ -133,9 +129,7 @@ def warp(cut: Cut) -> Fitted:
 
 def pure_svd(cut: Cut) -> Fitted:
     """PureSVD of RecTools, asked as RecTools is: by its Dataset and `recommend`."""
-    frame = import_module("pandas").DataFrame(
-        cut.rows(), columns=["user_id", "item_id", "datetime"]
-    )
+    frame = import_module("pandas").DataFrame(cut.rows(), columns=["user_id", "item_id", "datetime"])
     frame["weight"] = 1.0
     dataset = import_module("rectools.dataset").Dataset.construct(frame)
     model = import_module("rectools.models").PureSVDModel(factors=FACTORS)

@@ -31,9 +31,7 @@ class Kind:
 
     def fit(self, cut: Cut) -> Fitted:
         """Fit it; raises ImportError where its library is absent."""
-        fit: Callable[[Cut], Fitted] = getattr(
-            import_module(f"{__package__}.{self.module}"), self.function
-        )
+        fit: Callable[[Cut], Fitted] = getattr(import_module(f"{__package__}.{self.module}"), self.function)
         return fit(cut)
 
     def version(self) -> str:

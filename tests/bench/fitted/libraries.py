@@ -41,10 +41,7 @@ def sas_rec(cut: Cut) -> Fitted:
 def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
     for old, new in (("float_", np.float64), ("complex_", np.complex128), ("unicode_", np.str_)):
         setattr(np, old, new)  # RecBole 1.2.1 asks for names that NumPy 2 has not
-    recbole = {
-        module_name: import_module(f"recbole.{module_name}")
-        for module_name in ("config", "data", "utils")
-    }
+    recbole = {module_name: import_module(f"recbole.{module_name}") for module_name in ("config", "data", "utils")}
     with TemporaryDirectory() as folder, chdir(folder):  # it writes its logs where it stands
         lines = (f"{user}\t{item}\t{time}\n" for user, item, time in cut.rows())
         path = Path(folder) / "drawn" / "drawn.inter"
@@ -66,9 +63,7 @@ def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
         kind = recbole["utils"].get_trainer(config["MODEL_TYPE"], name)
         kind(config, model).fit(loader, saved=False, show_progress=False)
     model.eval()
-    users, items = (
-        dataset.field2id_token[field].tolist() for field in (dataset.uid_field, dataset.iid_field)
-    )
+    users, items = (dataset.field2id_token[field].tolist() for field in (dataset.uid_field, dataset.iid_field))
     column = {int(token): token_index for token_index, token in enumerate(items) if token_index}
     row = {int(token): token_index for token_index, token in enumerate(users) if token_index}
 
@@ -84,9 +79,7 @@ def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
                     model.ITEM_SEQ_LEN: torch.from_numpy((item_sequences != 0).sum(axis=1)),
                 }
             else:
-                model_input = {
-                    model.USER_ID: torch.tensor([row[int(user)] for user in cut.evaluated_users])
-                }
+                model_input = {model.USER_ID: torch.tensor([row[int(user)] for user in cut.evaluated_users])}
             scores = model.full_sort_predict(model_input).view(len(cut.evaluated_users), -1).numpy()
         item_scores = np.full((len(cut.evaluated_users), ITEMS), -np.inf)
         item_scores[:, list(column)] = scores[:, list(column.values())]
@@ -102,9 +95,7 @@ def youtube(cut: Cut) -> Fitted:
         for module_name in ("basic.features", "models.matching", "trainers")
     }
     sequence = rechub["basic.features"].SequenceFeature
-    item = rechub["basic.features"].SparseFeature(
-        "item", vocab_size=ITEMS + 1, embed_dim=DIMS, padding_idx=0
-    )
+    item = rechub["basic.features"].SparseFeature("item", vocab_size=ITEMS + 1, embed_dim=DIMS, padding_idx=0)
     shared = {"vocab_size": ITEMS + 1, "embed_dim": DIMS, "shared_with": "item", "padding_idx": 0}
     torch.manual_seed(0)
     model = rechub["models.matching"].YoutubeDNN(
@@ -129,9 +120,7 @@ def youtube(cut: Cut) -> Fitted:
         )
         for batch_rows in np.array_split(order, len(order) // 1_024)
     ]
-    trainer = rechub["trainers"].MatchTrainer(
-        model, mode=2, optimizer_params={"lr": 5e-3, "weight_decay": 1e-6}
-    )
+    trainer = rechub["trainers"].MatchTrainer(model, mode=2, optimizer_params={"lr": 5e-3, "weight_decay": 1e-6})
     for _ in range(5):
         trainer.train_one_epoch(batches)
 

@@ -62,17 +62,14 @@ def measure(kind: Kind) -> dict[str, Any]:
         imported = time.perf_counter() - started
         larder(folder, "night", "--quiet", environ=environ)
         entities: list[dict[str, Any]] = [{"id": str(user)} for user in cut.evaluated_users]
-        with running(
-            folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
-        ) as url:
+        with running(folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ) as url:
             request_body = {"k": TOP, "entities": entities}
             response = httpx.post(f"{url}/v1/lookup/user_topk", json=request_body, timeout=60)
             seconds = time.perf_counter() - started
         answers = response.raise_for_status().json()["answers"]
     lists = np.array([[int(item) for item in answer["items"]] for answer in answers], np.int64)
     overlap_counts = [
-        len(np.intersect1d(served_list, theirs))
-        for served_list, theirs in zip(lists, expected_lists, strict=True)
+        len(np.intersect1d(served_list, theirs)) for served_list, theirs in zip(lists, expected_lists, strict=True)
     ]
     return {
         "library": f"{kind.library} {kind.version()}",
@@ -126,9 +123,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=KINDS)
     parser.add_argument("--python", action="append", default=[])
     arguments, remaining_argv = parser.parse_known_args()
-    options = parse(
-        f"{__doc__.splitlines()[0]} Also: --only NAME, --python LIBRARY=PATH", remaining_argv
-    )
+    options = parse(f"{__doc__.splitlines()[0]} Also: --only NAME, --python LIBRARY=PATH", remaining_argv)
     python_by_library = dict(assignment.partition("=")[::2] for assignment in arguments.python)
     report = Report("models", ("onnxruntime", "faiss-cpu"))
     for name in arguments.only or KINDS:
@@ -138,9 +133,7 @@ def main() -> None:
         elif kind.version():
             row = measure(kind)
         else:
-            report.absent.append(
-                f"{name}: pip install {kind.library}, or --python {kind.library}=PATH"
-            )
+            report.absent.append(f"{name}: pip install {kind.library}, or --python {kind.library}=PATH")
             continue
         report.figures[name] = json.dumps(row)
         print(f"{name}: {report.figures[name]}", file=sys.stderr, flush=True)

@@ -36,9 +36,7 @@ def main() -> None:
         write_trace(np.load(job["keys"]), path)
         for policy in job["policies"]:
             for capacity in job["capacities"]:
-                reader = judge.TraceReader(
-                    str(path), judge.TraceType.ORACLE_GENERAL_TRACE, judge.ReaderInitParam()
-                )
+                reader = judge.TraceReader(str(path), judge.TraceType.ORACLE_GENERAL_TRACE, judge.ReaderInitParam())
                 missed, _ = getattr(judge, policy)(capacity).process_trace(reader)
                 hit_ratios_by_policy.setdefault(policy, []).append(1 - missed)
     print(json.dumps({"version": version("libcachesim"), "hit_ratios": hit_ratios_by_policy}))

@@ -17,9 +17,7 @@ def is_there() -> bool:
     return PYTHON.exists()
 
 
-def run_program(
-    program: str, job: Mapping[str, Any], timeout_s: float, *, last_core: bool = False
-) -> Any:
+def run_program(program: str, job: Mapping[str, Any], timeout_s: float, *, last_core: bool = False) -> Any:
     """Run a program of theirs on a job, and read the JSON on the last line that it says.
 
     Raises RuntimeError with its last words where it fails, TimeoutExpired where it takes too long.
@@ -32,7 +30,5 @@ def run_program(
     )
     if completed_process.returncode != 0:
         problem_message = f"{Path(program).name} failed with {completed_process.returncode}"
-        raise RuntimeError(
-            f"{problem_message}:\n{completed_process.stdout[-500:]}{completed_process.stderr[-2000:]}"
-        )
+        raise RuntimeError(f"{problem_message}:\n{completed_process.stdout[-500:]}{completed_process.stderr[-2000:]}")
     return json.loads(completed_process.stdout.splitlines()[-1])

@@ -77,9 +77,7 @@ def multistream(target: Target, seconds: float) -> Callable[[], float]:
     """Milliseconds of the 99th percentile."""
 
     def measure_p99_ms() -> float:
-        return target.run("MultiStream", GUESS, seconds, per_query=SAMPLES_PER_QUERY).latency_ms(
-            "99.00"
-        )
+        return target.run("MultiStream", GUESS, seconds, per_query=SAMPLES_PER_QUERY).latency_ms("99.00")
 
     return measure_p99_ms
 
@@ -116,9 +114,7 @@ def describe_others(report: Report, target: Target) -> None:
         report.figures[f"{target.name}: {scenario}, runs that LoadGen calls VALID"] = (
             f"{sum(judged_run.is_valid for judged_run in judged)} of {len(judged)}"
         )
-        error_counts = sum(
-            (Counter(judged_run.driven["bad"]) for judged_run in judged), Counter[str]()
-        )
+        error_counts = sum((Counter(judged_run.driven["bad"]) for judged_run in judged), Counter[str]())
         if error_counts:
             report.absent.append(f"{target.name}, {scenario}: not 200: {dict(error_counts)}")
 
@@ -126,19 +122,13 @@ def describe_others(report: Report, target: Target) -> None:
 def describe(report: Report, name: str, rate: float, judged: Judged) -> None:
     """Figures of a long run, its log's own words among them."""
     figures, driven = report.figures, judged.driven
-    figures[f"{name}: Server, LoadGen says"] = (
-        f"{judged.lines.get('Result is', 'nothing')} at {rate:,.0f} queries/s"
-    )
+    figures[f"{name}: Server, LoadGen says"] = f"{judged.lines.get('Result is', 'nothing')} at {rate:,.0f} queries/s"
     figures[f"{name}: Server, completed samples/s"] = judged.per_s
     for percentile in ("50.00", "90.00", "99.00", "99.90"):
-        figures[f"{name}: Server, p{float(percentile):g} ms"] = round(
-            judged.latency_ms(percentile), 3
-        )
+        figures[f"{name}: Server, p{float(percentile):g} ms"] = round(judged.latency_ms(percentile), 3)
     figures[f"{name}: Server, seconds"] = round(driven["seconds"], 1)
     figures[f"{name}: not 200"] = json.dumps(driven["bad"])
-    figures[f"{name}: strangers, answered by the model"] = (
-        f"{driven['strangers']:,}, {driven['live']:,}"
-    )
+    figures[f"{name}: strangers, answered by the model"] = f"{driven['strangers']:,}, {driven['live']:,}"
     figures[f"{name}: share of its core that the driver used"] = round(driven["busy"], 2)
     figures[f"{name}: log"] = str(judged.log)
 
@@ -173,9 +163,7 @@ def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: Exi
         )
         for body_path in (single_body_path, batch_body_path)
     )
-    report.figures["placement"] = (
-        f"servers on {pin_programs(larder, bare, bare_many)}, the rest on the last"
-    )
+    report.figures["placement"] = f"servers on {pin_programs(larder, bare, bare_many)}, the rest on the last"
     report.figures["bytes of an answer, of one to eight"] = (
         f"{single_body_path.stat().st_size:,}, {batch_body_path.stat().st_size:,}"
     )
@@ -186,9 +174,7 @@ def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: Exi
     larder_target, floor = target("larder", larder.url), target("bare", bare.url)
     floor_of_many = target("bare-many", bare_many.url)
 
-    def record_ratio(
-        baseline: Run, candidate: Run, rounds: int, *, tolerance: float = 0.05
-    ) -> None:
+    def record_ratio(baseline: Run, candidate: Run, rounds: int, *, tolerance: float = 0.05) -> None:
         ratio_by_name = alternate(
             baseline,
             {"": candidate},
@@ -248,9 +234,7 @@ def main() -> None:
     arguments, sys.argv[1:] = parser.parse_known_args()
     options = parse(__doc__ or "")
     lengths = QUICK if options.quick else LONG if arguments.long else STANDARD
-    report = Report(
-        "loadgen", ("fastapi", "uvicorn", "uvloop", "redis", "onnxruntime", "faiss-cpu")
-    )
+    report = Report("loadgen", ("fastapi", "uvicorn", "uvloop", "redis", "onnxruntime", "faiss-cpu"))
     if is_there():
         with (
             own_server() as redis,

@@ -78,9 +78,7 @@ class Driver:
     def issue(self, queries: Any) -> None:
         """Called by LoadGen with the samples of one query, or of several that were due."""
         if self._is_together:
-            entities = b",".join(
-                self._text(self.samples[query_sample.index].entity) for query_sample in queries
-            )
+            entities = b",".join(self._text(self.samples[query_sample.index].entity) for query_sample in queries)
             self._send(
                 Query(
                     [query_sample.id for query_sample in queries],
@@ -101,9 +99,10 @@ class Driver:
 
     def _batch_request(self, entities: bytes) -> bytes:
         body = b'{"entities":[%b],"k":%d}' % (entities, self._k)
-        return (
-            b"POST %b HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (self._path.encode(), len(body), body)
+        return b"POST %b HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
+            self._path.encode(),
+            len(body),
+            body,
         )
 
     def _send(self, query: Query) -> None:
@@ -206,9 +205,7 @@ def settings_of(job: dict[str, Any], loadgen: Any) -> Any:
     settings.scenario = getattr(loadgen.TestScenario, job["scenario"])
     settings.min_duration_ms = int(job["seconds"] * 1000)
     settings.min_query_count = 1
-    settings.qsl_rng_seed = settings.sample_index_rng_seed = settings.schedule_rng_seed = job[
-        "seed"
-    ]
+    settings.qsl_rng_seed = settings.sample_index_rng_seed = settings.schedule_rng_seed = job["seed"]
     match job["scenario"]:
         case "Server":
             settings.server_target_qps = job["rate"]
@@ -249,9 +246,7 @@ def main() -> None:
 
     def test() -> None:
         try:
-            loadgen.StartTestWithLogSettings(
-                system, library, settings_of(job, loadgen), logs_to(job["log"], loadgen)
-            )
+            loadgen.StartTestWithLogSettings(system, library, settings_of(job, loadgen), logs_to(job["log"], loadgen))
         finally:
             driver.stop_event.set()
 

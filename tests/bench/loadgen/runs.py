@@ -90,9 +90,7 @@ class Target:
         return judged
 
 
-def highest_valid(
-    is_valid: Callable[[float], bool], rate_max: float, *, steps: int, least_share: float = 0.1
-) -> float:
+def highest_valid(is_valid: Callable[[float], bool], rate_max: float, *, steps: int, least_share: float = 0.1) -> float:
     """Highest rate found valid by bisection between a share of `rate_max` and it; 0 if none of those tried was.
 
     Steps divide the range by ratio, so that the resolution is the same share of any rate.

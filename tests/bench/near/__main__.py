@@ -103,9 +103,7 @@ def through(
     return run
 
 
-def true_error(
-    near: NearMatches, snapshot: Snapshot, jobs: list[InferenceJob], overlap: float
-) -> tuple[int, int]:
+def true_error(near: NearMatches, snapshot: Snapshot, jobs: list[InferenceJob], overlap: float) -> tuple[int, int]:
     """Answers of these that were reused, and those of them that have too little of live's list."""
     reused = wrong = 0
     layout = snapshot.manifest.tables[TABLE].layout
@@ -117,10 +115,7 @@ def true_error(
                 and isinstance(live_answer, ComputedRecord)
                 and near_answer.near is not None
             ):
-                lists = [
-                    decode_record(layout, answer.record).items
-                    for answer in (near_answer, live_answer)
-                ]
+                lists = [decode_record(layout, answer.record).items for answer in (near_answer, live_answer)]
                 reused += 1
                 wrong += len(np.intersect1d(*lists)) < overlap * len(lists[1])  # type: ignore[call-overload, arg-type]
     return reused, wrong
@@ -156,9 +151,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
         report.figures[f"share of inputs: {outcome}"] = round(number / total, 4)
     for _, _, policy in near.policies():
         low, high = policy.interval
-        report.figures["error by audits"] = (
-            f"{policy.wrong_audits}/{policy.audits}, {low:.4f} to {high:.4f}"
-        )
+        report.figures["error by audits"] = f"{policy.wrong_audits}/{policy.audits}, {low:.4f} to {high:.4f}"
     reused, wrong = true_error(near, snapshot, stream.jobs(2 * count), config.overlap)
     report.figures["error of what was reused, computed again"] = f"{wrong}/{reused}"
 

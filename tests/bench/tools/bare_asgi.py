@@ -23,9 +23,7 @@ def app_of(body: bytes) -> Callable[..., Awaitable[None]]:
     }
     end: Message = {"type": "http.response.body", "body": body}
 
-    async def app(
-        scope: Message, receive: object, send: Callable[[Message], Awaitable[None]]
-    ) -> None:
+    async def app(scope: Message, receive: object, send: Callable[[Message], Awaitable[None]]) -> None:
         if scope["type"] == "http":
             await send(start)
             await send(end)
@@ -37,9 +35,7 @@ def serve(app: Any, app_name: str) -> None:
     """Serve an application as the service serves its own, until told to stop; prints the URL first."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(f"{app_name} app on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    config = uvicorn.Config(
-        app, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_level="warning"
-    )
+    config = uvicorn.Config(app, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_level="warning")
     uvicorn.Server(config).run(sockets=[listener])
 
 

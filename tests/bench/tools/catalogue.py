@@ -31,12 +31,8 @@ def make_catalogue(folder: Path, redis_url: str) -> Case:
         version="1",
         dims=DIMS,
         item_ids=names,
-        user_tower=ModelFile(
-            onnx_model.history_tower(padded), TowerSpec((history,), "vector", DIMS)
-        ),
-        item_tower=ModelFile(
-            onnx_model.item_tower(rows), TowerSpec((index,), "vector", DIMS), entity="item"
-        ),
+        user_tower=ModelFile(onnx_model.history_tower(padded), TowerSpec((history,), "vector", DIMS)),
+        item_tower=ModelFile(onnx_model.item_tower(rows), TowerSpec((index,), "vector", DIMS), entity="item"),
     )
     drawn = Histories.of([rng.choice(ITEMS, 20, replace=False) for _ in range(USERS)])
     write_interactions(folder / "interactions.parquet", drawn, 1)

@@ -87,12 +87,8 @@ def post(form: str, users: Sequence[str]) -> bytes:
 
 def columns_of(answer: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Values by feature, without its view, in the order of the users asked for; None where Feast has none."""
-    names = [
-        feature_name.rpartition("__")[2] for feature_name in answer["metadata"]["feature_names"]
-    ]
-    return dict(
-        zip(names, (feature_result["values"] for feature_result in answer["results"]), strict=True)
-    )
+    names = [feature_name.rpartition("__")[2] for feature_name in answer["metadata"]["feature_names"]]
+    return dict(zip(names, (feature_result["values"] for feature_result in answer["results"]), strict=True))
 
 
 def differing(
@@ -103,9 +99,7 @@ def differing(
     """Users whose row is not what Feast answered in every form and what our service answered (`larder_answers`)."""
     wrong: dict[str, None] = {}
     for suffix in ("", "_vector"):
-        values_by_feature = columns_of(forms[f"bytes{suffix}"]) | columns_of(
-            forms[f"arrays{suffix}"]
-        )
+        values_by_feature = columns_of(forms[f"bytes{suffix}"]) | columns_of(forms[f"arrays{suffix}"])
         answered_rows = zip(
             values_by_feature["record"],
             values_by_feature["items"],
@@ -113,9 +107,7 @@ def differing(
             larder_answers,
             strict=True,
         )
-        for (user, row), (record, items, scores, answer) in zip(
-            rows.items(), answered_rows, strict=True
-        ):
+        for (user, row), (record, items, scores, answer) in zip(rows.items(), answered_rows, strict=True):
             is_equal = (
                 record is not None
                 and base64.b64decode(record) == row.record

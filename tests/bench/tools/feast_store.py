@@ -47,9 +47,7 @@ def views(source: Path) -> list[Any]:
         feast.FeatureView(name="arrays", entities=[user], schema=arrays, source=file),
     ]
     services = [
-        feast.FeatureService(
-            name=f"{feature_view.name}_vector", features=[feature_view], precompute_online=True
-        )
+        feast.FeatureService(name=f"{feature_view.name}_vector", features=[feature_view], precompute_online=True)
         for feature_view in tables
     ]
     return [user, file, *tables, *services]

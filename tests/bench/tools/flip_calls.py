@@ -36,9 +36,7 @@ def calling(
     context = multiprocessing.get_context("spawn")
     started, over = context.Event(), context.Event()
     calls_path = folder / "calls.npz"
-    process = context.Process(
-        target=_main, args=(list(urls), list(paths), rate, seed, str(calls_path), started, over)
-    )
+    process = context.Process(target=_main, args=(list(urls), list(paths), rate, seed, str(calls_path), started, over))
     process.start()
     recording = Recording(calls_path)
     try:

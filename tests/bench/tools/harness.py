@@ -65,9 +65,7 @@ class Promise:
 
     def __str__(self) -> str:
         bounds = (("at least", self.minimum), ("at most", self.maximum))
-        return " and ".join(
-            f"{bound_name} {bound:g}" for bound_name, bound in bounds if math.isfinite(bound)
-        )
+        return " and ".join(f"{bound_name} {bound:g}" for bound_name, bound in bounds if math.isfinite(bound))
 
 
 @dataclass(slots=True)
@@ -90,8 +88,7 @@ class Report:
             "machine": machine(),
             "figures": self.figures,
             "ratios": {
-                f"{self.bench}.{name}": None if r.void else round(r.value, 4)
-                for name, r in self.ratios.items()
+                f"{self.bench}.{name}": None if r.void else round(r.value, 4) for name, r in self.ratios.items()
             },
             "rows": {
                 f"{self.bench}.{name}": {
@@ -165,9 +162,7 @@ def parse(description: str, argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--quick", action="store_true", help="smaller sizes, ends within 120 s")
     parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="alternating rounds")
     arguments = parser.parse_args(argv)
-    return Options(
-        json=arguments.json, quick=arguments.quick, rounds=max(ROUNDS_MIN, arguments.rounds)
-    )
+    return Options(json=arguments.json, quick=arguments.quick, rounds=max(ROUNDS_MIN, arguments.rounds))
 
 
 def alternate(
@@ -215,9 +210,7 @@ def compare(
     round_count = 0
 
     def restless() -> bool:
-        return any(
-            abs(_median_ratio(after[n], figures_before[n]) - 1) > tolerance for n in baselines
-        )
+        return any(abs(_median_ratio(after[n], figures_before[n]) - 1) > tolerance for n in baselines)
 
     while round_count < rounds or (round_count < limit and restless()):
         round_count += 1

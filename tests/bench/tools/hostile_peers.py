@@ -27,8 +27,7 @@ STAYS_S = 15.0, 25.0
 """A peer that does not read cannot tell that it was ended: it begins anew after this."""
 
 _TRICKLED = (
-    b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: a\r\n"
-    b"Authorization: Bearer wrong\r\nContent-Length: 8000000\r\n\r\n{"
+    b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer wrong\r\nContent-Length: 8000000\r\n\r\n{"
 )
 KINDS: dict[str, tuple[bytes, bytes, float]] = {
     "idle": (b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n", b"", 0.0),
@@ -112,9 +111,7 @@ class Peers:
 
     def _after(self, seconds: float, peer_index: int, act: Callable[[int], None]) -> None:
         self._sequence_number += 1
-        heapq.heappush(
-            self._due, (time.monotonic() + seconds, self._sequence_number, peer_index, act)
-        )
+        heapq.heappush(self._due, (time.monotonic() + seconds, self._sequence_number, peer_index, act))
 
 
 @contextmanager

@@ -27,10 +27,7 @@ class Program:
     def cpu_s(self) -> float:
         """Processor time so far, all threads that are there; in nanoseconds where the kernel keeps them, else ticks."""
         try:
-            tasks = [
-                stat_file.read_text()
-                for stat_file in Path(f"/proc/{self.pid}/task").glob("*/schedstat")
-            ]
+            tasks = [stat_file.read_text() for stat_file in Path(f"/proc/{self.pid}/task").glob("*/schedstat")]
         except OSError:  # a thread that ended just now
             tasks = []
         if tasks:
@@ -49,9 +46,7 @@ class Load:
 
 
 @contextmanager
-def program(
-    command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None
-) -> Iterator[Program]:
+def program(command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None) -> Iterator[Program]:
     """Start a server on one core; it says its URL on a line of its output."""
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -75,9 +70,7 @@ def program(
 def _url(process: "subprocess.Popen[bytes]", log: Path, timeout_s: float = 60.0) -> str:
     give_up = time.monotonic() + timeout_s
     while time.monotonic() < give_up and process.poll() is None:
-        if url_match := re.search(
-            r"^\S.* (?:on|at:) (http://\S+)(?: \(\d+\))?$", log.read_text(), re.MULTILINE
-        ):
+        if url_match := re.search(r"^\S.* (?:on|at:) (http://\S+)(?: \(\d+\))?$", log.read_text(), re.MULTILINE):
             return url_match[1]
         time.sleep(0.05)
     raise RuntimeError(f"the server did not start:\n{log.read_text()[-2000:]}")

@@ -23,9 +23,7 @@ SETS = 15_000
 REPEATS = 3
 
 
-def loaded(
-    url: str, case: Case, config: NightConfig, governed: bool, seconds: float
-) -> NDArray[np.float64]:
+def loaded(url: str, case: Case, config: NightConfig, governed: bool, seconds: float) -> NDArray[np.float64]:
     """Load generation after generation for so long: (time, bytes so far) as Redis confirms them."""
     steps: list[tuple[float, float]] = [(time.perf_counter(), 0.0)]
     with redis.Redis.from_url(url, protocol=3) as client:
@@ -83,9 +81,7 @@ def set_pipeline(client: "redis.Redis", case: Case, count: int) -> float:
 class Baselines:
     """Short runs of both, `seconds` of loads each time, before and after each stretch held against them."""
 
-    def __init__(
-        self, url: str, client: "redis.Redis", case: Case, config: NightConfig, seconds: float
-    ) -> None:
+    def __init__(self, url: str, client: "redis.Redis", case: Case, config: NightConfig, seconds: float) -> None:
         self._url, self._client, self._case, self._config = url, client, case, config
         self._seconds = seconds
         self._measured: list[dict[str, float]] = []
@@ -98,9 +94,7 @@ class Baselines:
             "flat_out": lambda: flat_out(self._url, self._case, self._config, run_s),
             "set_pipeline": lambda: set_pipeline(self._client, self._case, SETS),
         }
-        self._measured.append(
-            {name: statistics.median(run() for _ in range(REPEATS)) for name, run in runs.items()}
-        )
+        self._measured.append({name: statistics.median(run() for _ in range(REPEATS)) for name, run in runs.items()})
 
     def around(self, how: str) -> None:
         """The last two measurements stood around a stretch of this kind."""

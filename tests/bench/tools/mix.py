@@ -65,9 +65,7 @@ class Stream:
     def all_known(self, url: str) -> Arrivals:
         """Each known user twice: after it all of them are ready in L1."""
         request_indexes = np.tile(np.arange(len(self.known_requests)), 2)
-        return Arrivals(
-            url, self.known_requests, request_indexes, np.zeros(len(request_indexes)), IN_FLIGHT
-        )
+        return Arrivals(url, self.known_requests, request_indexes, np.zeros(len(request_indexes)), IN_FLIGHT)
 
     def closed(self, url: str, count: int) -> Arrivals:
         """All are due at once, a few under way: as quick as it can."""

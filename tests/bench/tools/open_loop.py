@@ -208,9 +208,7 @@ class _Drive:
         self._status[number] = int(data[9:12])
         source_start = data.find(_SOURCE_KEY)
         if source_start > 0:
-            self._source[number] = _CODES[
-                data[source_start + len(_SOURCE_KEY) : source_start + len(_SOURCE_KEY) + 2]
-            ]
+            self._source[number] = _CODES[data[source_start + len(_SOURCE_KEY) : source_start + len(_SOURCE_KEY) + 2]]
             self._is_shed[number] = data.find(_OVERLOADED, source_start) > 0
         line.at = -1
         self._open -= 1

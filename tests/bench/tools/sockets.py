@@ -52,16 +52,12 @@ class Driven:
         return self.cpu_s / max(self.wall_s, 1e-9)
 
 
-def per_cpu_s(
-    target: Program, requests: Sequence[bytes], count: int, connections: int = CONNECTIONS
-) -> float:
+def per_cpu_s(target: Program, requests: Sequence[bytes], count: int, connections: int = CONNECTIONS) -> float:
     """Requests answered per second of the server's processor time; see `drive`."""
     return drive(target, requests, count, connections).per_cpu_s
 
 
-def drive(
-    target: Program, requests: Sequence[bytes], count: int, connections: int = CONNECTIONS
-) -> Driven:
+def drive(target: Program, requests: Sequence[bytes], count: int, connections: int = CONNECTIONS) -> Driven:
     """Send `count` requests in turn, one under way on each connection.
 
     Raises RuntimeError for an answer other than 200 and 202.

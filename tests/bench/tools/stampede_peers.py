@@ -106,9 +106,7 @@ async def stampede(library: str, url: str, keys: int, waiters: int) -> dict[str,
     loads = 0
     names = [f"{time.time_ns()}-{number}" for number in range(keys)]
     started_at, cpu = time.perf_counter(), time.process_time()
-    outcomes = await asyncio.gather(
-        *(get(name) for name in names * waiters), return_exceptions=True
-    )
+    outcomes = await asyncio.gather(*(get(name) for name in names * waiters), return_exceptions=True)
     return {
         "version": version(library.partition("_")[0]),
         "loads": loads,

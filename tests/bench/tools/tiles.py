@@ -87,9 +87,7 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
         "copies": lambda: on.queries(users, users),
         "histories": lambda: fused.sort_hidden_ordinals(pairs, count, len(items)),
         "bounds": compute_bounds,
-        "exact": lambda: fused.compute_exact_keys(
-            on, columns, queries, hidden, kept_entries, left_out, tiles
-        ),
+        "exact": lambda: fused.compute_exact_keys(on, columns, queries, hidden, kept_entries, left_out, tiles),
         "best": lambda: fused.select_leading_keys(keys, K, tiles),
     }
     return {stage: seconds(run) * 1e6 / count for stage, run in runs.items()}
@@ -99,9 +97,7 @@ def square_users_per_s(dims: int, device: Any) -> float:
     """Users per second at the rate of a large square bfloat16 product."""
     import torch
 
-    left_matrix, right = (
-        torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2)
-    )
+    left_matrix, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     product_buffer = torch.empty_like(left_matrix)
     took_s = seconds(lambda: [torch.mm(left_matrix, right, out=product_buffer) for _ in range(10)])
     return 10 * 8192**3 / took_s / (ITEMS * dims)

@@ -43,9 +43,7 @@ def real_case(file: Path, folder: Path, users: int, dims: int, *, seed: int = 0)
     histories = Histories.of(rows)
     owners = np.repeat(np.arange(len(rows)), np.diff(histories.indptr))
     names = [str(item_number) for item_number in range(int(histories.indices.max()) + 1)]
-    bundle = train(
-        ReferenceData(owners, histories.indices, names), folder, dims=dims, shape=SpectralShape()
-    )
+    bundle = train(ReferenceData(owners, histories.indices, names), folder, dims=dims, shape=SpectralShape())
     user_rows = np.random.default_rng(seed).permutation(len(rows))[:users]
     input_histories = histories.select_rows(np.sort(user_rows))
     return Case(
@@ -55,9 +53,7 @@ def real_case(file: Path, folder: Path, users: int, dims: int, *, seed: int = 0)
     )
 
 
-def _vectors(
-    bundle: Bundle, name: str, value: Histories | NDArray[np.int64]
-) -> NDArray[np.float32]:
+def _vectors(bundle: Bundle, name: str, value: Histories | NDArray[np.int64]) -> NDArray[np.float32]:
     model = bundle.user_tower if name == "history" else bundle.item_tower
     tower = Tower.open(model.path, model.spec, threads=usable_cores())
     return tower.run({name: value})

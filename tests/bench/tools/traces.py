@@ -92,8 +92,6 @@ def sampled(keys: Keys, shards: MissRatioCurve, *, seed: int = 0) -> None:
     for start in range(0, len(keys), 4_096):
         part = spots[keys[start : start + 4_096]]
         shards.count(len(part), len(part))
-        touches = [
-            (spot, 1) for spot in part[part <= np.uint64(shards.greatest_sampled_spot)].tolist()
-        ]
+        touches = [(spot, 1) for spot in part[part <= np.uint64(shards.greatest_sampled_spot)].tolist()]
         for at in range(0, len(touches), _AT_ONCE):
             shards.record_touches(touches[at : at + _AT_ONCE])

@@ -32,9 +32,7 @@ class NoTiers(TieredCache):
         """Nothing is stored."""
         return [_NOWHERE] * len(record_keys)
 
-    def probe(
-        self, view: SnapshotView, record_key: RecordKey, on_reply: Callable[[bool], None]
-    ) -> None:
+    def probe(self, view: SnapshotView, record_key: RecordKey, on_reply: Callable[[bool], None]) -> None:
         """There is nothing to ask."""
 
     def put_live(

@@ -47,11 +47,7 @@ class Caller:
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
-        length = next(
-            header_line
-            for header_line in head.lower().split(b"\r\n")
-            if b"content-length" in header_line
-        )
+        length = next(header_line for header_line in head.lower().split(b"\r\n") if b"content-length" in header_line)
         return await reader.readexactly(int(length.split(b":")[1]))
 
     async def aclose(self) -> None:
@@ -65,9 +61,7 @@ async def served(night: NightConfig, **changes: Any) -> AsyncIterator[tuple[Call
     """A service of this night on a socket, and a connection to it; its background sleeps, and no request is logged."""
     asleep = dict.fromkeys(("poll_s", "blocklist_poll_s", "heartbeat_s", "figures_s"), 3_000.0)
     asleep |= {"log_share": 0.0, "log_slow_ms": 60_000.0}
-    config = settings(
-        night, **(asleep | {"queue_interval_ms": 60_000.0, "sketch_s": 0.0} | changes)
-    )
+    config = settings(night, **(asleep | {"queue_interval_ms": 60_000.0, "sketch_s": 0.0} | changes))
     app, started = create_app(config), asyncio.Event()
     server = make_server(app, config, "warning", started.set)
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
@@ -88,9 +82,7 @@ async def walked(caller: Caller, request: bytes) -> list[Call]:
     with recorder.recording():
         await caller.send_request(request)
         await asyncio.sleep(0)  # what is done once the answer is on its way
-    return [
-        root_call for root_call in recorder.roots if not root_call.module.startswith(BACKGROUND)
-    ]
+    return [root_call for root_call in recorder.roots if not root_call.module.startswith(BACKGROUND)]
 
 
 def get(path: str) -> bytes:
@@ -134,9 +126,7 @@ def main() -> None:
             for name, roots in roots_by_request.items():
                 walk = hops(roots)
                 every = calls_of(roots, lambda _: True)
-                print(
-                    f"\n## {name}: {len(walk)} hops in {len(modules(walk))} modules, {every} calls\n"
-                )
+                print(f"\n## {name}: {len(walk)} hops in {len(modules(walk))} modules, {every} calls\n")
                 print(table(walk, leaves=True))
 
 

@@ -36,9 +36,7 @@ def write_case(folder: Path, case: Case) -> None:
     folder.mkdir()
     (folder / CASE).write_text(json.dumps(asdict(case)))
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((case.items, DIMS), np.float32) / np.sqrt(
-        1 + np.arange(DIMS, dtype="f4")
-    )
+    rows = rng.standard_normal((case.items, DIMS), np.float32) / np.sqrt(1 + np.arange(DIMS, dtype="f4"))
     names = [f"item-{number}" for number in range(case.items)]
     history = InputSpec("history", "history", "int32", max_length=64, pad=case.items)
     taste = InputSpec("taste", "feature", "float32", column="taste", width=case.width)
@@ -88,9 +86,7 @@ def _user_tower(rows: np.ndarray, projection: np.ndarray) -> OnnxModel:
     taste = helper.make_tensor_value_info("taste", TensorProto.FLOAT, ["rows", len(projection)])
     inputs = [onnx_model.int32_info("history", ["rows", "length"]), taste]
     constants = {"table": padded, "axes": np.array([1], np.int64), "projection": projection}
-    return onnx_model.build_onnx_model(
-        nodes, inputs, [onnx_model.float32_info("vector", DIMS)], constants
-    )
+    return onnx_model.build_onnx_model(nodes, inputs, [onnx_model.float32_info("vector", DIMS)], constants)
 
 
 def config_of(folder: Path, redis_url: str) -> NightConfig:
@@ -103,9 +99,7 @@ def config_of(folder: Path, redis_url: str) -> NightConfig:
         bundle=str(folder / "bundle"),
         redis_url=redis_url,
         shards=case.shards,
-        sources=Sources(
-            (str(folder / "interactions.parquet"),), user_features=str(folder / "users.parquet")
-        ),
+        sources=Sources((str(folder / "interactions.parquet"),), user_features=str(folder / "users.parquet")),
         tables={"user_topk": TableConfig("user_topk", k=K)},
     )
 

@@ -60,9 +60,7 @@ def outcomes(
     )  # fmt: skip
     assert completed_process.returncode == 0, completed_process.stderr[-4_000:]
     return [
-        Outcome(
-            tuple(row["words"]), row["code"], row["output"].replace(str(folder), "."), row["errors"]
-        )
+        Outcome(tuple(row["words"]), row["code"], row["output"].replace(str(folder), "."), row["errors"])
         for row in json.loads(completed_process.stdout.splitlines()[-1])
     ]
 
@@ -71,10 +69,7 @@ def difference_of_outcomes(left: Outcome, right: Outcome) -> Difference | None:
     """The first difference of two outcomes of one command: its code, or names and types of what it printed as JSON."""
     codes = left.code, right.code
     if left.code != right.code and CHANGED_CODES.get(left.arguments[0]) != codes:
-        sides = (
-            f"{outcome.code}: {(outcome.errors or outcome.output)[-300:]}"
-            for outcome in (left, right)
-        )
+        sides = (f"{outcome.code}: {(outcome.errors or outcome.output)[-300:]}" for outcome in (left, right))
         return Difference("exit code", *sides)
     if left.error_code != right.error_code:
         return Difference("code of the error", left.errors[-300:], right.errors[-300:])

@@ -32,18 +32,14 @@ CHANGED_CODES: Final[Mapping[str, tuple[int, int]]] = {"status": (0, 3)}
 
 ADDED_AT: Final[Mapping[str, frozenset[str]]] = {
     "body.components.schemas.Explanation.properties": frozenset({"new_items", "filter", "rerank"}),
-    "body.components.schemas.HeldGeneration.required": frozenset(
-        {"entities", "tables", "models", "indexes"}
-    ),
+    "body.components.schemas.HeldGeneration.required": frozenset({"entities", "tables", "models", "indexes"}),
 }
 """Names that are new at one place alone: what answers had, and OpenAPI did not say."""
 
 
 def without_added(left: Any, right: Any, path: str) -> Any:
     """Return `right`, an object or a list of names, without the added fields that `left` does not have."""
-    added = (ADDED_FIELDS | ADDED_AT.get(path, frozenset())).difference(
-        name for name in left if isinstance(name, str)
-    )
+    added = (ADDED_FIELDS | ADDED_AT.get(path, frozenset())).difference(name for name in left if isinstance(name, str))
     if isinstance(right, dict):
         return {name: value for name, value in right.items() if name not in added}
     return [value for value in right if not (isinstance(value, str) and value in added)]

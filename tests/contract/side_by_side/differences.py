@@ -11,17 +11,13 @@ from tests.contract.side_by_side.decided import without_added
 from tests.contract.side_by_side.exchange import Answer
 
 ARROW: Final = "application/vnd.apache.arrow.stream"
-MASKED_HEADERS: Final = frozenset(
-    {"date", "x-request-id", "server-timing", "content-length", "retry-after"}
-)
+MASKED_HEADERS: Final = frozenset({"date", "x-request-id", "server-timing", "content-length", "retry-after"})
 """Headers whose presence is compared, not their value."""
 AGES: Final = frozenset({"age_seconds", "expires_in_seconds", "retry_after_seconds", "seconds"})
 """Names of numbers that say how long ago something was, or how long it takes."""
 ACCEPTED_AT: Final = frozenset({"as_of", "position", "fingerprint", "time"})
 """Names of texts that say when an event was accepted, or are hashed from it."""
-PROSE: Final = frozenset(
-    {"message", "detail", "sentence", "description", "summary", "title", "version"}
-)
+PROSE: Final = frozenset({"message", "detail", "sentence", "description", "summary", "title", "version"})
 """Names of texts for people, and of the release."""
 MOMENTARY_STALE: Final = frozenset({"events_behind"})
 """Words of `stale` that say how busy the machine is."""
@@ -95,17 +91,13 @@ def differences_of_values(
         if ordered(left) != ordered(right):
             yield Difference(f"{path} (names)", list(left), list(right))
         for key, value in left.items():
-            yield from differences_of_values(
-                value, right.get(key), f"{path}.{key}", is_shape=is_shape, name=key
-            )
+            yield from differences_of_values(value, right.get(key), f"{path}.{key}", is_shape=is_shape, name=key)
     elif isinstance(left, list):
         right = without_added(left, right, path)
         if not is_shape and len(left) != len(right):
             yield Difference(f"{path} (length)", len(left), len(right))
         for number, pair in enumerate(zip(left, right, strict=False)):
-            yield from differences_of_values(
-                *pair, f"{path}[{number}]", is_shape=is_shape, name=name
-            )
+            yield from differences_of_values(*pair, f"{path}[{number}]", is_shape=is_shape, name=name)
     elif name == "scored_at" and abs(left - right) <= 1:
         return  # both services compute the same answer, one before a second ends and one after it
     elif not is_shape and left != right and not _is_masked(name, left):
@@ -114,13 +106,7 @@ def differences_of_values(
 
 def _is_masked(name: str, value: object) -> bool:
     """True for a value of a masked name and its type: `position` is masked as a text, not as a row of a directory."""
-    return name in (
-        ACCEPTED_AT | PROSE
-        if isinstance(value, str)
-        else AGES
-        if isinstance(value, int | float)
-        else ()
-    )
+    return name in (ACCEPTED_AT | PROSE if isinstance(value, str) else AGES if isinstance(value, int | float) else ())
 
 
 def _without_momentary(value: dict[str, Any]) -> dict[str, Any]:
@@ -132,8 +118,7 @@ def _without_momentary(value: dict[str, Any]) -> dict[str, Any]:
 
 def _difference_of_headers(left: Answer, right: Answer) -> Difference | None:
     sides = [
-        [(name, "" if name in MASKED_HEADERS else value) for name, value in answer.headers]
-        for answer in (left, right)
+        [(name, "" if name in MASKED_HEADERS else value) for name, value in answer.headers] for answer in (left, right)
     ]
     return None if sides[0] == sides[1] else Difference("headers", *sides)
 
@@ -149,9 +134,7 @@ def _difference_of_streams(left: bytes, right: bytes) -> Difference | None:
     if before.num_rows != after.num_rows:
         return Difference("rows", before.num_rows, after.num_rows)
     for name in before.column_names:
-        if name in AGES | ACCEPTED_AT or (
-            name == "stale" and _is_momentary(before[name], after[name])
-        ):
+        if name in AGES | ACCEPTED_AT or (name == "stale" and _is_momentary(before[name], after[name])):
             continue
         if not before[name].equals(after[name]):
             rows = zip(before[name].to_pylist(), after[name].to_pylist(), strict=True)

@@ -52,9 +52,7 @@ class Draw:
         if table == "brands":
             return rng.choice((*BRANDS, "nobody's"))
         if table in OF_ITEMS:
-            return (
-                rng.choice(self.facts.items) if self.chance(0.9) else f"item-{rng.randrange(300)}"
-            )
+            return rng.choice(self.facts.items) if self.chance(0.9) else f"item-{rng.randrange(300)}"
         return self.user()
 
     def user(self) -> str:
@@ -144,8 +142,7 @@ class Draw:
         if self.chance(0.6):
             factors = (0.25, 0.5, 1, 2.5, 4)
             rerank_spec["boost"] = [
-                {"filter": self.filter(), "factor": rng.choice(factors)}
-                for _ in range(rng.randrange(1, 3))
+                {"filter": self.filter(), "factor": rng.choice(factors)} for _ in range(rng.randrange(1, 3))
             ]
         if self.chance(0.6) or not rerank_spec:
             diversify: dict[str, Any] = {"mmr": rng.choice((0.2, 0.8, 1))}
@@ -167,22 +164,16 @@ class Draw:
             "fresh": lambda: rng.random() < 0.6,
             "max_age_seconds": lambda: rng.choice((0, 3_600, 1_000_000_000, 1e9)),
             "max_events": lambda: 0,
-            "as_of": lambda: rng.choice(
-                (AS_OF, AS_OF, "2020-01-01T00:00:00Z", "2100-01-01T00:00:00+01:00", "0-0")
-            ),
+            "as_of": lambda: rng.choice((AS_OF, AS_OF, "2020-01-01T00:00:00Z", "2100-01-01T00:00:00+01:00", "0-0")),
             "generation": lambda: rng.choice(self.facts.generations),
             "deadline_ms": lambda: rng.choice((20_000, 30_000.5, 100_000)),
             "canary_key": lambda: f"key-{rng.randrange(60)}",
             "arm": lambda: rng.choice(("ranker=b", "ranker=control")),
-            "filter": lambda: rng.choice(
-                ("in_stock", "in_stock", "cheap", self.filter(), self.filter())
-            ),
+            "filter": lambda: rng.choice(("in_stock", "in_stock", "cheap", self.filter(), self.filter())),
             "rerank": lambda: rng.choice(("varied", "fresh", self.reranking(), self.reranking())),
         }
         weights = {"k": 0.35, "filter": 0.12, "rerank": 0.1, "fresh": 0.1}
-        request_options = {
-            name: make() for name, make in makers.items() if rng.random() < weights.get(name, 0.04)
-        }
+        request_options = {name: make() for name, make in makers.items() if rng.random() < weights.get(name, 0.04)}
         if table in ("brands", *TABLES[4:]) and not is_score and not self.chance(0.05):
             request_options.pop("filter", None)
             request_options.pop("rerank", None)
@@ -211,9 +202,7 @@ class Draw:
         if self.chance(0.05):
             header_pairs.append(("X-Request-Id", f"request-{rng.randrange(1_000)}"))
         if self.chance(0.05):
-            header_pairs.append(
-                ("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
-            )
+            header_pairs.append(("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"))
         return tuple(header_pairs)
 
     def draw_word(self) -> str:

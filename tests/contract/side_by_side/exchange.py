@@ -135,9 +135,7 @@ class Line:
         assert self._socket is not None
         part = self._socket.recv(_CHUNK)
         if not part:
-            raise ConnectionError(
-                f"the service closed the connection after {bytes(self._buffer)!r}"
-            )
+            raise ConnectionError(f"the service closed the connection after {bytes(self._buffer)!r}")
         self._buffer += part
 
     def close(self) -> None:

@@ -31,9 +31,7 @@ def exposed(text: str) -> dict[str, set[tuple[str, tuple[tuple[str, str], ...]]]
     for family in text_string_to_metric_families(text):
         samples = families[f"{family.name} ({family.type})"]
         for sample in family.samples:
-            labels = (
-                (name, "" if name in CHANCE else value) for name, value in sample.labels.items()
-            )
+            labels = ((name, "" if name in CHANCE else value) for name, value in sample.labels.items())
             samples.add((sample.name, tuple(sorted(labels))))
     return dict(families)
 

@@ -69,9 +69,7 @@ def differences_of_nights(nights: Nights) -> list[str]:
     left_files, right = nights.files(0), nights.files(1)
     manifests = [orjson.loads(files.pop(MANIFEST)) for files in (left_files, right)]
     added_gates = ADDED_GATES.difference(gate["rule"] for gate in manifests[0]["gates"])
-    manifests[1]["gates"] = [
-        gate for gate in manifests[1]["gates"] if gate["rule"] not in added_gates
-    ]
+    manifests[1]["gates"] = [gate for gate in manifests[1]["gates"] if gate["rule"] not in added_gates]
     for left_gate, right_gate in zip(manifests[0]["gates"], manifests[1]["gates"], strict=False):
         values = left_gate["value"], right_gate["value"]
         if (
@@ -80,15 +78,9 @@ def differences_of_nights(nights: Nights) -> list[str]:
             and math.isclose(*values, rel_tol=HEADROOM_TOLERANCE)
         ):
             right_gate["value"] = left_gate["value"]
-    published = [
-        {path for path in files if not INTERNAL.match(path)} for files in (left_files, right)
-    ]
+    published = [{path for path in files if not INTERNAL.match(path)} for files in (left_files, right)]
     lines = [f"{path}: on one side alone" for path in sorted(published[0] ^ published[1])]
-    lines += [
-        f"{path}: other bytes"
-        for path in sorted(published[0] & published[1])
-        if left_files[path] != right[path]
-    ]
+    lines += [f"{path}: other bytes" for path in sorted(published[0] & published[1]) if left_files[path] != right[path]]
     lines += [
         str(difference)
         for difference in differences_of_values(manifests[0], manifests[1], MANIFEST)

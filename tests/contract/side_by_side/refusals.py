@@ -52,9 +52,7 @@ def _unknown_table(draw: Draw) -> Request:
 
 def _wrong_method(draw: Draw) -> Request:
     method = draw.rng.choice(("PUT", "DELETE", "PATCH", "OPTIONS", "GET", "POST"))
-    target = draw.rng.choice(
-        (*_TARGETS, "/healthz", "/readyz", "/metrics", "/v1/generations", f"{_LOOKUP}/x")
-    )
+    target = draw.rng.choice((*_TARGETS, "/healthz", "/readyz", "/metrics", "/v1/generations", f"{_LOOKUP}/x"))
     return Request("refused", method, target)
 
 
@@ -103,9 +101,7 @@ def _bad_id(draw: Draw) -> Request:
         {"entities": [{"history": "x"}]}, {"entities": [{}]}, {"entities": [{"id": None}]}, {"entities": [None]},
     ))  # fmt: skip
     if draw.chance(0.2):
-        target = draw.rng.choice(
-            (f"{_LOOKUP}/", f"{_LOOKUP}/%ff", f"{_LOOKUP}/{'a' * 257}", f"{_LOOKUP}/%zz", _LOOKUP)
-        )
+        target = draw.rng.choice((f"{_LOOKUP}/", f"{_LOOKUP}/%ff", f"{_LOOKUP}/{'a' * 257}", f"{_LOOKUP}/%zz", _LOOKUP))
         return Request("refused", "GET", target)
     return _post(_LOOKUP, body)
 
@@ -204,9 +200,7 @@ WIRES: Final = (
         body=b"{}",
     ),
     _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Transfer-Encoding: gzip"),
-    _wired(
-        "POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Transfer-Encoding: chunked", body=b"xx\r\n"
-    ),
+    _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Transfer-Encoding: chunked", body=b"xx\r\n"),
     _wired(
         "POST /v1/feedback HTTP/1.1",
         _HOST,

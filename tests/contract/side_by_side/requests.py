@@ -31,9 +31,7 @@ class Recipe(NamedTuple):
     draw: Callable[[Draw, int], Request]
 
 
-def request(
-    seed: int, number: int, shop_facts: ShopFacts, headers: tuple[tuple[str, str], ...]
-) -> Request:
+def request(seed: int, number: int, shop_facts: ShopFacts, headers: tuple[tuple[str, str], ...]) -> Request:
     """Request of this number in the run of this seed, with the headers that all have."""
     draw = Draw(random.Random(f"{seed}:{number}"), shop_facts)
     recipe = draw.rng.choices(RECIPES, [recipe.weight for recipe in RECIPES])[0]
@@ -74,9 +72,7 @@ def _arrow_batch(draw: Draw, _number: int) -> Request:
     ids = [draw.entity(table) for _ in range(_size(draw))]
     options = draw.options(table) if draw.chance(0.4) else {}
     kind = pa.large_utf8() if draw.chance(0.1) else pa.utf8()
-    id_table = pa.table({"id": pa.array(ids, kind)}).replace_schema_metadata(
-        _texts(options) or None
-    )
+    id_table = pa.table({"id": pa.array(ids, kind)}).replace_schema_metadata(_texts(options) or None)
     headers: tuple[tuple[str, str], ...] = (_ARROW_SENT, *draw.headers())
     if draw.chance(0.8):
         headers = (*headers, _ARROW_WANTED)
@@ -95,14 +91,10 @@ def _tables(draw: Draw, _number: int) -> Request:
     for _ in range(draw.rng.randrange(1, 12)):
         table = draw.table()
         entity = draw.entity_input(table)
-        entities.append(
-            {"table": table, **(entity if isinstance(entity, dict) else {"id": entity})}
-        )
+        entities.append({"table": table, **(entity if isinstance(entity, dict) else {"id": entity})})
     options = draw.body_options("brands" if draw.chance(0.8) else "near_topk")
     body = _json(draw, {"entities": entities, **options})
-    return Request(
-        "lookupTables", "POST", "/v1/lookup", (_JSON, *draw.headers()), body, options=tuple(options)
-    )
+    return Request("lookupTables", "POST", "/v1/lookup", (_JSON, *draw.headers()), body, options=tuple(options))
 
 
 def _score(draw: Draw, _number: int) -> Request:
@@ -110,9 +102,7 @@ def _score(draw: Draw, _number: int) -> Request:
     user = draw.entity_input("user_vector")
     items = [draw.item() for _ in range(draw.rng.choice((1, 3, 10, 10, 40, 300)))]
     body = _json(draw, {"user": user, "items": items, **options})
-    return Request(
-        "score", "POST", "/v1/score", (_JSON, *draw.headers()), body, options=tuple(options)
-    )
+    return Request("score", "POST", "/v1/score", (_JSON, *draw.headers()), body, options=tuple(options))
 
 
 def _explain(draw: Draw, _number: int) -> Request:
@@ -278,9 +268,7 @@ def _bad_option(draw: Draw, _number: int) -> Request:
         body = {"user": draw.facts.users[5], "items": list(draw.facts.items[:3]), name: value}
         return Request("score", "POST", "/v1/score", (_JSON,), orjson.dumps(body), options=(name,))
     body = {"entities": [entity], name: value}
-    return Request(
-        "lookupBatch", "POST", f"/v1/lookup/{table}", (_JSON,), orjson.dumps(body), options=(name,)
-    )
+    return Request("lookupBatch", "POST", f"/v1/lookup/{table}", (_JSON,), orjson.dumps(body), options=(name,))
 
 
 def _wire(draw: Draw, _number: int) -> Request:
@@ -292,9 +280,7 @@ def _with_token(draw: Draw, number: int) -> Request:
     recipe = draw.rng.choices(RECIPES[:8], [recipe.weight for recipe in RECIPES[:8]])[0]
     drawn = recipe.draw(draw, number)
     names = tuple(name for name in draw.facts.tokens if name != "all")
-    token = draw.rng.choice(
-        (*(f"Bearer {draw.facts.tokens[name]}" for name in names), "Bearer x", "", "Basic eDp5")
-    )
+    token = draw.rng.choice((*(f"Bearer {draw.facts.tokens[name]}" for name in names), "Bearer x", "", "Basic eDp5"))
     return drawn.numbered(number, (("Authorization", token),))
 
 

@@ -16,9 +16,7 @@ from tests.contract.side_by_side.requests import request
 from tests.contract.side_by_side.twins import Twins
 from tests.contract.side_by_side.world import ShopFacts
 
-_FIELD_VALUES: Final = re.compile(
-    rb'"(code|reason|live|source|producer|reranked|stale)":"([a-z0-9_+,]+)"'
-)
+_FIELD_VALUES: Final = re.compile(rb'"(code|reason|live|source|producer|reranked|stale)":"([a-z0-9_+,]+)"')
 _VALUES: Final = (b'"attributes"', b'"features"', b'"vector"')
 
 
@@ -43,15 +41,11 @@ class Met:
             with pa.ipc.open_stream(answer.body) as stream:
                 table = stream.read_all()
             for name in ("reason", "live", "source", "producer", "reranked"):
-                self.field_values.update(
-                    (name, field_value) for field_value in table[name].to_pylist() if field_value
-                )
+                self.field_values.update((name, field_value) for field_value in table[name].to_pylist() if field_value)
         else:
             self.forms["json"] += 1
             pairs = _FIELD_VALUES.findall(answer.body)
-            self.field_values.update(
-                (name.decode(), raw_value.decode()) for name, raw_value in pairs
-            )
+            self.field_values.update((name.decode(), raw_value.decode()) for name, raw_value in pairs)
 
     def of(self, name: str) -> set[str]:
         """Words that were met in a field."""
@@ -101,9 +95,7 @@ class Run:
         self.met.note(sent_request, answers[0])
         if change is not None:
             heading = f"request {sent_request.number} of seed {self.seed} ({sent_request.kind})"
-            self.differing.append(
-                f"{heading}\n  {sent_request.curl(self.twins.urls[0])}\n  {change}"
-            )
+            self.differing.append(f"{heading}\n  {sent_request.curl(self.twins.urls[0])}\n  {change}")
         elif answers[0].status == 202 and orjson.loads(answers[0].body)["accepted"]:
             has_values = any(value_field in sent_request.body for value_field in _VALUES)
             self.twins.follow_events(answers, has_values=has_values)
@@ -113,13 +105,9 @@ class Run:
         """Raise AssertionError with all that differed."""
         if self.differing:
             listing = "\n".join(self.differing)
-            heading = (
-                f"left is the frozen commit, right this tree (LARDER_SEED={self.seed} repeats it)"
-            )
+            heading = f"left is the frozen commit, right this tree (LARDER_SEED={self.seed} repeats it)"
             raise AssertionError(f"{heading}\n{listing}")
 
 
 def _format_counts(counts: "Counter[str] | Counter[int]") -> str:
-    return ", ".join(
-        f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda pair: str(pair[0]))
-    )
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda pair: str(pair[0])))

@@ -36,9 +36,7 @@ def begin_trials(twins: Twins) -> None:
     blocklist = change_blocklist(_store(twins), block_items=items)
 
     def is_there(view: dict[str, Any]) -> bool:
-        return bool(
-            view["canary"] and view["next"] and view["blocklist"]["version"] == blocklist.version
-        )
+        return bool(view["canary"] and view["next"] and view["blocklist"]["version"] == blocklist.version)
 
     _await(twins, is_there)
     _await_experiments(twins, status=200)
@@ -95,11 +93,7 @@ def _level(twins: Twins) -> None:
     of_items = dict.fromkeys(OF_ITEMS, shop_facts.items)
     for generation in shop_facts.generations:
         for table in TABLES:
-            ids = (
-                BRANDS
-                if table == "brands"
-                else of_items.get(table, (*shop_facts.users, *shop_facts.removed_users))
-            )
+            ids = BRANDS if table == "brands" else of_items.get(table, (*shop_facts.users, *shop_facts.removed_users))
             for options in ({}, {"filter": "in_stock"}) if table == "user_topk" else ({},):
                 body = {"entities": ids, "generation": generation, **options}
                 twins.send(twins.request("POST", f"/v1/lookup/{table}", body))

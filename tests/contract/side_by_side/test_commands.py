@@ -117,12 +117,7 @@ def test_commands_of_a_shop(checkouts: Checkouts, shop: Shop, tmp_path: Path) ->
     codes: defaultdict[str, set[int]] = defaultdict(set)
     for outcome in sides[0]:
         codes[outcome.arguments[0] if outcome.arguments else ""].add(outcome.code)
-    print(
-        "\n".join(
-            f"{name}: {', '.join(map(str, sorted(exit_codes)))}"
-            for name, exit_codes in sorted(codes.items())
-        )
-    )
+    print("\n".join(f"{name}: {', '.join(map(str, sorted(exit_codes)))}" for name, exit_codes in sorted(codes.items())))
     assert_alike(sides)
     assert ENTRY_BY_NAME.keys() - codes.keys() == ENDLESS
 

@@ -44,9 +44,7 @@ ANSWERS = {
         '{"id": entity.id, "table": table}',
         '{"table": table, "id": entity.id}',
     ),
-    "an integer for a float": Change(
-        "serving/ranking/candidate_scoring.py", "return 0.0", "return 0"
-    ),
+    "an integer for a float": Change("serving/ranking/candidate_scoring.py", "return 0.0", "return 0"),
     "a score off by one bit": Change(
         "serving/ranking/candidate_scoring.py",
         '"scores": scores[order],',
@@ -58,9 +56,7 @@ ANSWERS = {
     "a flag at its edge": Change(
         "serving/rendering/answer_fields.py", '"short": len(items) < k', '"short": len(items) <= k'
     ),
-    "a status": Change(
-        "serving/requests/negotiation.py", '415, "unsupported_content', '400, "unsupported_content'
-    ),
+    "a status": Change("serving/requests/negotiation.py", '415, "unsupported_content', '400, "unsupported_content'),
     "a code": Change("serving/requests/options.py", '"unknown_rerank"', '"no_rerank"'),
     "a header": Change("serving/requests/bodies.py", '"WWW-Authenticate"', '"WWW-Authentication"'),
     "a type of a column": Change("serving/answers/fields.py", 'int: "i4"', 'int: "f8"'),
@@ -69,12 +65,8 @@ ANSWERS = {
         '"HTTP requests", ["route", "status"]',
         '"HTTP requests", ["path", "status"]',
     ),
-    "the name of a metric": Change(
-        "serving/metrics/registry.py", '"larder_stale"', '"larder_is_stale"'
-    ),
-    "a schema of the document": Change(
-        "serving/http/json_schema.py", '"maxLength": 256', '"maxLength": 255'
-    ),
+    "the name of a metric": Change("serving/metrics/registry.py", '"larder_stale"', '"larder_is_stale"'),
+    "a schema of the document": Change("serving/http/json_schema.py", '"maxLength": 256', '"maxLength": 255'),
 }
 """Changes of the service."""
 NIGHTS = {
@@ -89,9 +81,7 @@ NIGHTS = {
 
 def planted(change: Change, frozen: Checkout, folder: Path) -> Checkout:
     """A copy of the frozen checkout with the change."""
-    copied = shutil.copytree(
-        frozen.root, folder, ignore=shutil.ignore_patterns("docs", "tests", "build", ".venv")
-    )
+    copied = shutil.copytree(frozen.root, folder, ignore=shutil.ignore_patterns("docs", "tests", "build", ".venv"))
     change.plant(copied)
     return replace(frozen, name="planted", root=copied)
 
@@ -108,10 +98,7 @@ def test_a_change_of_the_service_is_found(
         of_metrics = None
         for start in range(0, ROUNDS_MAX * COUNT, COUNT):
             run.send_all(range(start, start + COUNT))
-            texts = [
-                answer.body.decode()
-                for answer in twin_services.send(twin_services.request("GET", "/metrics"))
-            ]
+            texts = [answer.body.decode() for answer in twin_services.send(twin_services.request("GET", "/metrics"))]
             of_metrics = difference_of_metrics(texts[0], texts[1])
             if run.differing or of_metrics:
                 break
@@ -121,9 +108,7 @@ def test_a_change_of_the_service_is_found(
 
 
 @pytest.mark.parametrize("name", NIGHTS)
-def test_a_change_of_the_night_or_a_command_is_found(
-    name: str, checkouts: Checkouts, tmp_path: Path
-) -> None:
+def test_a_change_of_the_night_or_a_command_is_found(name: str, checkouts: Checkouts, tmp_path: Path) -> None:
     pair = checkouts[0], planted(NIGHTS[name], checkouts[0], tmp_path / "planted")
 
     with (

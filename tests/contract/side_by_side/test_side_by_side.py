@@ -17,9 +17,7 @@ COUNT = 2_000
 
 
 @pytest.fixture(scope="module")
-def run(
-    checkouts: Checkouts, shop: Shop, seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Run]:
+def run(checkouts: Checkouts, shop: Shop, seed: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run of 2,000 requests, the second half while an experiment and a canary go on."""
     folder = tmp_path_factory.mktemp("twins")
     with twins(folder, shop, checkouts, token=TOKENS["all"]) as pair:
@@ -46,9 +44,7 @@ def test_metrics_have_the_same_names_types_and_labels(run: Run) -> None:
     def is_same() -> bool:
         left_answer, right = run.twins.send(run.twins.request("GET", "/metrics"))
         assert left_answer.header("content-type") == right.header("content-type")
-        metric_differences.append(
-            difference_of_metrics(left_answer.body.decode(), right.body.decode())
-        )
+        metric_differences.append(difference_of_metrics(left_answer.body.decode(), right.body.decode()))
         return metric_differences[-1] is None
 
     assert poll_until(is_same, every_s=0.2), str(metric_differences[-1])

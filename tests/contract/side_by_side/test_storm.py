@@ -19,9 +19,7 @@ from tests.polling import poll_until
 pytestmark = pytest.mark.storm
 
 SCALE: Final = float(os.environ.get("LARDER_TEST_REQUESTS", "100000")) / 100_000
-BEFORE_TRIALS, TRIALS, AFTER, SLOW = (
-    int(SCALE * count) for count in (40_000, 40_000, 10_000, 10_000)
-)
+BEFORE_TRIALS, TRIALS, AFTER, SLOW = (int(SCALE * count) for count in (40_000, 40_000, 10_000, 10_000))
 """Requests before trials, while they go on, behind a roll back, and without the code that is there for speed."""
 UNREACHED_CODES: Final = {
     "disconnected": "its caller is gone, and reads nothing",
@@ -98,10 +96,7 @@ def test_a_service_without_a_generation_events_and_a_dashboard(
             pair.request("GET", "/v1/explain/user_topk/a"),
             pair.request("POST", "/v1/events", {"events": [{"id": "a", "user": "a", "item": "b"}]}),
             pair.request("POST", "/v1/feedback", {"event": "click", "canary_key": "a"}),
-            *(
-                pair.request("GET", path)
-                for path in ("/v1/generations", "/dashboard/data", "/readyz", "/healthz")
-            ),
+            *(pair.request("GET", path) for path in ("/v1/generations", "/dashboard/data", "/readyz", "/healthz")),
         ):
             answers = pair.send(request)
             met.note(request, answers[0])
@@ -112,15 +107,11 @@ def test_a_service_without_a_generation_events_and_a_dashboard(
 def test_all_that_the_document_names_was_met(checkouts: Checkouts, met: Met) -> None:
     document = _document(checkouts)
     values_by_enum = {
-        name: set(schema["enum"])
-        for name, schema in document["components"]["schemas"].items()
-        if "enum" in schema
+        name: set(schema["enum"]) for name, schema in document["components"]["schemas"].items() if "enum" in schema
     }
     operations = {
         operation["operationId"]: {
-            parameter["name"]
-            for parameter in operation.get("parameters", ())
-            if parameter["in"] == "query"
+            parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "query"
         }
         for path in document["paths"].values()
         for operation in path.values()
@@ -155,9 +146,7 @@ def _lose_redis(run: Run) -> None:
         ("lookup", pair.request("GET", f"/v1/lookup/user_vector/{strangers[0]}")),
         (
             "lookupBatch",
-            pair.request(
-                "POST", "/v1/lookup/user_topk", {"entities": list(run.facts.users[30:90])}
-            ),
+            pair.request("POST", "/v1/lookup/user_topk", {"entities": list(run.facts.users[30:90])}),
         ),
         ("explain", pair.request("GET", f"/v1/explain/user_topk/{run.facts.users[50]}")),
         (
@@ -165,8 +154,4 @@ def _lose_redis(run: Run) -> None:
             pair.request("POST", "/v1/events", {"events": [{"id": "a", "user": "a", "item": "b"}]}),
         ),
     ):
-        run.send(
-            Request(
-                kind, request.method, request.target, request.headers, request.body, settles=True
-            )
-        )
+        run.send(Request(kind, request.method, request.target, request.headers, request.body, settles=True))

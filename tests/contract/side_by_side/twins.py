@@ -34,9 +34,7 @@ Headers = tuple[tuple[str, str], ...]
 class Twins:
     """Both services, asked the same in the same order. `left` is of the frozen commit, `right` of the other."""
 
-    def __init__(
-        self, shop: Shop, urls: tuple[str, str], redis_urls: tuple[str, str], token: str
-    ) -> None:
+    def __init__(self, shop: Shop, urls: tuple[str, str], redis_urls: tuple[str, str], token: str) -> None:
         self.shop, self.urls, self.redis_urls = shop, urls, redis_urls
         self.headers: Headers = (("Authorization", f"Bearer {token}"),) if token else ()
         self.arms: tuple[str, ...] = ()
@@ -51,9 +49,7 @@ class Twins:
         for line, position in zip(self._lines, self._as_of, strict=True):
             line.send(_with_position(request, raw, position))
         is_head = request.method == "HEAD"
-        left_answer, right = (
-            line.receive(is_head=is_head, ends=bool(request.wire)) for line in self._lines
-        )
+        left_answer, right = (line.receive(is_head=is_head, ends=bool(request.wire)) for line in self._lines)
         return left_answer, right
 
     def compare(self, request: Request) -> tuple[tuple[Answer, Answer], Difference | None]:
@@ -96,9 +92,7 @@ class Twins:
         user, price = f"probe-{number}", _PROBE_PRICE + number
         # Of one item OF_ONE events are accepted; those of a run are shared out among the first of the shop.
         item, prober = self.shop.facts.items[number % PROBED_ITEMS], self.shop.facts.users[-1]
-        events: list[dict[str, Any]] = [
-            {"id": f"probe-{number}", "user": user, "item": item, "time": _PROBE_TIME}
-        ]
+        events: list[dict[str, Any]] = [{"id": f"probe-{number}", "user": user, "item": item, "time": _PROBE_TIME}]
         if has_values:
             events.append({"id": f"price-{number}", "item": item, "attributes": {"price": price}})
         receipts = self.send(self.request("POST", "/v1/events", {"events": events}))
@@ -116,9 +110,7 @@ class Twins:
             if not all(view.get("events") for path in paths for view in self.fetch_from_both(path)):
                 return False
             return not has_values or all(
-                not orjson.loads(answer.body)["filtered"]
-                for priced in priced_requests
-                for answer in self.send(priced)
+                not orjson.loads(answer.body)["filtered"] for priced in priced_requests for answer in self.send(priced)
             )
 
         assert poll_until(have_followed, SETTLE_S), (
@@ -182,6 +174,4 @@ def _with_position(request: Request, raw: bytes, position: bytes) -> bytes:
     if AS_OF.encode() not in raw or request.wire:
         return raw
     body = request.body.replace(AS_OF.encode(), position)
-    return replace(
-        request, target=request.target.replace(AS_OF, position.decode()), body=body
-    ).raw()
+    return replace(request, target=request.target.replace(AS_OF, position.decode()), body=body).raw()

@@ -56,9 +56,7 @@ OF_ONE: Final = 400
 """Events of one user that are accepted."""
 
 SCOPES: Final = ("read", "score", "feedback", "events", "explain", "admin")
-TOKENS: Final = {
-    name: f"token-of-{name}" for name in ("all", "reader", "expired", "slow", "few", "single")
-}
+TOKENS: Final = {name: f"token-of-{name}" for name in ("all", "reader", "expired", "slow", "few", "single")}
 """Token by its name; `all` may do everything."""
 _TOKENS_FILE: Final[Mapping[str, Mapping[str, Any]]] = {
     "all": {"scopes": SCOPES},
@@ -177,9 +175,7 @@ class RedisCopy:
                 name for name in client.scan_iter() if not name.endswith(b":replicas")
             )
             rows: list[Any] = [(name, client.pttl(name), client.dump(name)) for name in key_names]
-        return cls(
-            tuple((name, max(0, left_ms), dumped) for name, left_ms, dumped in rows if dumped)
-        )
+        return cls(tuple((name, max(0, left_ms), dumped) for name, left_ms, dumped in rows if dumped))
 
     def restore(self, url: str) -> None:
         """Write all of them, also over those that are there."""
@@ -224,9 +220,7 @@ class Shop:
 
     def config(self, redis_url: str, settings: str = "larder") -> NightConfig:
         """Settings of its nights."""
-        return night_config(
-            str(self.folder / f"{settings}.toml"), self.environ(redis_url, settings)
-        )
+        return night_config(str(self.folder / f"{settings}.toml"), self.environ(redis_url, settings))
 
     def environ(self, redis_url: str, settings: str = "larder") -> dict[str, str]:
         """Environment of its programs."""
@@ -269,10 +263,7 @@ class Shop:
                 text_bytes=FEATURE_TEXT_BYTES,
             )  # fmt: skip
             (self.folder / f"{name}.toml").write_text(text)
-        entries = {
-            name: {"sha256": _digest_of(TOKENS[name]), **entry}
-            for name, entry in _TOKENS_FILE.items()
-        }
+        entries = {name: {"sha256": _digest_of(TOKENS[name]), **entry} for name, entry in _TOKENS_FILE.items()}
         tokens = self.folder / "tokens.json"
         tokens.write_bytes(orjson.dumps({"version": 1, "tokens": entries}))
         tokens.chmod(0o600)
@@ -299,9 +290,7 @@ def finish_shop(shop: Shop, redis_url: str) -> None:
     of_arm = publish_night(arm, CUTS[0])
     tried = build_verified(config, CUTS[2])
     pin(config, previous)
-    users = tuple(
-        sorted(set(pq.read_table(shop.folder / "interactions.parquet")["user"].to_pylist()))
-    )
+    users = tuple(sorted(set(pq.read_table(shop.folder / "interactions.parquet")["user"].to_pylist())))
     items = tuple(pq.read_table(shop.folder / "items.parquet")["item"].to_pylist())
     blocked_items, blocked_users = items[5:8], users[:2]
     change_blocklist(

@@ -19,10 +19,7 @@ def main(cuts: Sequence[str]) -> None:
     dag = DagBag(dag_folder=str(DAGS_FOLDER / "nightly_precompute.py")).dags["nightly_precompute"]
     for cut in cuts:
         run = dag.test(run_conf={"data_until": cut})
-        states = {
-            task_instance.task_id: str(task_instance.state)
-            for task_instance in run.get_task_instances()
-        }
+        states = {task_instance.task_id: str(task_instance.state) for task_instance in run.get_task_instances()}
         print(STATES_PREFIX + json.dumps(states), flush=True)
 
 

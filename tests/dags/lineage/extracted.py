@@ -20,9 +20,7 @@ EVENTS = {"events": 3, "events_until": "1769731200000-0", "left_out": 0, "unread
 """What `take_events` returns; it knows of no generation."""
 
 
-def lineage_of(
-    task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute"
-) -> OperatorLineage:
+def lineage_of(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute") -> OperatorLineage:
     """Datasets and facets of a task that has ended."""
     kind = "_ShortCircuitDecoratedOperator" if task_id == "begin" else "_PythonDecoratedOperator"
     operator = SimpleNamespace(

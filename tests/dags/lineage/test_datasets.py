@@ -31,9 +31,7 @@ Events = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def night(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
-) -> Iterator[NightConfig]:
+def night(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[NightConfig]:
     """A published night, in a database of its own."""
     folder, url = tmp_path_factory.mktemp("lineage"), redis_server.url.removesuffix("0") + "7"
     write_interactions(folder / "interactions.csv", seed=7)
@@ -114,9 +112,7 @@ def test_every_task_reports_what_it_read_and_wrote_and_how_much(
         other_event["inputs"] == other_event["outputs"] == []
         and "unknownSourceAttribute" in other_event["run"]["facets"]
     )
-    datasets = [
-        dataset for event in events.values() for dataset in (*event["inputs"], *event["outputs"])
-    ]
+    datasets = [dataset for event in events.values() for dataset in (*event["inputs"], *event["outputs"])]
     assert {generation not in dataset["name"] for dataset in datasets} == {True}
     sources, begin_outputs = by_name(events["begin"]["inputs"]), by_name(events["begin"]["outputs"])
     clicks = sources["interactions.csv"]
@@ -125,10 +121,7 @@ def test_every_task_reports_what_it_read_and_wrote_and_how_much(
     assert clicks["inputFacets"]["inputStatistics"]["rowCount"] == rows
     assert begin_outputs["partition"]["outputFacets"]["outputStatistics"]["rowCount"] == USERS
     shard = by_name(events["score_shard"]["outputs"])["user_topk"]
-    assert (
-        shard["outputFacets"]["outputStatistics"]["rowCount"]
-        == manifest.tables["user_topk"].parts[1].count
-    )
+    assert shard["outputFacets"]["outputStatistics"]["rowCount"] == manifest.tables["user_topk"].parts[1].count
     assert shard["facets"]["version"]["datasetVersion"] == generation
     (symlink,) = shard["facets"]["symlinks"]["identifiers"]
     assert Path(symlink["name"]).is_dir() and generation in symlink["name"]
@@ -140,21 +133,9 @@ def test_every_task_reports_what_it_read_and_wrote_and_how_much(
     assert vectors["inputFacets"]["inputStatistics"]["rowCount"] == ITEMS
     assert are_of_the_stream(night, events.pop("take_events"))
     # What one task writes is what the next one reads, under the same name: begin to the pointer.
-    written = {
-        (dataset["namespace"], dataset["name"])
-        for event in events.values()
-        for dataset in event["outputs"]
-    }
-    read = {
-        (dataset["namespace"], dataset["name"])
-        for event in events.values()
-        for dataset in event["inputs"]
-    }
-    internal_reads = {
-        dataset_id
-        for dataset_id in read
-        if "/generations" in dataset_id[1] or dataset_id[0] != "file"
-    }
+    written = {(dataset["namespace"], dataset["name"]) for event in events.values() for dataset in event["outputs"]}
+    read = {(dataset["namespace"], dataset["name"]) for event in events.values() for dataset in event["inputs"]}
+    internal_reads = {dataset_id for dataset_id in read if "/generations" in dataset_id[1] or dataset_id[0] != "file"}
     assert internal_reads <= written
     gates = events["verify"]["inputs"][0]["inputFacets"]["dataQualityAssertions"]["assertions"]
     assert len(gates) == len(manifest.gates) and all(gate["success"] for gate in gates)
@@ -168,9 +149,7 @@ def test_a_refused_gate_names_its_rule_its_value_and_its_threshold(
     with pytest.raises(Refused) as refused:
         run_night(Night(night, "second", "2026-01-30T00:00:00Z"))
     generation = next(
-        generation_id
-        for generation_id in night.store().names("generations")
-        if generation_id > "20260130"
+        generation_id for generation_id in night.store().names("generations") if generation_id > "20260130"
     )
 
     # A receiver that never answers is asked once, and the one beside it gets the event.
@@ -191,15 +170,11 @@ def test_a_refused_gate_names_its_rule_its_value_and_its_threshold(
     failed = {assertion["assertion"]: assertion for assertion in gates if not assertion["success"]}
     failed_assertion = failed["coverage_of_live"]
     assert (failed_assertion["expected"], failed_assertion["severity"]) == ("0.8", "error")
-    assert float(failed_assertion["actual"]) < 0.8 and failed_assertion["actual"] in str(
-        refused.value
-    )
+    assert float(failed_assertion["actual"]) < 0.8 and failed_assertion["actual"] in str(refused.value)
 
 
 @pytest.mark.skipif(not SPEC, reason=NOT_NAMED)
-def test_events_are_as_the_specification_has_them(
-    night: NightConfig, extracted: Callable[[str], Events]
-) -> None:
+def test_events_are_as_the_specification_has_them(night: NightConfig, extracted: Callable[[str], Events]) -> None:
     events = extracted(night.store().names("generations")[0])
 
     assert [complaint for event in events.values() for complaint in complaints(event)] == []

@@ -46,9 +46,7 @@ class Nights:
             env={**self.environ, "AIRFLOW__OPENLINEAGE__TRANSPORT": json.dumps(transport)},
             cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=True,
         )  # fmt: skip
-        (states,) = [
-            line for line in completed_process.stdout.splitlines() if line.startswith(STATES_PREFIX)
-        ]
+        (states,) = [line for line in completed_process.stdout.splitlines() if line.startswith(STATES_PREFIX)]
         return json.loads(states.removeprefix(STATES_PREFIX)), time.monotonic() - started_at
 
 
@@ -95,9 +93,7 @@ def test_receivers_get_every_step_and_a_refused_gate_as_a_failure(nights: Nights
     assert [json.loads(line) for line in file.read_text().splitlines()] == receiver.events
     if SPEC:
         assert [complaint for event in receiver.events for complaint in complaints(event)] == []
-    completed_events = [
-        event for event in receiver.events[:count] if event["eventType"] == "COMPLETE"
-    ]
+    completed_events = [event for event in receiver.events[:count] if event["eventType"] == "COMPLETE"]
     assert {event["job"]["name"].rpartition(".")[2] for event in completed_events} >= set(good)
 
     # and: the refused one is a failure that names rule, value and threshold
@@ -107,9 +103,7 @@ def test_receivers_get_every_step_and_a_refused_gate_as_a_failure(nights: Nights
         if event["eventType"] == "FAIL" and event["job"]["name"] == "nightly_precompute.verify"
     ]
     assertions = failed["inputs"][0]["inputFacets"]["dataQualityAssertions"]["assertions"]
-    (rule,) = [
-        assertion for assertion in assertions if assertion["assertion"] == "coverage_of_live"
-    ]
+    (rule,) = [assertion for assertion in assertions if assertion["assertion"] == "coverage_of_live"]
     assert not rule["success"] and rule["expected"] == "0.8" and float(rule["actual"]) < 0.8
     message = failed["run"]["facets"]["errorMessage"]["message"]
     assert "coverage_of_live" in message and rule["actual"] in message and "0.8" in message

@@ -26,14 +26,10 @@ def wrong(config: NightConfig) -> list[Event]:
         (None, items[4], {"looks": None}), (users[0], None, {"country": "far"}), (users[1], None, {"country": [2]}),
     ]  # fmt: skip
     events = [Event("", 0, user, item, attributes=attributes) for user, item, attributes in values]
-    events += [
-        Event("", 0, b"stranger-%d" % stranger_number, b"nowhere")
-        for stranger_number in range(STRANGERS)
-    ]
+    events += [Event("", 0, b"stranger-%d" % stranger_number, b"nowhere") for stranger_number in range(STRANGERS)]
     # Of whom a value is usable, but who did nothing: no list is asked for.
     events += [
-        Event("", 0, b"new-%d" % newcomer_number, attributes={"country": 2})
-        for newcomer_number in range(STRANGERS)
+        Event("", 0, b"new-%d" % newcomer_number, attributes={"country": 2}) for newcomer_number in range(STRANGERS)
     ]
     return [replace(event, id=f"e{number}") for number, event in enumerate(events)]
 
@@ -50,9 +46,7 @@ def test_wrong_events_are_reported_and_refuse_no_night(tmp_path: Path, redis_url
 
     facts = read_manifest(config.store(), generation).facts
     assert facts["users_in_source"] == 120
-    left_out_counts = {
-        name: unusable_rows["left_out"] for name, unusable_rows in facts["unusable"].items()
-    }
+    left_out_counts = {name: unusable_rows["left_out"] for name, unusable_rows in facts["unusable"].items()}
     assert {name: rows for name, rows in left_out_counts.items() if rows} == {
         "events.stock": 2, "events.brand": 1, "events.looks": 2, "events.item_features": 3, "events.country": 2,
     }  # fmt: skip

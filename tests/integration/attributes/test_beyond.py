@@ -36,9 +36,7 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     """A night of strict gates that takes events over."""
     prepared_config = prepared(tmp_path, redis_url)
     gates = replace(prepared_config.gates, unusable_rows=0.001, coverage_of_source=0.95)
-    return replace(
-        prepared_config, events=EventsConfig(enabled=True), events_url=redis_url, gates=gates
-    )
+    return replace(prepared_config, events=EventsConfig(enabled=True), events_url=redis_url, gates=gates)
 
 
 def sets(config: NightConfig, users: Mapping[int, Any], items: Mapping[int, Any]) -> list[Event]:
@@ -49,17 +47,13 @@ def sets(config: NightConfig, users: Mapping[int, Any], items: Mapping[int, Any]
         for row, value in users.items()
     ]
     events += [
-        Event("", 0, None, named[1][row]["item"].encode(), attributes={"looks": value})
-        for row, value in items.items()
+        Event("", 0, None, named[1][row]["item"].encode(), attributes={"looks": value}) for row, value in items.items()
     ]
     return [replace(event, id=f"e{number}") for number, event in enumerate(events)]
 
 
 def left_out(manifest: Manifest) -> dict[str, int]:
-    left_out_counts = {
-        name: unusable_rows["left_out"]
-        for name, unusable_rows in manifest.facts["unusable"].items()
-    }
+    left_out_counts = {name: unusable_rows["left_out"] for name, unusable_rows in manifest.facts["unusable"].items()}
     return {name: rows for name, rows in left_out_counts.items() if rows}
 
 
@@ -104,9 +98,7 @@ def test_values_that_only_real_inputs_overflow_are_reported_and_refuse_nothing(
 
     generation_id = nights.publish_night(config, FIRST)
 
-    assert left_out(read_manifest(config.store(), generation_id)) == {
-        "events.outputs of item_tower": 9
-    }
+    assert left_out(read_manifest(config.store(), generation_id)) == {"events.outputs of item_tower": 9}
 
 
 def test_a_value_of_the_teams_own_is_named_with_its_user_and_column(config: NightConfig) -> None:

@@ -53,8 +53,7 @@ def test_a_value_counts_for_as_many_days_as_are_set(tmp_path: Path, redis_url: s
     for cut in (DAY.format(10, 0), DAY.format(12, 9), DAY.format(12, 11), DAY.format(20, 0)):
         full = replace(alone(config, f"full-{cut[8:13]}"), redis_url=other_database(redis_url))
         events_folder, theirs = (
-            config.path(night_config.artifacts) / config.namespace / "events"
-            for night_config in (config, full)
+            config.path(night_config.artifacts) / config.namespace / "events" for night_config in (config, full)
         )
         shutil.copytree(events_folder, theirs)
         generation = nights.publish_night(config, cut)

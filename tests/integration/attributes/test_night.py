@@ -129,16 +129,12 @@ def contents(config: NightConfig, generation: str) -> Mapping[str, Any]:
         del manifest_document[name]
     for index in manifest_document["indexes"].values():
         del index["file"]
-    for model in manifest_document[
-        "models"
-    ].values():  # seconds are measured beside what it agrees in
+    for model in manifest_document["models"].values():  # seconds are measured beside what it agrees in
         del model["agreement"]
     return manifest_document
 
 
-def test_a_night_takes_over_what_events_set(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_night_takes_over_what_events_set(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = prepared(tmp_path, redis_url)
     events = make_value_events(config)
     nights.publish_night(config, FIRST)  # a base, in which nothing of this was set
@@ -154,6 +150,4 @@ def test_a_night_takes_over_what_events_set(
     expected_generation_id = nights.publish_night(changed_config, SECOND)
     assert contents(config, generation_id) == contents(changed_config, expected_generation_id)
     begin_report = Build(config, config.store(), generation_id).need_report(BEGIN_REPORT)
-    assert (
-        begin_report["base"]["generation"] and begin_report["base"]["read_because"] == VALUES_REASON
-    )
+    assert begin_report["base"]["generation"] and begin_report["base"]["read_because"] == VALUES_REASON

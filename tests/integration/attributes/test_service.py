@@ -89,14 +89,10 @@ def with_values(shop: Shop, values: dict[str, dict[str, Any]]) -> Shop:
 
 async def filtered(running: Running, users: list[str], filter_: Any) -> list[list[str]]:
     body = {"entities": users, "filter": filter_, "k": K}
-    return [
-        answer["items"] for answer in (await running.post("/v1/lookup/user_topk", body))["answers"]
-    ]
+    return [answer["items"] for answer in (await running.post("/v1/lookup/user_topk", body))["answers"]]
 
 
-async def test_filters_see_what_events_set_as_a_night_would_have_it(
-    shop: Shop, stream: Stream
-) -> None:
+async def test_filters_see_what_events_set_as_a_night_would_have_it(shop: Shop, stream: Stream) -> None:
     rng = random.Random(11)
     values: dict[str, dict[str, Any]] = {
         id_: {
@@ -109,9 +105,7 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(
     users = sorted(shop.users)[:25]
     filters = [IN_STOCK, {"==": ["brand", "brand-new"]}, {"contains": ["tags", "hot"]}]
     filters += [filter_of(rng) for _ in range(15)]
-    async with serving(
-        shop.night, l2_deadline_ms=2_500.0, events=EventsConfig(enabled=True)
-    ) as running:
+    async with serving(shop.night, l2_deadline_ms=2_500.0, events=EventsConfig(enabled=True)) as running:
         assert await filtered(running, users, IN_STOCK) == expected(shop, users, IN_STOCK)
         accepted = stream.accept(
             *(sets(at, id_, **item_values) for at, (id_, item_values) in enumerate(values.items()))
@@ -120,23 +114,17 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(
         stream.follow(newer_events_of(running.service).values)
 
         async def is_seen() -> bool:
-            return await filtered(running, users, IN_STOCK) == expected(
-                updated_shop, users, IN_STOCK
-            )
+            return await filtered(running, users, IN_STOCK) == expected(updated_shop, users, IN_STOCK)
 
         # Then with the next look of the background
         assert await eventually(is_seen) and VALUES_CHECK_INTERVAL_S <= 0.25
         for filter_ in filters:
-            assert await filtered(running, users, filter_) == expected(
-                updated_shop, users, filter_
-            ), filter_
+            assert await filtered(running, users, filter_) == expected(updated_shop, users, filter_), filter_
         # A name means its expression, also where a night made the lists
         assert await filtered(running, users, "in_stock") == expected(updated_shop, users, IN_STOCK)
         answer = await running.get(f"/v1/lookup/user_topk/{users[0]}", filter="in_stock", k=K)
         assert answer["items"] == expected(updated_shop, users[:1], IN_STOCK)[0]
-        scored = await running.post(
-            "/v1/score", {"user": users[0], "items": shop.ids, "filter": IN_STOCK}
-        )
+        scored = await running.post("/v1/score", {"user": users[0], "items": shop.ids, "filter": IN_STOCK})
         stocked = {
             id_
             for id_, item_attributes in zip(shop.ids, updated_shop.attributes, strict=True)
@@ -148,9 +136,7 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(
 
 
 def expected(shop: Shop, users: list[str], filter_: Any) -> list[list[str]]:
-    return [
-        wanted_of(shop, shop.users[user], shop.seen_ordinals[user], filter_, K)[0] for user in users
-    ]
+    return [wanted_of(shop, shop.users[user], shop.seen_ordinals[user], filter_, K)[0] for user in users]
 
 
 @pytest.fixture
@@ -158,19 +144,13 @@ def ways(shop: Shop) -> Iterator[Ways]:
     yield from running(shop.night)
 
 
-def test_an_answer_that_lay_ready_does_not_outlive_a_value(
-    shop: Shop, stream: Stream, ways: Ways
-) -> None:
-    unfiltered_request = AsgiRequest(
-        "GET", b"/v1/lookup/user_topk/%b" % quote(max(shop.users)).encode()
-    )
+def test_an_answer_that_lay_ready_does_not_outlive_a_value(shop: Shop, stream: Stream, ways: Ways) -> None:
+    unfiltered_request = AsgiRequest("GET", b"/v1/lookup/user_topk/%b" % quote(max(shop.users)).encode())
     under = replace(unfiltered_request, query=b"filter=in_stock&k=5")
     for request in (unfiltered_request, under):
         for _ in range(4):  # from Redis, from memory, and ready from then on
             ready_response = ways.send(request)
-        assert ways.fast_lookups.answer(
-            request.path + (b"?" + request.query if request.query else b"")
-        )
+        assert ways.fast_lookups.answer(request.path + (b"?" + request.query if request.query else b""))
     sold_out_item = orjson.loads(ready_response.body)["items"][0]
     lay_ready = ways.send(unfiltered_request)
 
@@ -181,10 +161,7 @@ def test_an_answer_that_lay_ready_does_not_outlive_a_value(
     ways.runner.run(updater.apply_new_values())
 
     # What depends on no attribute lies ready still, what does is made anew
-    assert (
-        ways.fast_lookups.answer(unfiltered_request.path)
-        and ways.send(unfiltered_request).body == lay_ready.body
-    )
+    assert ways.fast_lookups.answer(unfiltered_request.path) and ways.send(unfiltered_request).body == lay_ready.body
     assert ways.fast_lookups.answer(under.path + b"?" + under.query) is None
     after = [ways.send(under) for _ in range(4)]
     assert sold_out_item not in orjson.loads(after[0].body)["items"]

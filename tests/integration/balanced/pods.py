@@ -108,9 +108,7 @@ class Load:
     def wait_for_requests(self, more: int) -> bool:
         """True once so many more requests have been answered or have failed."""
         goal = self.answer_judge.requests + len(self.answer_judge.wrong) + more
-        return poll_until(
-            lambda: self.answer_judge.requests + len(self.answer_judge.wrong) >= goal, 60
-        )
+        return poll_until(lambda: self.answer_judge.requests + len(self.answer_judge.wrong) >= goal, 60)
 
     async def _run(self) -> None:
         await asyncio.gather(*(self._call(is_kept=number % 2 == 0) for number in range(CALLERS)))

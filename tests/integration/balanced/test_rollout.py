@@ -29,17 +29,13 @@ def server(tmp_path: Path) -> Iterator[DurableRedis]:
 
 
 @contextmanager
-def under_load(
-    folder: Path, server: DurableRedis, count: int
-) -> Iterator[tuple[NightConfig, Deployment, Load]]:
+def under_load(folder: Path, server: DurableRedis, count: int) -> Iterator[tuple[NightConfig, Deployment, Load]]:
     """Pods behind a balancer, under load."""
     night = prepare(folder / "night", server.url, users=100, items=60)
     live = publish_night(night, DATA_UNTIL)
     users = sorted(histories(night))
     items = sorted({item for history in histories(night).values() for item in history})
-    answer_judge = AnswerJudge(
-        {live: top_lists(night, live, users)}, users, items, np.random.default_rng(SEED)
-    )
+    answer_judge = AnswerJudge({live: top_lists(night, live, users)}, users, items, np.random.default_rng(SEED))
     with balancer(folder / "balancer") as front:
         pods = Deployment(night, folder, front)
         try:
@@ -70,9 +66,7 @@ def killed_pods_are_noticed(pods: Deployment, load: Load) -> None:
     assert poll_until(lambda: bool(load.answer_judge.wrong))
 
 
-def test_a_replaced_pod_and_a_killed_redis_fail_no_request(
-    tmp_path: Path, server: DurableRedis
-) -> None:
+def test_a_replaced_pod_and_a_killed_redis_fail_no_request(tmp_path: Path, server: DurableRedis) -> None:
     with under_load(tmp_path, server, 1) as (night, pods, load):
         pods.roll_out()
         assert load.wait_for_requests(20)

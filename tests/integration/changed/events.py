@@ -133,8 +133,7 @@ def other_column(
 def drawn_vectors(width: int) -> Callable[[Month, int], Sequence[Any]]:
     """New vectors, every third of them missing where there are several."""
     return lambda month, count: [
-        None if row % 3 == 2 else month.rng.standard_normal(width).astype("f4").tolist()
-        for row in range(count)
+        None if row % 3 == 2 else month.rng.standard_normal(width).astype("f4").tolist() for row in range(count)
     ]
 
 
@@ -157,9 +156,7 @@ def countries(month: Month, count: int) -> Sequence[Any]:
 
 def new_items(count: int) -> Callable[[Month], None]:
     """Items come that nobody named before."""
-    return lambda month: add_items(
-        month, [f"new-item-{month.night}-{number}" for number in range(count)]
-    )
+    return lambda month: add_items(month, [f"new-item-{month.night}-{number}" for number in range(count)])
 
 
 def add_items(month: Month, ids: Sequence[str]) -> None:
@@ -169,9 +166,7 @@ def add_items(month: Month, ids: Sequence[str]) -> None:
     looks_vectors = vectors_column(len(ids), month.night).to_pylist()
     more: Mapping[str, Any] = {
         "item": ids,
-        "looks": [
-            [3 * number for number in vector] for vector in looks_vectors
-        ],  # long, so wanted by some
+        "looks": [[3 * number for number in vector] for vector in looks_vectors],  # long, so wanted by some
         "scent": vectors_column(len(ids), month.night, SCENTS),
     }
     rows = pa.table({name: more[name] for name in table.column_names}, schema=table.schema)
@@ -253,9 +248,7 @@ ERASED_ITEM = Event(erased("item"), reads=ERASED_REASON)
 STOCK = Event(other_column("items.parquet", "stock", 0.02, stock))
 ROLLED_BACK = Event(rolled_back)
 RETRAINED = Event(retrained, no_copy_reason=OTHER_BUNDLE_REASON, copies=False)
-RETRAINED_WITH_TABLES = Event(
-    retrained, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False
-)
+RETRAINED_WITH_TABLES = Event(retrained, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False)
 OTHER_K = Event(other_k, no_copy_reason=OTHER_SETTINGS_REASON, copies=False)
 BAD_PAGES = Event(damaged("tables/user_topk/0000.pages"))
 BAD_PARTITION = Event(damaged("work/partition/0001.rows"), reads=DAMAGED_REASON)
@@ -269,24 +262,16 @@ SCENT = Event(other_column("items.parquet", "scent", 0.1, drawn_vectors(SCENTS))
 NEW_ITEMS = Event(new_items(2), computed=(ENTERED_REASON,))
 MANY_NEW_ITEMS = Event(new_items(12), computed=(ITEM_LOST_REASON,), copies=False)
 NAMED_EARLY = Event(named_before_it_is_there)
-NAMED_COMES = Event(
-    lambda month: add_items(month, [NAMED]), reads=BACK_REASON, computed=(INPUTS_REASON,)
-)
+NAMED_COMES = Event(lambda month: add_items(month, [NAMED]), reads=BACK_REASON, computed=(INPUTS_REASON,))
 MOOD = Event(other_column("users.parquet", "mood", 0.1, drawn_vectors(2)), reads=TABLES_REASON)
 COUNTRY = Event(
     other_column("users.parquet", "country", 0.05, countries),
     reads=TABLES_REASON,
     computed=(INPUTS_REASON,),
 )
-OTHER_TOWER = Event(
-    other_user_tower, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False
-)
-OTHER_VALUES = Event(
-    other_values, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False
-)
-SHORTER_HISTORIES = Event(
-    shorter_histories, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False
-)
+OTHER_TOWER = Event(other_user_tower, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False)
+OTHER_VALUES = Event(other_values, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False)
+SHORTER_HISTORIES = Event(shorter_histories, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False)
 VECTORS = Event(
     other_column("user_vectors.parquet", "vector", 0.1, drawn_vectors(16)),
     reads=TABLES_REASON, computed=(INPUTS_REASON,),

@@ -56,15 +56,11 @@ class Month:
         folder.mkdir()
         all_interactions = pq.read_table(config.path("interactions.parquet"))
         first = all_interactions.filter(
-            pc.less(
-                all_interactions["timestamp"], pa.scalar(FIRST, all_interactions["timestamp"].type)
-            )
+            pc.less(all_interactions["timestamp"], pa.scalar(FIRST, all_interactions["timestamp"].type))
         )
         pq.write_table(first, folder / "day-000.parquet")
         config = replace(config, sources=replace(config.sources, interactions=("interactions",)))
-        full = replace(
-            config, artifacts="full", state="full-state", redis_url=full_redis, reuse="off"
-        )
+        full = replace(config, artifacts="full", state="full-state", redis_url=full_redis, reuse="off")
         return cls(config, full, np.random.default_rng(seed))
 
     @property
@@ -85,9 +81,7 @@ class Month:
 
     def configure(self, **changes: Any) -> None:
         """Other settings, of both nights."""
-        self.config, self.full = (
-            replace(night_config, **changes) for night_config in (self.config, self.full)
-        )
+        self.config, self.full = (replace(night_config, **changes) for night_config in (self.config, self.full))
 
     def clicks(
         self,
@@ -100,8 +94,7 @@ class Month:
         """One file of a day's interactions."""
         start = self.cut - timedelta(days=1)
         times = at or [
-            start + timedelta(seconds=int(offset_s))
-            for offset_s in self.rng.integers(86_400, size=len(users))
+            start + timedelta(seconds=int(offset_s)) for offset_s in self.rng.integers(86_400, size=len(users))
         ]
         kind = pq.read_schema(self.file(0)).field("timestamp").type
         table = pa.table({"user": users, "item": items, "timestamp": pa.array(times, kind)})
@@ -174,8 +167,7 @@ class Month:
         if generation != full:
             return [f"{generation} is not {full}"]
         copying_build, theirs = (
-            Build(night_config, night_config.store(), generation)
-            for night_config in (self.config, self.full)
+            Build(night_config, night_config.store(), generation) for night_config in (self.config, self.full)
         )
         difference_lines = [
             name
@@ -186,16 +178,10 @@ class Month:
             copying_build.need_report(BEGIN_REPORT),
             theirs.need_report(BEGIN_REPORT),
         )
-        difference_lines += compare_reports(
-            "begin", begin_report, full_begin_report, REPORTED_FIELDS
-        )
+        difference_lines += compare_reports("begin", begin_report, full_begin_report, REPORTED_FIELDS)
         for shard in range(self.config.shards):
-            mine, full_report = (
-                build.need_report(shard_report_name(shard)) for build in (copying_build, theirs)
-            )
-            difference_lines += compare_reports(
-                f"shard {shard}", mine["users"], full_report["users"], SHARD_SAID
-            )
+            mine, full_report = (build.need_report(shard_report_name(shard)) for build in (copying_build, theirs))
+            difference_lines += compare_reports(f"shard {shard}", mine["users"], full_report["users"], SHARD_SAID)
             difference_lines += compare_reports(
                 f"items {shard}", mine["items"], full_report["items"], ("scored", "unusable")
             )
@@ -235,11 +221,7 @@ def files_of(*roots: Path) -> Iterator[str]:
 
 def same_file(copied_path: Path, theirs: Path) -> bool:
     """True if both are there with the same bytes."""
-    return (
-        copied_path.is_file()
-        and theirs.is_file()
-        and copied_path.read_bytes() == theirs.read_bytes()
-    )
+    return copied_path.is_file() and theirs.is_file() and copied_path.read_bytes() == theirs.read_bytes()
 
 
 def compare_reports(

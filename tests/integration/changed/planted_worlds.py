@@ -47,8 +47,7 @@ def turned(brand: str) -> Callable[[Month], None]:
         table = pq.read_table(path).to_pylist()
         brand_rows = [row for row in table if row["brand"] == brand]
         out_of_stock_rows, in_stock_rows = (
-            [row for row in brand_rows if row["stock"] is is_in_stock]
-            for is_in_stock in (False, True)
+            [row for row in brand_rows if row["stock"] is is_in_stock] for is_in_stock in (False, True)
         )
         for row in [*out_of_stock_rows[:3], in_stock_rows[0]]:
             row["stock"] = not row["stock"]

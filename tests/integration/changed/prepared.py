@@ -42,9 +42,7 @@ class Prepared:
     full: str
 
     @classmethod
-    def of(
-        cls, month: Month, earlier_events: Sequence[Event], changes: Sequence[Event]
-    ) -> "Prepared":
+    def of(cls, month: Month, earlier_events: Sequence[Event], changes: Sequence[Event]) -> "Prepared":
         """Publish a base after some events, let others happen, and compute the night after them in full."""
         for event in earlier_events:
             event.happen(month)
@@ -58,12 +56,9 @@ class Prepared:
         """The same in a folder of its own."""
         shutil.copytree(str(self.month.config.base), folder)
         config, full = (
-            replace(night_config, base=str(folder))
-            for night_config in (self.month.config, self.month.full)
+            replace(night_config, base=str(folder)) for night_config in (self.month.config, self.month.full)
         )
-        return Month(
-            config, full, np.random.default_rng(0), 1, generations=list(self.month.generations)
-        )
+        return Month(config, full, np.random.default_rng(0), 1, generations=list(self.month.generations))
 
 
 def judged(build: Build) -> Measurement:
@@ -84,13 +79,9 @@ def redigested(month: Month, digests: Any) -> None:
     base = month.build(month.generations[-1])
     items = open_items(base.root, base.need_report(BEGIN_REPORT)).directory.hashes()
     for shard in range(month.config.shards):
-        entities: ShardInput = read_shard(
-            base.root / PARTITION_FOLDER, shard, history_limit=month.config.history_limit
-        )
+        entities: ShardInput = read_shard(base.root / PARTITION_FOLDER, shard, history_limit=month.config.history_limit)
         user_digests: Digests = digests(entities, items)
-        base.path(inputs_path(shard)).write_bytes(
-            pair_with_digests(entities, user_digests).tobytes()
-        )
+        base.path(inputs_path(shard)).write_bytes(pair_with_digests(entities, user_digests).tobytes())
         report = base.need_report(shard_report_name(shard))
         report["users"]["inputs"] = file_entry(base.describe(inputs_path(shard)))
         base.report(shard_report_name(shard), report)

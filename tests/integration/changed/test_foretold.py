@@ -29,9 +29,7 @@ def month(tmp_path: Path, own_redis: RedisServer) -> Month:
 def typical_items(month: Month, generation: str) -> list[str]:
     """Items that are in as many lists, and in as many histories, as the average."""
     files = [pq.read_table(month.file(number)) for number in range(month.night + 1)]
-    interaction_pairs = {
-        (user, item) for day_table in files for user, item in zip(*pairs(day_table), strict=True)
-    }
+    interaction_pairs = {(user, item) for day_table in files for user, item in zip(*pairs(day_table), strict=True)}
     lists = top_lists(month.config, generation, month.ids("user"))
     item_counts = (
         Counter(item for _, item in interaction_pairs),
@@ -40,9 +38,7 @@ def typical_items(month: Month, generation: str) -> list[str]:
     means = [sum(counts.values()) / ITEMS for counts in item_counts]
 
     def off(item: str) -> float:
-        return sum(
-            abs(counts[item] / mean - 1) for counts, mean in zip(item_counts, means, strict=True)
-        )
+        return sum(abs(counts[item] / mean - 1) for counts, mean in zip(item_counts, means, strict=True))
 
     return sorted(month.ids("item"), key=off)[:REMOVED_COUNT]
 
@@ -63,9 +59,7 @@ def without(month: Month, items: list[str]) -> pa.Table:
 
 def foretold(month: Month, items_changed: float) -> CopyingNight:
     """The night to come."""
-    plan_parameters = PlanParameters(
-        data_until=month.cut.isoformat(), seconds=0.2, items_changed=items_changed
-    )
+    plan_parameters = PlanParameters(data_until=month.cut.isoformat(), seconds=0.2, items_changed=items_changed)
     night_forecast = forecast(month.config, plan_parameters)
     (copying,) = night_forecast.copying_nights
     assert 0 < copying.scoring.cpu_s < night_forecast.timings.total.cpu_s

@@ -8,9 +8,7 @@ from tests.integration.changed import events
 from tests.integration.changed.worlds import reference
 
 
-def test_a_late_begin_with_another_base_renumbers_nothing_wrongly(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_a_late_begin_with_another_base_renumbers_nothing_wrongly(tmp_path: Path, redis_url: str) -> None:
     month = reference(tmp_path / "night", redis_url, 7, users=120)
     earlier = month.publish()
     month.night = 1

@@ -79,22 +79,14 @@ def run(month: Month, nights: Nights) -> None:
 
 
 @pytest.mark.parametrize("kind", QUICK)
-def test_a_few_nights_have_the_bytes_of_full_ones(
-    kind: str, tmp_path: Path, redis_url: str, seed: int
-) -> None:
+def test_a_few_nights_have_the_bytes_of_full_ones(kind: str, tmp_path: Path, redis_url: str, seed: int) -> None:
     run(WORLDS[kind](tmp_path / "night", redis_url, seed), QUICK[kind])
 
 
-def test_a_bundle_without_features_takes_no_table_of_them_over(
-    tmp_path: Path, redis_url: str, seed: int
-) -> None:
+def test_a_bundle_without_features_takes_no_table_of_them_over(tmp_path: Path, redis_url: str, seed: int) -> None:
     """Else who is known by features alone would be among its users."""
     month = features(tmp_path / "night", redis_url, seed, users=60, items=40)
-    tables = {
-        name: table_config
-        for name, table_config in month.config.tables.items()
-        if table_config.kind != "value"
-    }
+    tables = {name: table_config for name, table_config in month.config.tables.items() if table_config.kind != "value"}
     month.configure(tables=tables)
     table = pq.read_table(month.config.path("users.parquet"))
     alone = table.slice(0, 3).set_column(0, "user", pa.array(["a", "b", "c"]))
@@ -105,7 +97,5 @@ def test_a_bundle_without_features_takes_no_table_of_them_over(
 
 @pytest.mark.storm
 @pytest.mark.parametrize("kind", STORM)
-def test_a_month_of_nights_has_the_bytes_of_full_ones(
-    kind: str, tmp_path: Path, redis_url: str, seed: int
-) -> None:
+def test_a_month_of_nights_has_the_bytes_of_full_ones(kind: str, tmp_path: Path, redis_url: str, seed: int) -> None:
     run(WORLDS[kind](tmp_path / "night", redis_url, seed), STORM[kind])

@@ -37,9 +37,7 @@ def stale_digest(patch: Patch, month: Month) -> None:
 def capped_digest(patch: Patch, month: Month) -> None:
     def digest_capped_histories(entities: Any, hashes: Any) -> Any:
         histories = Histories(entities.indptr, entities.ordinals)
-        rows = [
-            histories.select_rows(np.array([row])).indices[-16:] for row in range(len(histories))
-        ]
+        rows = [histories.select_rows(np.array([row])).indices[-16:] for row in range(len(histories))]
         capped_histories = Histories.of(rows)
         return digest_users(
             replace(entities, indptr=capped_histories.indptr, ordinals=capped_histories.indices),
@@ -57,9 +55,7 @@ def tie_is_no(patch: Patch, month: Month) -> None:
         every = np.tile(np.arange(len(entering)), (len(vectors), 1))
         scores = score(vectors, entering, every, metric).astype(np.float64)
         for row in range(len(vectors)):
-            excluded_ordinals = exclusions.indices[
-                exclusions.indptr[row] : exclusions.indptr[row + 1]
-            ]
+            excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
             scores[row, np.isin(ordinals, excluded_ordinals)] = -np.inf
         can_enter: NDArray[np.bool_] = (scores > floor[:, None]).any(axis=1)
         return can_enter
@@ -90,9 +86,7 @@ def last_of_short(layout: Any, records: Any, lower_bounds: Any) -> Any:
     at = np.maximum(records["count"].astype(int) - 1, 0)
     last = records["numbers"][np.arange(len(records)), at].astype(np.float64)
     last = np.where(records["count"] == 0, np.inf, last)
-    return np.where(
-        np.isneginf(lower_bounds), np.ldexp(last, records["exponent"].astype(int)), lower_bounds
-    )
+    return np.where(np.isneginf(lower_bounds), np.ldexp(last, records["exponent"].astype(int)), lower_bounds)
 
 
 def lost_forgets(patch: Patch, month: Month) -> None:
@@ -111,9 +105,7 @@ def lost_forgets_filters(patch: Patch, month: Month) -> None:
 
 def entering_forgets_filters(patch: Patch, month: Month) -> None:
     def entering(self: ItemChanges, was_allowed: Any, is_allowed: Any) -> Any:
-        return np.flatnonzero(
-            self.is_changed if is_allowed is None else self.is_changed & is_allowed
-        )
+        return np.flatnonzero(self.is_changed if is_allowed is None else self.is_changed & is_allowed)
 
     patch.setattr(ItemChanges, "find_entering_items", entering)
 
@@ -141,9 +133,7 @@ def new_user_is_copied(patch: Patch, month: Month) -> None:
         positions = self.pairs["hash"].searchsorted(hashes)
         return np.minimum(positions, len(self.pairs) - 1)
 
-    def decide_new_as_copied(
-        self: ShardReuse, entities: Any, digests: Any, hashes: range
-    ) -> CopyDecisions:
+    def decide_new_as_copied(self: ShardReuse, entities: Any, digests: Any, hashes: range) -> CopyDecisions:
         is_new = real(self.base_shard, entities.hashes) < 0
         theirs = self.base_shard.pairs["digest"][nearest(self.base_shard, entities.hashes)]
         return real_decide(self, entities, np.where(is_new, theirs, digests), hashes)
@@ -154,15 +144,11 @@ def new_user_is_copied(patch: Patch, month: Month) -> None:
 
 
 def texts_stay(patch: Patch, month: Month) -> None:
-    patch.setattr(
-        item_records, "same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0
-    )
+    patch.setattr(item_records, "same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0)
 
 
 def vectors_stay(patch: Patch, month: Month) -> None:
-    patch.setattr(
-        items, "same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0
-    )
+    patch.setattr(items, "same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0)
 
 
 def damage_unseen(patch: Patch, month: Month) -> None:
@@ -236,12 +222,8 @@ DEFECTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["users", "filters", "histories", "vectors", "places", "items", "ties"]
-)
-def test_nothing_is_found_where_nothing_is_planted(
-    name: str, worlds: dict[str, Prepared], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["users", "filters", "histories", "vectors", "places", "items", "ties"])
+def test_nothing_is_found_where_nothing_is_planted(name: str, worlds: dict[str, Prepared], tmp_path: Path) -> None:
     month = worlds[name].copy(tmp_path / "copy")
 
     generation = month.score()
@@ -253,9 +235,7 @@ def test_nothing_is_found_where_nothing_is_planted(
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_planted_defect_is_found(
-    name: str, worlds: dict[str, Prepared], tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_planted_defect_is_found(name: str, worlds: dict[str, Prepared], tmp_path: Path, monkeypatch: Patch) -> None:
     defect = DEFECTS[name]
     month = worlds[defect.world].copy(tmp_path / "copy")
     defect.plant(monkeypatch, month)
@@ -276,8 +256,4 @@ def test_records_that_another_device_computed_are_not_judged_by_their_bits(
 
     measurement = judged(month.build(generation))
 
-    assert (
-        measurement.passed
-        and measurement.value == 0
-        and "not those of shards [0" in measurement.note
-    )
+    assert measurement.passed and measurement.value == 0 and "not those of shards [0" in measurement.note

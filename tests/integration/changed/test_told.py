@@ -81,19 +81,12 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
         for generation_id in (first, second)
     ]
     assert copied == [0, 2 * 80]  # no item changed: its vector and its list of similar ones
-    assert (
-        users["inputs"] > 0
-        and fact.night.copied_share is not None
-        and fact.night.copied_share > 0.8
-    )
+    assert users["inputs"] > 0 and fact.night.copied_share is not None and fact.night.copied_share > 0.8
 
     status_report = report_status(month.config, read_state(month.config))
     newest_generation, previous_generation = status_report["generations"][:2]
     assert newest_generation["reuse"] == fact.to_json()
-    assert (
-        previous_generation["reuse"]["share"] == 0.0
-        and previous_generation["reuse"]["base"] is None
-    )
+    assert previous_generation["reuse"]["share"] == 0.0 and previous_generation["reuse"]["base"] is None
     text = status_lines(month)
     assert f"users of the live one: {users['copied']:,} copied, " in text
     assert f"of the last 2 nights {fact.recent_total.copied_share:.1%} copied" in text

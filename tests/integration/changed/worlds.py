@@ -36,9 +36,7 @@ _LENIENT: Final = {
     "heldout_of_live": 0.0,
 }  # fmt: skip
 # `tests.regressions` runs tests of these worlds at commits that lack some of these thresholds.
-LENIENT: Final = GateThresholds(
-    **{name: limit for name, limit in _LENIENT.items() if hasattr(GateThresholds, name)}
-)
+LENIENT: Final = GateThresholds(**{name: limit for name, limit in _LENIENT.items() if hasattr(GateThresholds, name)})
 """Judgements are for real nights: these are small, and change a lot. Integrity is asked for as ever."""
 
 
@@ -49,9 +47,7 @@ def prepared(folder: Path, redis_url: str, *, users: int, items: int) -> NightCo
     return replace(config, history_limit=16, tables=tables, gates=LENIENT)
 
 
-def reference(
-    folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120
-) -> Month:
+def reference(folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120) -> Month:
     """Month of the reference bundle, with lists under a filter by an attribute of items."""
     config = prepared(folder, redis_url, users=users, items=items)
     add_columns(
@@ -66,9 +62,7 @@ def reference(
     return Month.of(config, other_database(redis_url), seed)
 
 
-def vectors(
-    folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120
-) -> Month:
+def vectors(folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120) -> Month:
     """Month of the reference bundle in which every other user brings a vector."""
     config = prepared(folder, redis_url, users=users, items=items)
     users_with_vector = sorted(nights.histories(config))[::2]
@@ -78,9 +72,7 @@ def vectors(
     return Month.of(config, other_database(redis_url), seed)
 
 
-def features(
-    folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120
-) -> Month:
+def features(folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120) -> Month:
     """Month of towers that take features, and of values that some users and items lack the features for."""
     config = prepared(folder, redis_url, users=users, items=items)
     ids = sorted(nights.histories(config))
@@ -110,15 +102,9 @@ def features(
         "user_mood": TableConfig("value", value="mood", precision="f4"),
         "item_worth": TableConfig("value", value="worth"),
     }
-    lists = {
-        name: table_config
-        for name, table_config in config.tables.items()
-        if table_config.kind != "value"
-    }
+    lists = {name: table_config for name, table_config in config.tables.items() if table_config.kind != "value"}
     sources = replace(config.sources, user_features="users.parquet")
-    return Month.of(
-        replace(config, sources=sources, tables=lists | values), other_database(redis_url), seed
-    )
+    return Month.of(replace(config, sources=sources, tables=lists | values), other_database(redis_url), seed)
 
 
 WORLDS: Final[dict[str, Callable[..., Month]]] = {

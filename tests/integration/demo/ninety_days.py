@@ -157,11 +157,7 @@ class Simulation:
 
     def _plan(self) -> None:
         rng = self.rng
-        down = {
-            rng.randrange(len(self.ticks)) + more
-            for _ in range(3)
-            for more in range(rng.randint(1, 4))
-        }
+        down = {rng.randrange(len(self.ticks)) + more for _ in range(3) for more in range(rng.randint(1, 4))}
         for number, tick in enumerate(self.ticks[3:-3], 3):
             if number in down:
                 self.count("night that never ran")
@@ -209,9 +205,7 @@ class Simulation:
                 when += rng.uniform(1, 8 * MINUTE)
             when += rng.choice([MINUTE, MINUTE, MINUTE, 10 * MINUTE, 26 * HOUR])
 
-    def _run_step(
-        self, step: Callable[[Run, list[str]], None], run: Run, generation: list[str]
-    ) -> None:
+    def _run_step(self, step: Callable[[Run, list[str]], None], run: Run, generation: list[str]) -> None:
         if self.rng.random() < 0.2:
             run.host = self.rng.randrange(3)
         try:
@@ -275,9 +269,7 @@ class Simulation:
 
     def _retire(self, run: Run, _generation: list[str]) -> None:
         releases = self.hosts[run.host]
-        sweepable_generations = sweepable(
-            releases, keep=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S
-        )
+        sweepable_generations = sweepable(releases, keep=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S)
         for generation_id in sweepable_generations:
             retire(releases, generation_id, attempt=run.name, abandon_after_s=ABANDON_S)
             self.count("retired")
@@ -290,9 +282,7 @@ class Simulation:
             moves.roll_back(self.hosts[0], to=None, reason="the dice say so", attempt=name)
             self.count("roll back")
             if left_pointer is not None and self.rng.random() < 0.5:
-                self.at(
-                    self.now_s + 10 * MINUTE, lambda: self._publish_by_hand(left_pointer.generation)
-                )
+                self.at(self.now_s + 10 * MINUTE, lambda: self._publish_by_hand(left_pointer.generation))
         except Conflict:
             self.count("refused as a conflict")
 
@@ -303,9 +293,7 @@ class Simulation:
         if not candidates:
             return
         try:
-            moves.publish(
-                self.hosts[1], self.rng.choice(candidates), attempt=f"by-hand-{self.now_s:.0f}"
-            )
+            moves.publish(self.hosts[1], self.rng.choice(candidates), attempt=f"by-hand-{self.now_s:.0f}")
             self.count("publish by hand")
         except LarderError:
             self.count("refused as a conflict")
@@ -358,21 +346,14 @@ class Simulation:
         self.count(f"reader: {verdict}")
         if verdict == "newer" and pointer is not None:
             assert previous_pointer is None or pointer.epoch > previous_pointer.epoch
-            if (
-                previous_pointer is not None
-                and pointer.generation[:16] < previous_pointer.generation[:16]
-            ):
+            if previous_pointer is not None and pointer.generation[:16] < previous_pointer.generation[:16]:
                 self._explained(pointer)
             reader.last_pointer = pointer
         assert verdict != "conflicting"
 
     def _explained(self, pointer: Pointer) -> None:
         """Older data after newer: only because somebody rolled back since."""
-        back = [
-            release
-            for release in all_releases(self.store)
-            if release.is_done and release.action == "roll_back"
-        ]
+        back = [release for release in all_releases(self.store) if release.is_done and release.action == "roll_back"]
         assert any(rollback.epoch <= pointer.epoch for rollback in back), pointer
 
     def compare_with_truth(self, reader: Reader) -> None:
@@ -380,9 +361,7 @@ class Simulation:
         created_at = None
         if reader.last_pointer is not None:
             try:
-                created_at = float(
-                    read_manifest(self.store, reader.last_pointer.generation).created_at
-                )
+                created_at = float(read_manifest(self.store, reader.last_pointer.generation).created_at)
             except LarderError:
                 assert reader.verdict not in ("same", "newer"), "what is live has lost its files"
                 created_at = self.created[reader.last_pointer.generation]

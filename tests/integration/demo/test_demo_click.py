@@ -45,9 +45,7 @@ def generation_of(url: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_click_is_counted_taken_over_and_counted_again_after_a_roll_back(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_a_click_is_counted_taken_over_and_counted_again_after_a_roll_back(tmp_path: Path, redis_url: str) -> None:
     config, data = prepared(tmp_path / "night", redis_url)
     judge = Judge(histories=data.histories)
     settings = {"LARDER_CONFIG": str(tmp_path / "night/larder.toml")}

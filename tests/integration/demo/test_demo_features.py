@@ -34,10 +34,7 @@ def test_the_same_clicks_have_the_same_features() -> None:
 
 
 def test_what_is_popular_changes_with_drift_and_who_clicked_what_does_not() -> None:
-    still, drifting = (
-        synthesize(WorldSettings(users=2_000, items=300, seed=1, drift=drift))
-        for drift in (0.0, 0.6)
-    )
+    still, drifting = (synthesize(WorldSettings(users=2_000, items=300, seed=1, drift=drift)) for drift in (0.0, 0.6))
 
     def pairs(of: object) -> set[tuple[int, int]]:
         return set(zip(of.user_rows.tolist(), of.item_rows.tolist(), strict=True))  # type: ignore[attr-defined]
@@ -46,8 +43,7 @@ def test_what_is_popular_changes_with_drift_and_who_clicked_what_does_not() -> N
         """Total variation between what was clicked in the first and in the last third."""
         rows, third = of.item_rows, len(of.item_rows) // 3  # type: ignore[attr-defined]
         first, last = (
-            np.bincount(item_rows, minlength=300) / len(item_rows)
-            for item_rows in (rows[:third], rows[-third:])
+            np.bincount(item_rows, minlength=300) / len(item_rows) for item_rows in (rows[:third], rows[-third:])
         )
         return float(np.abs(first - last).sum() / 2)
 
@@ -81,9 +77,7 @@ def prepared(folder: Path, redis_url: str) -> tuple[NightConfig, Dataset, Profil
     return config, data, data.profiles
 
 
-def test_features_alone_are_answered_live_and_all_else_by_the_night(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_features_alone_are_answered_live_and_all_else_by_the_night(tmp_path: Path, redis_url: str) -> None:
     # given
     config, data, profiles = prepared(tmp_path / "night", redis_url)
     generation = nights.publish_night(config, data.first_cut.isoformat())
@@ -110,14 +104,10 @@ def test_features_alone_are_answered_live_and_all_else_by_the_night(
     assert judge.violations == [] and metric_contradictions(metrics, judge.sources) == []
     assert set(judge.generations) == {generation}
     # What is like an item that features alone describe is of its category.
-    assert NEW_ITEM["category"] in {
-        profiles.items[item]["category"] for item in new_item.items or ()
-    }
+    assert NEW_ITEM["category"] in {profiles.items[item]["category"] for item in new_item.items or ()}
 
 
-def test_who_has_a_history_is_answered_as_the_reference_bundle_would(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_who_has_a_history_is_answered_as_the_reference_bundle_would(tmp_path: Path, redis_url: str) -> None:
     # given
     config, data, profiles = prepared(tmp_path / "night", redis_url)
     users = list(data.histories)[:50]

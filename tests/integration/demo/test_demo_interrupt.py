@@ -23,12 +23,8 @@ START_S = 300.0
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize(
-    "after", ["Data", "Redis and Airflow", "train_reference", "Lookup service"]
-)
-def test_an_interrupted_demo_leaves_nothing_running(
-    tmp_path: Path, how: signal.Signals, after: str
-) -> None:
+@pytest.mark.parametrize("after", ["Data", "Redis and Airflow", "train_reference", "Lookup service"])
+def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path, how: signal.Signals, after: str) -> None:
     # given: a demo that has just finished one of its steps
     process_tag = f"demo-under-test-{uuid.uuid4().hex}"
     log = tmp_path / "demo.log"
@@ -38,11 +34,7 @@ def test_an_interrupted_demo_leaves_nothing_running(
         demo = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=log_file, stderr=log_file)
     try:
         assert poll_until(
-            lambda: (
-                demo.poll() is not None
-                or f"  {after}" in log.read_text()
-                or f"DAG {after}" in log.read_text()
-            ),
+            lambda: demo.poll() is not None or f"  {after}" in log.read_text() or f"DAG {after}" in log.read_text(),
             START_S,
         )
         assert demo.poll() is None, log.read_text()

@@ -10,9 +10,7 @@ from tests.integration.fleet import fleet
 from tests.integration.nights import build_night, histories, top_lists
 
 
-def test_served_lists_are_the_nights_own_looked_up_once_and_judged(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_served_lists_are_the_nights_own_looked_up_once_and_judged(tmp_path: Path, redis_url: str) -> None:
     config = build_night(tmp_path / "night", redis_url, users=200, items=60)
     history_by_user = histories(config)
     users, judge = sorted(history_by_user)[:40], Judge(histories=history_by_user)
@@ -38,9 +36,7 @@ def test_the_measure_apart_from_larder_finds_the_nights_lists_of_the_reference_b
     offline = offline_lists(config.path(config.bundle), history_by_user, users)
 
     (generation,) = [
-        generation_id
-        for generation_id in config.store().names("generations")
-        if not generation_id.startswith(".")
+        generation_id for generation_id in config.store().names("generations") if not generation_id.startswith(".")
     ]
     served = top_lists(config, generation, users)
     assert offline == {user: list(served[user][:LIST_LENGTH]) for user in users}

@@ -33,9 +33,7 @@ def test_a_step_is_a_line_with_its_notes_below() -> None:
         raise ValueError
 
     step, *lines, failed = buffer.getvalue().splitlines()
-    assert step.startswith("✓ ") and step.endswith(
-        " s  DAG nightly_precompute: a day later, under traffic"
-    )
+    assert step.startswith("✓ ") and step.endswith(" s  DAG nightly_precompute: a day later, under traffic")
     assert [line.strip() for line in lines] == notes
     assert failed.startswith("x ") and failed.endswith(" s  Data")
     assert max(map(len, (step, *lines, failed))) <= COLUMNS

@@ -144,10 +144,7 @@ def test_recall_and_ndcg_by_hand() -> None:
     # given: popular items in order a, b, c, d; the most popular that a user does not have
     histories = {"ann": ["a"], "bob": ["b", "c"], "cat": []}
     popular = ["a", "b", "c", "d"]
-    lists = {
-        user: [item for item in popular if item not in history][:2]
-        for user, history in histories.items()
-    }
+    lists = {user: [item for item in popular if item not in history][:2] for user, history in histories.items()}
     held_out = {"ann": ("c", "d", "e"), "bob": ("a",), "cat": ()}
 
     # when
@@ -170,9 +167,7 @@ def test_the_stream_repeats_itself_and_asks_mostly_for_popular_users() -> None:
     assert {request.kind for request in first_requests} == {
         "known_user", "batch", "exclude", "fresh", "similar", "tables", "stranger", "newcomer",
     }  # fmt: skip
-    known_user_ids = [
-        request.questions[0].id for request in first_requests if request.kind == "known_user"
-    ]
+    known_user_ids = [request.questions[0].id for request in first_requests if request.kind == "known_user"]
     assert max(known_user_ids.count(user_id) for user_id in set(known_user_ids)) > 20
 
 
@@ -289,9 +284,7 @@ def test_a_place_is_emptied_of_the_last_run_and_nothing_else(tmp_path: Path) -> 
             pass
 
 
-def test_the_written_settings_are_a_nights_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_written_settings_are_a_nights_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given
     data = make_synthetic_data(SMALL)
     monkeypatch.setenv("LARDER_TOKEN", "secret")

@@ -25,15 +25,11 @@ def a_seed() -> int:
     return int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
 
 
-def live_through(
-    seed: int, folder: Path, redis_url: str, keys: Keyspace, zone: str, first_day: str
-) -> Simulation:
+def live_through(seed: int, folder: Path, redis_url: str, keys: Keyspace, zone: str, first_day: str) -> Simulation:
     """The whole season, then what must be true of its history."""
     print(f"seed {seed}, {zone} from {first_day} (LARDER_SEED={seed} repeats it)")
     with connect(redis_url, 5.0) as client:
-        season = Simulation(
-            seed, QuickStore(str(folder)), client, keys, zone=zone, first_day=first_day
-        )
+        season = Simulation(seed, QuickStore(str(folder)), client, keys, zone=zone, first_day=first_day)
         season.run()
         print(dict(sorted(season.counts.items())))
         check_history(season)
@@ -53,9 +49,7 @@ def check_history(season: Simulation) -> None:
             continue
         if release.action == "publish":
             assert live is None or release.generation[:16] >= live[:16], "older data over newer"
-            assert release.generation not in published or release.generation in lifted, (
-                "published twice"
-            )
+            assert release.generation not in published or release.generation in lifted, "published twice"
             published.add(release.generation)
             lifted.discard(release.generation)
         if release.action == "restore":
@@ -84,13 +78,7 @@ def test_ninety_days_of_nights_stay_in_order_and_the_service_knows_every_missing
     season = live_through(seed, tmp_path, redis_url, keyspace, *ZONES[seed % len(ZONES)])
 
     assert season.counts["publish"] > 30
-    assert (
-        min(
-            season.counts[counter_name]
-            for counter_name in ("missing", "not missing", "reader: newer")
-        )
-        > 0
-    )
+    assert min(season.counts[counter_name] for counter_name in ("missing", "not missing", "reader: newer")) > 0
 
 
 @pytest.mark.storm

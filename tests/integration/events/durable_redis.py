@@ -64,9 +64,7 @@ class DurableRedis:
 
     def client(self) -> Any:
         """A plain client."""
-        return redis.Redis(
-            port=self.port, protocol=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
-        )
+        return redis.Redis(port=self.port, protocol=2, socket_timeout=5, retry=Retry(NoBackoff(), 0))
 
 
 @contextlib.contextmanager

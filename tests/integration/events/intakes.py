@@ -39,12 +39,8 @@ async def intake(
     url: str, keyspace: Keyspace, name: str = "one", *, inbox: bool = False, **events: Any
 ) -> AsyncIterator[Intake]:
     """Started and stopped as a service does; the inbox is left alone unless `inbox`."""
-    config = ServingConfig(
-        namespace=keyspace.namespace, events_url=url, events=EventsConfig(enabled=True, **events)
-    )
-    parts = EventParts.of(
-        config, name, lambda: running_intake.blocklist, lambda: running_intake.newest_position
-    )
+    config = ServingConfig(namespace=keyspace.namespace, events_url=url, events=EventsConfig(enabled=True, **events))
+    parts = EventParts.of(config, name, lambda: running_intake.blocklist, lambda: running_intake.newest_position)
     running_intake = Intake(parts, keyspace)
     if inbox:
         await running_intake.parts.start()

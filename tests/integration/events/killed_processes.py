@@ -75,9 +75,7 @@ class KilledProcesses:
     def __post_init__(self) -> None:
         history_by_user = histories(self.config)
         self.users = sorted(history_by_user)[:40]
-        self.items = sorted({item for history in history_by_user.values() for item in history})[
-            :ITEMS
-        ]
+        self.items = sorted({item for history in history_by_user.values() for item in history})[:ITEMS]
 
     async def ordeal(self, kills: int) -> None:
         """Kills so often, while events come in both ways and answers are looked at."""
@@ -135,10 +133,7 @@ class KilledProcesses:
                 assert status in (0, 503), f"{raw!r}\n{service.log_tail}"
                 await asyncio.sleep(GAP_S)
             receipt = orjson.loads(raw)
-            assert (
-                receipt["accepted"] + receipt["repeated"] == BATCH
-                and receipt["durability"] == "always"
-            )
+            assert receipt["accepted"] + receipt["repeated"] == BATCH and receipt["durability"] == "always"
             self.acknowledged.update(event["id"] for event in batch)
             await asyncio.sleep(GAP_S)
 
@@ -188,9 +183,7 @@ class KilledProcesses:
         with self.events.client() as client:
             give_up = asyncio.get_running_loop().time() + timeout_s
             while inbox_length := client.xlen(keyspace.inbox):
-                assert asyncio.get_running_loop().time() < give_up, (
-                    f"{inbox_length} are in the inbox"
-                )
+                assert asyncio.get_running_loop().time() < give_up, f"{inbox_length} are in the inbox"
                 await asyncio.sleep(0.05)
             stream_events = stream_of(client, keyspace)
             assert rejected(client, keyspace) == []
@@ -200,21 +193,15 @@ class KilledProcesses:
         counts = Counter(event["user"] for event in stream_events)
         for service in self.services:
             for user in self.users:
-                while (answer := (await self.answer(service, user))[1]).get("events", 0) != counts[
-                    user
-                ]:
+                while (answer := (await self.answer(service, user))[1]).get("events", 0) != counts[user]:
                     assert asyncio.get_running_loop().time() < give_up, (answer, counts[user])
                     await asyncio.sleep(0.05)
 
 
 @contextlib.contextmanager
-def _services(
-    config: NightConfig, folder: Path, events: DurableRedis
-) -> Iterator[list[KilledService]]:
+def _services(config: NightConfig, folder: Path, events: DurableRedis) -> Iterator[list[KilledService]]:
     (folder / "larder.toml").write_text(SETTINGS)
-    environ = environment(
-        config, LARDER_CONFIG=str(folder / "larder.toml"), LARDER_EVENTS_URL=events.url
-    )
+    environ = environment(config, LARDER_CONFIG=str(folder / "larder.toml"), LARDER_EVENTS_URL=events.url)
     services = [
         KilledService(folder / f"service-{number}.log", environ, module=claiming_service.__name__)
         for number in range(2)

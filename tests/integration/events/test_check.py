@@ -55,12 +55,8 @@ def test_one_that_may_evict_events_or_their_ids_is_to_be_changed(
     assert state == "to do" and policy in detail and "set noeviction" in detail
 
 
-def test_one_that_is_shared_with_pages_may_evict_ids_and_says_so(
-    server: DurableRedis, tmp_path: Path
-) -> None:
-    config = NightConfig(
-        redis_url=server.url, events=EventsConfig(enabled=True), base=str(tmp_path)
-    )
+def test_one_that_is_shared_with_pages_may_evict_ids_and_says_so(server: DurableRedis, tmp_path: Path) -> None:
+    config = NightConfig(redis_url=server.url, events=EventsConfig(enabled=True), base=str(tmp_path))
     with server.client() as client:
         client.config_set("maxmemory-policy", "volatile-lru")
         try:

@@ -37,9 +37,7 @@ def client(server: DurableRedis) -> Iterator[Any]:
 
 
 @pytest.fixture
-async def app(
-    night: NightConfig, redis_url: str, server: DurableRedis, client: Any
-) -> AsyncIterator[Running]:
+async def app(night: NightConfig, redis_url: str, server: DurableRedis, client: Any) -> AsyncIterator[Running]:
     # The dashboard shows what any service of this night counted within minutes, those of the tests before, too.
     with redis.Redis.from_url(redis_url) as pages:
         for key in pages.scan_iter(Keyspace(night.namespace).workers.replace("workers", "*")):
@@ -52,26 +50,16 @@ async def post(app: Running, *events: Any, **headers: str) -> httpx.Response:
     return await app.http.post("/v1/events", json={"events": [*events]}, headers=headers)
 
 
-async def test_events_are_accepted_reported_and_counted(
-    app: Running, night: NightConfig, client: Any
-) -> None:
+async def test_events_are_accepted_reported_and_counted(app: Running, night: NightConfig, client: Any) -> None:
     response = await post(app, event(1), event(1), event(2), {"id": 1})
 
     assert response.status_code == 202
     receipt = response.json()
     assert (receipt["accepted"], receipt["repeated"], receipt["durability"]) == (2, 1, "always")
-    assert [(rejection["index"], rejection["reason"]) for rejection in receipt["rejected"]] == [
-        (3, "missing_field")
-    ]
-    assert [
-        stored_event["id"] for stored_event in stream_of(client, Keyspace(night.namespace))
-    ] == ["e-1", "e-2"]
+    assert [(rejection["index"], rejection["reason"]) for rejection in receipt["rejected"]] == [(3, "missing_field")]
+    assert [stored_event["id"] for stored_event in stream_of(client, Keyspace(night.namespace))] == ["e-1", "e-2"]
     event_counts = await app.scrape_samples("larder_events_total")
-    assert (
-        event_counts["accepted",] == 2
-        and event_counts["repeated",] == 1
-        and event_counts["missing_field",] == 1
-    )
+    assert event_counts["accepted",] == 2 and event_counts["repeated",] == 1 and event_counts["missing_field",] == 1
     assert (await app.scrape_samples("larder_requests_total"))["POST /v1/events", "202"] == 1
 
     async def is_stream_counted() -> bool:
@@ -119,9 +107,7 @@ async def test_an_event_that_is_no_json_is_rejected_alone(
     assert response.status_code == 202
     receipt = response.json()
     assert receipt["accepted"] == 3
-    assert [(rejection["index"], rejection["reason"]) for rejection in receipt["rejected"]] == [
-        (2, "invalid_json")
-    ]
+    assert [(rejection["index"], rejection["reason"]) for rejection in receipt["rejected"]] == [(2, "invalid_json")]
     assert receipt["rejected"][0]["detail"].startswith("events[2] is not JSON")
     accepted = [stored_event["id"] for stored_event in stream_of(client, Keyspace(night.namespace))]
     assert accepted == ["e-1", "e-2", "e-3"]
@@ -144,9 +130,7 @@ async def test_an_event_that_is_no_json_is_rejected_alone(
         "an open text of escapes",
     ],
 )
-async def test_a_body_whose_events_cannot_be_separated_is_refused(
-    app: Running, client: Any, body: bytes
-) -> None:
+async def test_a_body_whose_events_cannot_be_separated_is_refused(app: Running, client: Any, body: bytes) -> None:
     response = await app.http.post("/v1/events", content=body)
 
     assert response.status_code == 422
@@ -170,9 +154,7 @@ async def test_the_dashboard_shows_what_was_taken_in_and_how_far_it_is_counted(
     assert events["held_max_bytes"] == events["stream_max_bytes"] == SETTINGS.stream_bytes
 
 
-async def test_the_inbox_is_emptied_by_a_service(
-    app: Running, night: NightConfig, client: Any
-) -> None:
+async def test_the_inbox_is_emptied_by_a_service(app: Running, night: NightConfig, client: Any) -> None:
     keyspace = Keyspace(night.namespace)
     client.xadd(keyspace.inbox, {"user": "u", "item": "i", "id": "x"})
 
@@ -198,9 +180,7 @@ async def test_a_body_without_events_is_refused(app: Running, body: Any, code: s
     assert (response.status_code, response.json()["error"]["code"]) == (422, code)
 
 
-async def test_events_of_who_is_blocked_are_rejected_within_a_second(
-    app: Running, night: NightConfig
-) -> None:
+async def test_events_of_who_is_blocked_are_rejected_within_a_second(app: Running, night: NightConfig) -> None:
     change_blocklist(night.store(), block_users=[b"erased"])
     numbers = iter(range(1_000))
 
@@ -218,9 +198,7 @@ async def test_a_service_without_events_says_so(night: NightConfig) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (409, "events_disabled")
 
 
-async def test_a_redis_that_is_away_costs_lookups_nothing(
-    night: NightConfig, tmp_path: Path
-) -> None:
+async def test_a_redis_that_is_away_costs_lookups_nothing(night: NightConfig, tmp_path: Path) -> None:
     async with serving(night, events=SETTINGS, events_url=f"unix://{tmp_path}/nobody") as running:
         response = await post(running, event(1))
         answer = await running.get("/v1/lookup/user_topk/nobody")
@@ -263,14 +241,10 @@ async def test_the_client_sends_any_number_and_tells_what_became_of_them(
         repeat_receipt = await larder.send_events(events)
         empty_receipt = await larder.send_events([])
         with pytest.raises(InvalidRequest):
-            await AsyncClient(
-                BASE, transport=transport, policy=replace(policy, max_batch=200)
-            ).send_events(events * 5)
+            await AsyncClient(BASE, transport=transport, policy=replace(policy, max_batch=200)).send_events(events * 5)
 
     assert (receipt.accepted, receipt.repeated, receipt.durability) == (24, 0, "always")
-    assert [(rejection.index, rejection.reason) for rejection in receipt.rejected] == [
-        (17, "missing_field")
-    ]
+    assert [(rejection.index, rejection.reason) for rejection in receipt.rejected] == [(17, "missing_field")]
     assert (repeat_receipt.accepted, repeat_receipt.repeated, repeat_receipt.position) == (
         0,
         24,
@@ -278,9 +252,7 @@ async def test_the_client_sends_any_number_and_tells_what_became_of_them(
     )
     assert (empty_receipt.accepted, empty_receipt.position) == (0, None)
     stored_events = stream_of(client, Keyspace(night.namespace))
-    assert [stored_event["id"] for stored_event in stored_events] == [
-        str(n) for n in range(25) if n != 17
-    ]
+    assert [stored_event["id"] for stored_event in stored_events] == [str(n) for n in range(25) if n != 17]
     newest_id = client.xrevrange(Keyspace(night.namespace).events, count=1)[0][0].decode()
     assert receipt.position == newest_id
 

@@ -36,10 +36,7 @@ def write(client: Any, keyspace: Keyspace, *numbers: int, user: str = "u") -> No
 
 
 async def is_empty(client: Any, keyspace: Keyspace) -> bool:
-    return (
-        client.xlen(keyspace.inbox) == 0
-        and not client.xpending(keyspace.inbox, INBOX_GROUP)["pending"]
-    )
+    return client.xlen(keyspace.inbox) == 0 and not client.xpending(keyspace.inbox, INBOX_GROUP)["pending"]
 
 
 async def test_what_lies_there_and_what_comes_is_taken_in_and_removed(
@@ -103,9 +100,7 @@ async def test_a_malformed_event_of_an_erased_user_leaves_nothing_of_itself(
             client.xadd(keyspace.inbox, fields)
 
         async def all_rejected() -> bool:
-            return running_intake.results["erased"] == len(broken) and await is_empty(
-                client, keyspace
-            )
+            return running_intake.results["erased"] == len(broken) and await is_empty(client, keyspace)
 
         assert await eventually(all_rejected)
         receipt = await running_intake.accept_events({"user": "gone", "weight": "x"})
@@ -115,9 +110,7 @@ async def test_a_malformed_event_of_an_erased_user_leaves_nothing_of_itself(
     assert len(rejections) == 4 and "gone" not in str(rejections)
 
 
-async def test_words_of_a_rejection_are_cut(
-    server: DurableRedis, client: Any, keyspace: Keyspace
-) -> None:
+async def test_words_of_a_rejection_are_cut(server: DurableRedis, client: Any, keyspace: Keyspace) -> None:
     client.xadd(keyspace.inbox, {"user": "u", "item": "i", "x" * 5_000: "1"})
     async with intake(server.url, keyspace, inbox=True):
         assert await eventually(lambda: is_empty(client, keyspace))
@@ -126,9 +119,7 @@ async def test_words_of_a_rejection_are_cut(
     assert rejection["reason"] == "unknown_field" and len(rejection["detail"]) <= 400
 
 
-async def test_two_consumers_share_the_inbox(
-    server: DurableRedis, client: Any, keyspace: Keyspace
-) -> None:
+async def test_two_consumers_share_the_inbox(server: DurableRedis, client: Any, keyspace: Keyspace) -> None:
     async with (
         intake(server.url, keyspace, inbox=True),
         intake(server.url, keyspace, "two", inbox=True),
@@ -160,9 +151,7 @@ async def test_what_a_killed_consumer_took_counts_once(
                 for entry, fields in claimed_entries
             ]
             calls = EventsRedis(server.url, "any")
-            await calls.accept(
-                *accept_script_arguments(keyspace, StreamBounds(1 << 30, 10**6, 100), packed)
-            )
+            await calls.accept(*accept_script_arguments(keyspace, StreamBounds(1 << 30, 10**6, 100), packed))
             await calls.aclose()
 
     async with intake(server.url, keyspace, inbox=True) as successor_intake:
@@ -190,9 +179,7 @@ async def test_an_entry_deleted_while_a_consumer_had_it_delays_no_others(
     assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == ["e-2"]
 
 
-async def test_a_full_stream_leaves_the_inbox_as_it_is(
-    server: DurableRedis, client: Any, keyspace: Keyspace
-) -> None:
+async def test_a_full_stream_leaves_the_inbox_as_it_is(server: DurableRedis, client: Any, keyspace: Keyspace) -> None:
     async with intake(server.url, keyspace, stream_bytes=1 << 20, inbox=True) as running_intake:
         filler = {"e": b"x" * 1_000}
         with client.pipeline(transaction=False) as pipeline:
@@ -205,9 +192,7 @@ async def test_a_full_stream_leaves_the_inbox_as_it_is(
         refusals = running_intake.parts.intake.counts.refusal_count_by_reason
 
         async def is_refused_twice() -> bool:
-            return (
-                refusals["events_full"] >= 2
-            )  # each try: the alert goes on as long as the inbox waits
+            return refusals["events_full"] >= 2  # each try: the alert goes on as long as the inbox waits
 
         assert await eventually(is_refused_twice)
 
@@ -218,9 +203,7 @@ async def test_a_full_stream_leaves_the_inbox_as_it_is(
     assert len(stream_of(client, keyspace)) == 5
 
 
-async def test_an_inbox_is_emptied_at_redis_maxmemory_by_a_starting_service(
-    tmp_path: Path, keyspace: Keyspace
-) -> None:
+async def test_an_inbox_is_emptied_at_redis_maxmemory_by_a_starting_service(tmp_path: Path, keyspace: Keyspace) -> None:
     with durable_redis(tmp_path, maxmemory="100mb") as small, small.client() as client:
         client.xgroup_create(keyspace.inbox, INBOX_GROUP, "0", mkstream=True)
         client.xadd(keyspace.inbox, {"user": "u"})
@@ -231,10 +214,7 @@ async def test_an_inbox_is_emptied_at_redis_maxmemory_by_a_starting_service(
 
         assert len(stream_of(client, keyspace)) == 300
         # It was rejected, and there is no room to keep why.
-        assert (
-            running_intake.results["missing_field"] == 1
-            and running_intake.parts.intake.counts.dropped_count == 1
-        )
+        assert running_intake.results["missing_field"] == 1 and running_intake.parts.intake.counts.dropped_count == 1
 
 
 async def test_an_inbox_that_is_gone_with_its_group_begins_anew(
@@ -266,9 +246,7 @@ async def test_consumers_without_entries_are_forgotten_after_a_while(
     client.xreadgroup(INBOX_GROUP, "holds", {keyspace.inbox: ">"})
 
     async def names() -> set[bytes]:
-        return {
-            consumer["name"] for consumer in client.xinfo_consumers(keyspace.inbox, INBOX_GROUP)
-        }
+        return {consumer["name"] for consumer in client.xinfo_consumers(keyspace.inbox, INBOX_GROUP)}
 
     async def forgotten() -> bool:
         return b"idle" not in await names()

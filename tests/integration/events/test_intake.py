@@ -17,9 +17,7 @@ from tests.integration.events.intakes import event, intake, rejected
 from tests.integration.serving_app import eventually
 
 
-async def test_events_are_accepted_once_in_their_order(
-    server: DurableRedis, client: Any, keyspace: Keyspace
-) -> None:
+async def test_events_are_accepted_once_in_their_order(server: DurableRedis, client: Any, keyspace: Keyspace) -> None:
     async with intake(server.url, keyspace, durability="always") as running_intake:
         first = await running_intake.accept_events(*(event(number) for number in range(600)))
         repeat_receipt = await running_intake.accept_events(event(5), event(600), event(600))
@@ -27,15 +25,9 @@ async def test_events_are_accepted_once_in_their_order(
     assert (first["accepted"], first["repeated"], first["rejected"]) == (600, 0, [])
     assert first["durability"] == "always"
     assert (repeat_receipt["accepted"], repeat_receipt["repeated"]) == (1, 2)
-    assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
-        f"e-{n}" for n in range(601)
-    ]
+    assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [f"e-{n}" for n in range(601)]
     newest_position = Position.parse(client.xrevrange(keyspace.events, count=1)[0][0])
-    assert (
-        Position.parse(repeat_receipt["position"])
-        == newest_position
-        > Position.parse(first["position"])
-    )
+    assert Position.parse(repeat_receipt["position"]) == newest_position > Position.parse(first["position"])
     assert (running_intake.results["accepted"], running_intake.results["repeated"]) == (601, 2)
 
 
@@ -59,11 +51,9 @@ async def test_rejected_events_are_reported_in_the_receipt_counted_and_kept(
     ]
     # Who was erased is not to be found there.
     assert not any("gone" in text for rejection in stored_rejections for text in rejection.values())
-    assert {
-        rejection["event"]
-        for rejection in stored_rejections
-        if rejection["reason"] == "missing_field"
-    } == {'{"id":"x"}'}
+    assert {rejection["event"] for rejection in stored_rejections if rejection["reason"] == "missing_field"} == {
+        '{"id":"x"}'
+    }
     assert running_intake.results["too_many"] == running_intake.results["erased"] == 1
 
 
@@ -92,9 +82,7 @@ async def test_a_rejected_event_too_deep_to_be_written_is_counted_and_reported(
     assert [rejection["event"] for rejection in rejected(client, keyspace)] == [""]
 
 
-async def test_a_flood_by_one_user_costs_others_nothing(
-    server: DurableRedis, client: Any, keyspace: Keyspace
-) -> None:
+async def test_a_flood_by_one_user_costs_others_nothing(server: DurableRedis, client: Any, keyspace: Keyspace) -> None:
     async with intake(server.url, keyspace, of_one=20) as running_intake:
         flood = [
             await running_intake.accept_events(*(event(100 * call + n, "loud") for n in range(100)))
@@ -111,9 +99,7 @@ async def test_a_flood_by_one_user_costs_others_nothing(
 async def test_a_full_stream_takes_nothing_until_it_is_trimmed(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(
-        server.url, keyspace, stream_bytes=1 << 20, of_one=10**6, batch=10**6
-    ) as running_intake:
+    async with intake(server.url, keyspace, stream_bytes=1 << 20, of_one=10**6, batch=10**6) as running_intake:
         sent_count = 0
 
         async def fill() -> None:
@@ -137,10 +123,7 @@ async def test_a_full_stream_takes_nothing_until_it_is_trimmed(
         repeated_events = [event(sent_count + n, f"u-{n}", type="x" * 60) for n in range(500)]
         receipt = await running_intake.accept_events(*repeated_events)
         # What went in before the stream was full counts once.
-        assert (
-            receipt["accepted"] + receipt["repeated"] == 500
-            and receipt["repeated"] == length - sent_count
-        )
+        assert receipt["accepted"] + receipt["repeated"] == 500 and receipt["repeated"] == length - sent_count
 
 
 async def test_a_redis_at_its_maxmemory_is_full(tmp_path: Path, keyspace: Keyspace) -> None:
@@ -223,9 +206,7 @@ async def test_less_durability_than_demanded_accepts_nothing_until_it_is_mended(
             assert (await strict.accept_events(event(1)))["durability"] == "always"
 
 
-async def test_another_server_behind_the_same_address_is_looked_at_anew(
-    tmp_path: Path, keyspace: Keyspace
-) -> None:
+async def test_another_server_behind_the_same_address_is_looked_at_anew(tmp_path: Path, keyspace: Keyspace) -> None:
     with durable_redis(tmp_path) as server:
         async with intake(server.url, keyspace, durability="always") as strict:
             assert (await strict.accept_events(event(0)))["accepted"] == 1
@@ -238,16 +219,12 @@ async def test_another_server_behind_the_same_address_is_looked_at_anew(
                     await strict.accept_events(event(1))
                 return "'none'" in caught.value.message
 
-            assert await eventually(
-                refused
-            )  # the first one may only notice that a connection broke
+            assert await eventually(refused)  # the first one may only notice that a connection broke
             with server.client() as client:
                 assert client.xlen(keyspace.events) == 0
 
 
-async def test_an_outage_is_reported_and_over_when_redis_is_back(
-    tmp_path: Path, keyspace: Keyspace
-) -> None:
+async def test_an_outage_is_reported_and_over_when_redis_is_back(tmp_path: Path, keyspace: Keyspace) -> None:
     with durable_redis(tmp_path) as server:
         async with intake(server.url, keyspace) as running_intake:
             await running_intake.accept_events(event(0))
@@ -255,10 +232,7 @@ async def test_an_outage_is_reported_and_over_when_redis_is_back(
             with pytest.raises(Problem) as caught:
                 await running_intake.accept_events(event(1))
             assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
-            assert (
-                running_intake.parts.intake.counts.refusal_count_by_reason["events_unavailable"]
-                == 1
-            )
+            assert running_intake.parts.intake.counts.refusal_count_by_reason["events_unavailable"] == 1
             await running_intake.parts.intake.counts.refresh()
             assert running_intake.parts.intake.counts.value_by_gauge == {"up": 0.0}
             server.start()
@@ -268,9 +242,7 @@ async def test_an_outage_is_reported_and_over_when_redis_is_back(
             assert (receipt["accepted"], receipt["repeated"]) == (1, 1)
 
 
-async def test_the_script_comes_back_by_itself(
-    server: DurableRedis, client: Any, keyspace: Keyspace
-) -> None:
+async def test_the_script_comes_back_by_itself(server: DurableRedis, client: Any, keyspace: Keyspace) -> None:
     async with intake(server.url, keyspace) as running_intake:
         await running_intake.accept_events(event(0))
         client.script_flush()

@@ -19,17 +19,13 @@ from tests.integration.nights import DATA_UNTIL, prepare, publish_night
 BATCH = 20
 
 
-async def send(
-    target_intake: Intake, numbers: range, acknowledged: list[int], gap_s: float
-) -> None:
+async def send(target_intake: Intake, numbers: range, acknowledged: list[int], gap_s: float) -> None:
     """Sends batches, each until it is accepted, as a client does."""
     for start in range(numbers.start, numbers.stop, BATCH):
         batch = range(start, min(start + BATCH, numbers.stop))
         while True:
             try:
-                receipt = await target_intake.accept_events(
-                    *(event(number, f"u-{number % 7}") for number in batch)
-                )
+                receipt = await target_intake.accept_events(*(event(number, f"u-{number % 7}") for number in batch))
             except Problem as problem:
                 if problem.reason != "events_unavailable":
                     raise
@@ -41,9 +37,7 @@ async def send(
         await asyncio.sleep(gap_s)
 
 
-async def kill(
-    server: DurableRedis, kills: int, rng: random.Random, sending: asyncio.Task[None]
-) -> None:
+async def kill(server: DurableRedis, kills: int, rng: random.Random, sending: asyncio.Task[None]) -> None:
     """Kills and starts again at random moments."""
     while server.kills < kills and not sending.done():
         await asyncio.sleep(rng.uniform(0, 0.05))
@@ -54,9 +48,7 @@ async def kill(
 async def ordeal(folder: Path, keyspace: Keyspace, kills: int, seed: int) -> None:
     with durable_redis(folder) as server:
         rng, acknowledged = random.Random(seed), list[int]()
-        async with intake(
-            server.url, keyspace, durability="always", of_one=10**6
-        ) as running_intake:
+        async with intake(server.url, keyspace, durability="always", of_one=10**6) as running_intake:
             sending = asyncio.create_task(send(running_intake, range(1 << 30), acknowledged, 0.001))
             await kill(server, kills, rng, sending)
             sending.cancel()
@@ -66,14 +58,10 @@ async def ordeal(folder: Path, keyspace: Keyspace, kills: int, seed: int) -> Non
             stored_ids = [stored_event["id"] for stored_event in stream_of(client, keyspace)]
     assert server.kills == kills and acknowledged
     assert len(stored_ids) == len(set(stored_ids)), "an event counts twice"
-    assert {f"e-{number}" for number in acknowledged} <= set(stored_ids), (
-        "an accepted event is lost"
-    )
+    assert {f"e-{number}" for number in acknowledged} <= set(stored_ids), "an accepted event is lost"
 
 
-async def test_kills_of_redis_lose_nothing_accepted_and_count_nothing_twice(
-    tmp_path: Path, keyspace: Keyspace
-) -> None:
+async def test_kills_of_redis_lose_nothing_accepted_and_count_nothing_twice(tmp_path: Path, keyspace: Keyspace) -> None:
     await ordeal(tmp_path, keyspace, 4, 1)
 
 
@@ -100,9 +88,7 @@ async def processes_are_killed(folder: Path, kills: int) -> None:
         async with killed_processes(config, folder, pages, events, seed) as running:
             await running.ordeal(kills)
             await running.check(60.0)
-            print(
-                f"{len(running.acknowledged)} acknowledged, {running.lookup_count} looks, {dict(running.killed)}"
-            )
+            print(f"{len(running.acknowledged)} acknowledged, {running.lookup_count} looks, {dict(running.killed)}")
             assert running.killed.total() == kills and set(running.killed) == set(KINDS)
             assert running.acknowledged and running.lookup_count
 

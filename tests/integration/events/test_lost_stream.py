@@ -40,9 +40,7 @@ def newest_of(
     store: ArtefactStore, *snapshot_positions: Position, followed: Position = STREAM_BEGINNING
 ) -> NewestPosition:
     snapshots = [Held(position.number) for position in snapshot_positions]
-    holder: Any = SimpleNamespace(
-        served=SimpleNamespace(snapshots=snapshots) if snapshot_positions else None
-    )
+    holder: Any = SimpleNamespace(served=SimpleNamespace(snapshots=snapshots) if snapshot_positions else None)
     users = UserEvents()
     users.last_number = followed.number
     return NewestPosition(NewerEvents(users), holder, store)
@@ -75,9 +73,7 @@ async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_the
         "e-2",
     ]
     taken_events = take_events(store_ahead, client, keyspace)
-    assert taken_events.events == 3 and taken_events.until_position == positions[
-        -1
-    ] == read_taken_position(store_ahead)
+    assert taken_events.events == 3 and taken_events.until_position == positions[-1] == read_taken_position(store_ahead)
 
 
 async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
@@ -87,18 +83,14 @@ async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
     async with intake(server.url, keyspace) as running_intake:
         running_intake.newest_position = Position(now_ms - 1_000, 7)
         first = Position.parse((await running_intake.accept_events(event(0)))["position"])
-        running_intake.newest_position = Position(
-            first.ms, first.sequence + 9
-        )  # as another replica knows it
+        running_intake.newest_position = Position(first.ms, first.sequence + 9)  # as another replica knows it
         second = Position.parse((await running_intake.accept_events(event(1)))["position"])
 
     assert now_ms <= first.ms <= now_ms + 60_000
     assert Position(first.ms, first.sequence + 9) < second < Position(first.ms + 60_000, 0)
 
 
-async def test_the_newest_of_all_that_is_known_counts(
-    tmp_path: Path, store_ahead: ArtefactStore
-) -> None:
+async def test_the_newest_of_all_that_is_known_counts(tmp_path: Path, store_ahead: ArtefactStore) -> None:
     taken_until = last_taken_position(store_ahead)
     later, empty = (
         Position(taken_until.ms, taken_until.sequence + 1),

@@ -56,15 +56,11 @@ def started(name: str, folder: Path, socket: Path) -> GuardedCommand:
         "LARDER_READER_PASSWORD": "reads", "LARDER_LOADER_PASSWORD": "loads", "LARDER_PRODUCER_PASSWORD": "produces",
         "REDIS_OPTIONS": f"{options} --port 0 --unixsocket {socket} --dir {folder}",
     }  # fmt: skip
-    return GuardedCommand(
-        [shell, flags, script], log_path=folder / "log", env={**os.environ, **environ}
-    )
+    return GuardedCommand([shell, flags, script], log_path=folder / "log", env={**os.environ, **environ})
 
 
 @pytest.fixture(scope="module", params=[SHARED, EVENTS_SERVER])
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Path]]:
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """The name of a service, and the socket of its server."""
     folder = tmp_path_factory.mktemp("rights")
     path = folder / "redis.sock"
@@ -149,13 +145,9 @@ def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
         event_count = reader.xlen(KEYS.events)
 
         with connect_events(config) as loader:
-            forgotten_count = forget_in_stream(
-                loader, KEYS, ErasedEntities(frozenset([b"goes"]), frozenset())
-            )
+            forgotten_count = forget_in_stream(loader, KEYS, ErasedEntities(frozenset([b"goes"]), frozenset()))
             taken_events = take_events(store, loader, KEYS)
-            trimmed = trim_stream(
-                EventStores(store, KEYS.namespace), loader, KEYS, keep_s=0.0, stream_bytes=1
-            )
+            trimmed = trim_stream(EventStores(store, KEYS.namespace), loader, KEYS, keep_s=0.0, stream_bytes=1)
 
         assert forgotten_count >= 2 and taken_events.events == trimmed == event_count - 1
         assert reader.xlen(KEYS.events) == 0
@@ -224,9 +216,7 @@ def read_runbook_commands() -> list[tuple[str, str, str]]:
     return sorted(set(runbook_commands))
 
 
-@pytest.mark.parametrize(
-    ("server", "user", "command"), read_runbook_commands(), indirect=["server"], ids=str
-)
+@pytest.mark.parametrize(("server", "user", "command"), read_runbook_commands(), indirect=["server"], ids=str)
 def test_what_the_runbook_says_to_run_the_user_that_it_names_may_run(
     server: tuple[str, Path], user: str, command: str
 ) -> None:
@@ -264,9 +254,7 @@ def test_the_runbook_tells_to_run_something_on_either_server() -> None:
     ],
     ids=lambda command: " ".join(command[:2]),
 )
-def test_a_producer_may_write_into_the_inbox_and_nothing_else(
-    socket: Path, command: tuple[str, ...]
-) -> None:
+def test_a_producer_may_write_into_the_inbox_and_nothing_else(socket: Path, command: tuple[str, ...]) -> None:
     with (
         client(socket, "larder-producer", "produces") as producer,
         pytest.raises(redis.exceptions.NoPermissionError),
@@ -295,9 +283,7 @@ def test_a_producer_may_write_into_the_inbox_and_nothing_else(
     ],
     ids=lambda command: " ".join(command[:2]),
 )
-def test_the_service_can_neither_trim_remove_nor_overwrite_events(
-    socket: Path, command: tuple[str, ...]
-) -> None:
+def test_the_service_can_neither_trim_remove_nor_overwrite_events(socket: Path, command: tuple[str, ...]) -> None:
     with (
         client(socket, "larder-reader", "reads") as reader,
         pytest.raises(redis.exceptions.ResponseError, match=r"(?i)permission|can't access"),

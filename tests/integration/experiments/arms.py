@@ -10,15 +10,10 @@ from tests.integration.nights import build_night, publish_night
 CUTS = ("2026-01-28T00:00:00Z", "2026-01-27T00:00:00Z", "2026-01-26T00:00:00Z")
 
 
-def arms(
-    folder: Path, redis_url: str, count: int = 1, *, users: int = 60, items: int = 40
-) -> tuple[NightConfig, ...]:
+def arms(folder: Path, redis_url: str, count: int = 1, *, users: int = 60, items: int = 40) -> tuple[NightConfig, ...]:
     """The service's own namespace, then as many more; nothing that is live in one is in another."""
     own_config = build_night(folder, redis_url, users=users, items=items)
-    arm_configs = [
-        replace(own_config, namespace=f"{own_config.namespace}-{letter}")
-        for letter in "bcd"[:count]
-    ]
+    arm_configs = [replace(own_config, namespace=f"{own_config.namespace}-{letter}") for letter in "bcd"[:count]]
     for arm_config, cut in zip(arm_configs, CUTS, strict=False):
         publish_night(arm_config, cut)
     assert len({live_of(config) for config in (own_config, *arm_configs)}) == count + 1

@@ -26,14 +26,10 @@ ARMS = ("--arm", "control={own}:0.5", "--arm", "other={arm}:0.5")
 
 
 @pytest.fixture(scope="module")
-def namespaces(
-    tmp_path_factory: pytest.TempPathFactory, redis_url: str
-) -> tuple[NightConfig, NightConfig]:
+def namespaces(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[NightConfig, NightConfig]:
     """The service's own namespace and an arm's: one store, one Redis, a night each."""
     folder = tmp_path_factory.mktemp("experiment")
-    own_config = replace(
-        build_night(folder, redis_url, users=40, items=30), flip=FlipConfig(wait_s=0.3)
-    )
+    own_config = replace(build_night(folder, redis_url, users=40, items=30), flip=FlipConfig(wait_s=0.3))
     arm = replace(own_config, namespace=f"{own_config.namespace}-b", page_bytes=8 * 1024)
     publish_night(arm, DATA_UNTIL)
     return own_config, arm
@@ -45,9 +41,7 @@ def run(configs: tuple[NightConfig, NightConfig], *command_parts: str) -> dict[s
     named = [part.format(own=own_config.namespace, arm=arm.namespace) for part in command_parts]
     argv = ["experiment", *named, "--json"]
     arguments: argparse.Namespace = build_command_parser().parse_args(argv)
-    output: dict[str, Any] = orjson.loads(
-        orjson.dumps(arguments.run.import_command()(own_config, arguments, quiet))
-    )
+    output: dict[str, Any] = orjson.loads(orjson.dumps(arguments.run.import_command()(own_config, arguments, quiet)))
     return output
 
 
@@ -100,16 +94,14 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(
     assert run(namespaces, "stop", "ranker")["state"] == "over"
     assert run(namespaces, "status")["free"] == 0.95
     experiment_audits = [
-        audit_record
-        for audit_record in audit_records(own_config.store())
-        if audit_record.action == "experiment"
+        audit_record for audit_record in audit_records(own_config.store()) if audit_record.action == "experiment"
     ]
     assert [audit_record.subject for audit_record in experiment_audits] == [
         "start ranker", "start ranker", "share ranker", "stop ranker", "stop ranker",
     ]  # fmt: skip
-    assert experiment_audits[3].reason == "a test" and {
-        audit_record.outcome for audit_record in experiment_audits
-    } == {"done"}
+    assert experiment_audits[3].reason == "a test" and {audit_record.outcome for audit_record in experiment_audits} == {
+        "done"
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,11 +135,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
 def test_arms_of_other_tables_are_refused(namespaces: tuple[NightConfig, NightConfig]) -> None:
     own_config, _ = namespaces
     narrow = {**own_config.tables, "user_topk": TableConfig("user_topk", k=10)}
-    less = {
-        name: table_config
-        for name, table_config in own_config.tables.items()
-        if name != "user_affinity"
-    }
+    less = {name: table_config for name, table_config in own_config.tables.items() if name != "user_affinity"}
     for name, tables, error_pattern in (
         ("narrow", narrow, r"user_topk' is kind topk entity user width 50 in .* user width 10 in"),
         ("less", less, r"user_affinity' is .* and absent in"),
@@ -171,9 +159,7 @@ def test_replicas_that_do_not_hold_the_arms_are_waited_for_and_named(
         assert late_experiment is not None and not late_experiment.is_running
 
         for namespace_control in (control, of_arm):
-            namespace_control.client.zadd(
-                namespace_control.keyspace.replicas, {beat: control.time()}
-            )
+            namespace_control.client.zadd(namespace_control.keyspace.replicas, {beat: control.time()})
         assert run(namespaces, "start", "late", *ARMS, "--share", "0.1")["state"] == "running"
     experiments.stop(own_config, "late")
 
@@ -209,8 +195,6 @@ def test_an_arm_must_count_the_events_that_the_control_counts(
         replace(arm, events=IncludedEvents("3-0", 9, namespace=own_manifest.namespace)),
     )
     for events in (None, its_own):
-        with pytest.raises(
-            Conflict, match=f'namespace = "{own_manifest.namespace}" in .events.'
-        ) as refused:
+        with pytest.raises(Conflict, match=f'namespace = "{own_manifest.namespace}" in .events.') as refused:
             demand_match(counting_manifest, replace(arm, events=events))
         assert refused.value.details["events"] == own_manifest.namespace

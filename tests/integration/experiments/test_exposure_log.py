@@ -66,17 +66,12 @@ def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: 
     click_ratio = by_arm["b"]["ratios"]["click"]
     rate = {arm: clicks[arm] / (3 * requests[arm]) for arm in clicks}
     assert click_ratio["ratio"] == pytest.approx(rate["b"] / rate["control"])
-    assert (
-        click_ratio["low"] < click_ratio["ratio"] < click_ratio["high"]
-        and by_arm["control"]["ratios"] == {}
-    )
+    assert click_ratio["low"] < click_ratio["ratio"] < click_ratio["high"] and by_arm["control"]["ratios"] == {}
 
     with control_of(own_config) as control:
         at = control.time()
     assert gather_exposures(own_config.store(), gathered_at=at + 7_200)["parts"] >= 1
-    assert {row["key"]: row["arm"] for row in rows(own_config)} == {
-        key: arm for key, arm in expected.items() if arm
-    }
+    assert {row["key"]: row["arm"] for row in rows(own_config)} == {key: arm for key, arm in expected.items() if arm}
     hourly_exposures = {(row["key"], row["arm"], row["at"].hour) for row in rows(own_config)}
     assert len(rows(own_config)) == len(hourly_exposures)
     assert run(own_config, "experiment", "status", "ranker")["experiments"][0] == experiment_status
@@ -110,15 +105,11 @@ def _look_up_and_click(
             if arm is not None and number % 2:
                 feedback = {"event": "click", "count": 2, "arm": f"ranker={arm}"}
             feedback_answer = client.post("/v1/feedback", content=orjson.dumps(feedback)).json()
-            assert feedback_answer == {"arm": None} | (
-                {} if arm is None else {"experiment": f"ranker={arm}"}
-            )
+            assert feedback_answer == {"arm": None} | ({} if arm is None else {"experiment": f"ranker={arm}"})
             if arm is not None:
                 clicks[arm] += 2
         unknown_arm_feedback = {"event": "click", "arm": "ranker=nobody"}
-        assert client.post("/v1/feedback", content=orjson.dumps(unknown_arm_feedback)).json() == {
-            "arm": None
-        }
+        assert client.post("/v1/feedback", content=orjson.dumps(unknown_arm_feedback)).json() == {"arm": None}
         text = client.get("/metrics").text
     for arm, count in clicks.items():
         line = f'larder_experiment_feedback_total{{arm="{arm}",event="click",experiment="ranker"}}'

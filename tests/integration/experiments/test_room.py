@@ -40,9 +40,7 @@ def plan(config: NightConfig) -> dict[str, Any]:
     return plan_report
 
 
-def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(tmp_path: Path, redis_url: str) -> None:
     own_config, first_arm_config, two = arms(tmp_path, redis_url, 2)
 
     def start(name: str, arm_config: NightConfig) -> None:
@@ -76,27 +74,17 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     assert limits_before.arms == arm_rooms and limits_before.nodes[0].other_bytes > growth
     # A night of the control says so in its gates; one of an arm looks at what it has itself.
     publish_night(own_config, "2026-01-30T00:00:00Z")
-    gates = {
-        verdict["rule"]: verdict
-        for verdict in read_manifest(own_config.store(), live_of(own_config)).gates
-    }
-    assert (
-        f"ranker=b ({first_arm_config.namespace}): {arm_rooms[0].pages:,} pages"
-        in gates["redis_headroom"]["note"]
-    )
+    gates = {verdict["rule"]: verdict for verdict in read_manifest(own_config.store(), live_of(own_config)).gates}
+    assert f"ranker=b ({first_arm_config.namespace}): {arm_rooms[0].pages:,} pages" in gates["redis_headroom"]["note"]
 
     with pytest.raises(Conflict, match="not over"):
         free_namespaces(own_config, "ranker")
     start("also", first_arm_config)
     experiments.stop(own_config, "ranker")
-    assert (
-        free_namespaces(own_config, "ranker")["freed"] == [] and pages_of(first_arm_config)[0] > 0
-    )
+    assert free_namespaces(own_config, "ranker")["freed"] == [] and pages_of(first_arm_config)[0] > 0
     experiments.stop(own_config, "also")
     with control_of(own_config) as control:
-        assert [
-            arm_room.namespace for arm_room in compute_arm_rooms(own_config, control.client)
-        ] == [two.namespace]
+        assert [arm_room.namespace for arm_room in compute_arm_rooms(own_config, control.client)] == [two.namespace]
     live = live_of(first_arm_config)
     freed = free_namespaces(own_config, "ranker")
     assert freed == {
@@ -105,11 +93,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
         "kept": [],
         "keys": freed["keys"],
     }
-    assert (
-        pages_of(first_arm_config) == (0, 0)
-        and pages_of(two)[0] > 0
-        and pages_of(own_config)[0] > 0
-    )
+    assert pages_of(first_arm_config) == (0, 0) and pages_of(two)[0] > 0 and pages_of(own_config)[0] > 0
     with control_of(first_arm_config) as control:
         assert control.read_pointer() is None and control.rows() == {}
     # Nothing of the truth is gone.

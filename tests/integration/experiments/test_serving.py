@@ -51,14 +51,10 @@ def start(
         ArmOption("control", own_config.namespace, 0.5),
         ArmOption("b", arm_config.namespace, 0.5),
     )
-    return experiments.start(
-        own_config, ExperimentOption(own_config.namespace, name, named, share), holdout=holdout
-    )
+    return experiments.start(own_config, ExperimentOption(own_config.namespace, name, named, share), holdout=holdout)
 
 
-def expected(
-    own_config: NightConfig, arm_config: NightConfig, key: str
-) -> tuple[str, str | None, str | None]:
+def expected(own_config: NightConfig, arm_config: NightConfig, key: str) -> tuple[str, str | None, str | None]:
     """Generation, experiment and arm by the record alone."""
     record = latest_experiments(own_config.store())
     name = record.owners.owner_of(key.encode())
@@ -100,25 +96,19 @@ def get_assignments(service: ServiceProcess, users: list[str]) -> dict[str, Any]
         for key in KEYS:
             answers = _post_lookup(client, {"entities": users, "k": 5, "canary_key": key})
             (assignment_by_key[key],) = {
-                (answer["generation"], answer.get("experiment"), answer.get("arm"))
-                for answer in answers
+                (answer["generation"], answer.get("experiment"), answer.get("arm")) for answer in answers
             }
     return assignment_by_key
 
 
-def followed(
-    own_config: NightConfig, arm_config: NightConfig, services: list[ServiceProcess]
-) -> None:
+def followed(own_config: NightConfig, arm_config: NightConfig, services: list[ServiceProcess]) -> None:
     """Waits until every replica answers by the newest record, and from what is live everywhere."""
 
     def is_so() -> bool:
         return all(
             {replica.served_generation for replica in beating(config)} == {live_of(config)}
             for config in (own_config, arm_config)
-        ) and all(
-            version_of(service) == latest_experiments(own_config.store()).version
-            for service in services
-        )
+        ) and all(version_of(service) == latest_experiments(own_config.store()).version for service in services)
 
     assert poll_until(is_so)
 
@@ -127,9 +117,7 @@ def version_of(service: ServiceProcess) -> int:
     with _client(service) as client:
         text = client.get("/metrics").text
     (line,) = [
-        metric_line
-        for metric_line in text.splitlines()
-        if metric_line.startswith("larder_experiments_version ")
+        metric_line for metric_line in text.splitlines() if metric_line.startswith("larder_experiments_version ")
     ]
     return int(float(line.split()[1]))
 
@@ -138,18 +126,12 @@ async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served:
     own_config, arm_config, services = served
     users = sorted(histories(own_config))[:3]
 
-    assert {
-        batch_answer.get("arm") for batch_answer in get_answers(services[0], {"entities": users})
-    } == {None}
+    assert {batch_answer.get("arm") for batch_answer in get_answers(services[0], {"entities": users})} == {None}
     await asyncio.to_thread(start, own_config, arm_config, "ranker", holdout=0.1)
     await asyncio.to_thread(followed, own_config, arm_config, services)
     assignments = [get_assignments(service, users) for service in services]
 
-    assert (
-        assignments[0]
-        == assignments[1]
-        == {key: expected(own_config, arm_config, key) for key in KEYS}
-    )
+    assert assignments[0] == assignments[1] == {key: expected(own_config, arm_config, key) for key in KEYS}
     assert len(Counter(assignments[0].values())) == 3
     # By default the user decides; several have no key.
     for user in users:
@@ -157,9 +139,9 @@ async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served:
         assert (answer["generation"], answer.get("experiment"), answer.get("arm")) == expected(
             own_config, arm_config, user
         )
-    assert {
-        batch_answer["generation"] for batch_answer in get_answers(services[0], {"entities": users})
-    } == {live_of(own_config)}
+    assert {batch_answer["generation"] for batch_answer in get_answers(services[0], {"entities": users})} == {
+        live_of(own_config)
+    }
     # A pin finds the namespace that has it.
     for config in (own_config, arm_config):
         (answer, _) = get_answers(
@@ -180,9 +162,7 @@ async def test_a_tester_chooses_an_arm_and_one_that_is_not_held_is_refused(serve
         ({"entities": users, "arm": "ranker=b", "canary_key": KEYS[0]}, None),
     ):
         answers = get_answers(services[0], body, arm=header)
-        assert {(answer["generation"], answer["arm"]) for answer in answers} == {
-            (live_of(arm_config), "b")
-        }
+        assert {(answer["generation"], answer["arm"]) for answer in answers} == {(live_of(arm_config), "b")}
     async with AsyncClient(services[0].url, binary=True) as client:
         (client_answer, *_) = await client.lookup_many("user_topk", users, Options(arm="ranker=b"))
         assert (client_answer.experiment, client_answer.arm, client_answer.generation) == (
@@ -210,11 +190,7 @@ def scrape_arm_requests(service: ServiceProcess) -> list[str]:
     """Requests of arms, as they are exposed."""
     with _client(service) as client:
         text = client.get("/metrics").text
-    return [
-        metric_line
-        for metric_line in text.splitlines()
-        if metric_line.startswith("larder_experiment_requests_")
-    ]
+    return [metric_line for metric_line in text.splitlines() if metric_line.startswith("larder_experiment_requests_")]
 
 
 async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Served) -> None:
@@ -225,21 +201,15 @@ async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Se
     await asyncio.to_thread(publish_night, arm_config, "2026-01-28T12:00:00Z")
     assert live_of(arm_config) != previous_generation and live_of(own_config) == mine
     await asyncio.to_thread(followed, own_config, arm_config, services)
-    assert get_assignments(services[0], users) == {
-        key: expected(own_config, arm_config, key) for key in KEYS
-    }
+    assert get_assignments(services[0], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
     # What the arm's previous generation was is held, too: its retire leaves it.
     assert all(previous_generation in replica.held_generations for replica in beating(arm_config))
-    assert not any(
-        previous_generation in replica.held_generations for replica in beating(own_config)
-    )
+    assert not any(previous_generation in replica.held_generations for replica in beating(own_config))
 
     await asyncio.to_thread(roll_back, arm_config)
     assert live_of(arm_config) == previous_generation
     await asyncio.to_thread(followed, own_config, arm_config, services)
-    assert get_assignments(services[1], users) == {
-        key: expected(own_config, arm_config, key) for key in KEYS
-    }
+    assert get_assignments(services[1], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
 
 
 async def test_an_item_that_the_control_blocks_no_arm_serves_and_an_arms_block_is_its_own(
@@ -290,14 +260,10 @@ async def test_when_it_stops_its_keys_are_the_services_own_and_the_namespace_is_
     await asyncio.to_thread(experiments.stop, own_config, "ranker")
     assert poll_until(lambda: not beating(arm_config))
 
-    assert set((get_assignments(services[0], users)).values()) == {
-        (live_of(own_config), None, None)
-    }
+    assert set((get_assignments(services[0], users)).values()) == {(live_of(own_config), None, None)}
     get_answers(services[0], {"entities": users, "arm": "ranker=b"}, 409)
     # And a namespace that is let go is held again where one asks for it.
     await asyncio.to_thread(start, own_config, arm_config, "again", share=0.9)
     await asyncio.to_thread(followed, own_config, arm_config, services)
-    assert get_assignments(services[1], users) == {
-        key: expected(own_config, arm_config, key) for key in KEYS
-    }
+    assert get_assignments(services[1], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
     await asyncio.to_thread(experiments.stop, own_config, "again")

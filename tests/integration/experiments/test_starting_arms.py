@@ -133,9 +133,7 @@ async def test_an_experiment_stops_while_the_arm_of_another_loads(
             ArmOption("b", third.namespace, 0.5),
         )
         second = ExperimentOption(own_config.namespace, "other", named, 0.3)
-        starting = asyncio.create_task(
-            asyncio.to_thread(experiments.start, own_config, second, holdout=None)
-        )
+        starting = asyncio.create_task(asyncio.to_thread(experiments.start, own_config, second, holdout=None))
         await asyncio.wait_for(held_start.has_begun.wait(), 30)
         stopping = asyncio.create_task(asyncio.to_thread(experiments.stop, own_config, "ranker"))
         has_stopped = await eventually(is_stopped, timeout_s=10)

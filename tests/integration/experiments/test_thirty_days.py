@@ -52,9 +52,7 @@ def check_log(days: ThirtyDays) -> None:
                 exposures += [(experiment, hour, row["arm"], row["key"]) for row in rows]
     assert len(exposures) == len(set(exposures))
     assert set(exposures) == days.exposed
-    assert not [
-        file_name for file_name in store.names("exposures/parts") if file_name.endswith(".json")
-    ]
+    assert not [file_name for file_name in store.names("exposures/parts") if file_name.endswith(".json")]
 
 
 async def test_three_experiments_over_thirty_days(tmp_path: Path, redis_url: str) -> None:
@@ -68,9 +66,5 @@ async def test_three_experiments_over_thirty_days(tmp_path: Path, redis_url: str
 
 @pytest.mark.storm
 @pytest.mark.parametrize("number", range(STORM_SEEDS))
-async def test_three_experiments_over_thirty_days_many_times(
-    tmp_path: Path, redis_url: str, number: int
-) -> None:
-    await live_through(
-        a_seed() + number, tmp_path, redis_url, keys=1_000, requests=400, nightly=0.9
-    )
+async def test_three_experiments_over_thirty_days_many_times(tmp_path: Path, redis_url: str, number: int) -> None:
+    await live_through(a_seed() + number, tmp_path, redis_url, keys=1_000, requests=400, nightly=0.9)

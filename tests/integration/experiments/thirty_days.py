@@ -115,9 +115,7 @@ class HeldByReplica:
         store, metrics = days.store_of(namespace), Metrics()
         control = DayControl(namespace, days.pool, clock)
         redis_clock = RedisClock(clock, clock)
-        holder = GenerationHolder(
-            self._open, metrics, warm=self._warm, in_thread=THREADS, timer=clock
-        )
+        holder = GenerationHolder(self._open, metrics, warm=self._warm, in_thread=THREADS, timer=clock)
         self.follower = PointerFollower(
             store, control, holder, metrics, load_bound_s=60.0, poll_s=0.01, clock=redis_clock,
             in_thread=THREADS, timer=clock,
@@ -167,9 +165,7 @@ class SimReplica:
         self._days = days
         own_namespace = days.namespaces[0]
         self.own_held_namespace = HeldByReplica(days, self.name, own_namespace)
-        self.exposures = ExposureLog(
-            days.store_of(own_namespace), self.name, clock=days.clock, in_thread=THREADS
-        )
+        self.exposures = ExposureLog(days.store_of(own_namespace), self.name, clock=days.clock, in_thread=THREADS)
         self.arms = ArmHolder(
             self.own_held_namespace.service, own_namespace, days.store_of(own_namespace), self._hold_namespace,
             in_thread=THREADS, grace_s=GRACE_S, timer=days.clock,
@@ -179,9 +175,7 @@ class SimReplica:
         )
 
     def _hold_namespace(self, namespace: str) -> HeldByReplica:
-        replica_namespace = self.held_namespaces[namespace] = HeldByReplica(
-            self._days, self.name, namespace
-        )
+        replica_namespace = self.held_namespaces[namespace] = HeldByReplica(self._days, self.name, namespace)
         return replica_namespace
 
     async def poll(self) -> None:
@@ -282,9 +276,7 @@ class ThirtyDays:
             await self.follow()
             self.check_assignment(event[1] if event is not None else ())
             for hour in sorted(self.rng.sample(range(24), 2)):
-                self.clock.now_s = float(
-                    START + day * DAY_S + hour * HOUR_S + self.rng.random() * 600
-                )
+                self.clock.now_s = float(START + day * DAY_S + hour * HOUR_S + self.rng.random() * 600)
                 await self.traffic()
             self.clock.now_s = float(START + day * DAY_S + 24 * HOUR_S - 60)
             await self.night(day)
@@ -328,11 +320,7 @@ class ThirtyDays:
 
         def freed() -> None:
             free_report = free_namespaces(self.config, "second")
-            assert (
-                free_report["freed"] == [two]
-                and self.pages(two) == 0
-                and self.pages(second_namespace) > 0
-            )
+            assert free_report["freed"] == [two] and self.pages(two) == 0 and self.pages(second_namespace) > 0
 
         begin = {name: [(None, (name, arm)) for arm in arms] for name, arms in ARMS.items()}
         moves_to_none = [(("third", arm), None) for arm in ARMS["third"]]
@@ -355,8 +343,7 @@ class ThirtyDays:
         """Start an experiment with equal arms."""
         arms = ARMS[name]
         named = tuple(
-            ArmOption(arm, self.namespaces["abcd".index(letter)], 1 / len(arms))
-            for arm, letter in arms.items()
+            ArmOption(arm, self.namespaces["abcd".index(letter)], 1 / len(arms)) for arm, letter in arms.items()
         )
         experiments.start(
             self.config,
@@ -423,12 +410,8 @@ class ThirtyDays:
             users = self.rng.sample(USERS, USERS_ASKED)
             lookup = ask(*(entity(user) for user in users), canary_key=key)
             service, assigned = replica.router.route(lookup.entities, lookup.options)
-            served, _ = self.canaries.of(service).route(
-                service.capture_served(), lookup.entities, lookup.options
-            )
-            answers = replica.router.attach_arm(
-                assigned, await service.ladder.lookup(served, lookup, self.clock())
-            )
+            served, _ = self.canaries.of(service).route(service.capture_served(), lookup.entities, lookup.options)
+            answers = replica.router.attach_arm(assigned, await service.ladder.lookup(served, lookup, self.clock()))
             self.check_answers(key, answers)
             if (assigned_arm := self.assigned[key]) is not None:
                 name, arm = assigned_arm
@@ -467,10 +450,7 @@ class ThirtyDays:
         """Experiment and arm of a key by the record alone."""
         name = owner(
             record.salt,
-            {
-                current_experiment.name: current_experiment.buckets
-                for current_experiment in record.current
-            },
+            {current_experiment.name: current_experiment.buckets for current_experiment in record.current},
             key,
         )
         experiment: Experiment | None = None if name is None else record.find(name)
@@ -496,16 +476,12 @@ class ThirtyDays:
         ]
         assert set(changed_arms) <= set(may_move)
         assert all(
-            arm_by_key[key] is None
-            for key in self.all_keys
-            if owner(record.salt, {"": record.holdout}, key) == ""
+            arm_by_key[key] is None for key in self.all_keys if owner(record.salt, {"": record.holdout}, key) == ""
         )
         self.counts["moved"] += len(changed_arms)
         for replica in self.replicas:
             routing = replica.arms.routing
-            assert {
-                key: routing.find_arm(key) if routing else None for key in self.all_keys
-            } == arm_by_key
+            assert {key: routing.find_arm(key) if routing else None for key in self.all_keys} == arm_by_key
         self.assigned = arm_by_key
 
     def check_answers(self, key: bytes, answers: list[dict[str, Any]]) -> None:
@@ -533,17 +509,11 @@ class ThirtyDays:
         """Generations that may have pages: live, those that a sweep leaves, and those that replicas hold."""
         night = self.nights[namespace]
         held_generations = {
-            generation_id
-            for replica in night.control.replicas()
-            for generation_id in replica.held_generations
+            generation_id for replica in night.control.replicas() for generation_id in replica.held_generations
         }
         ledger = night.releases.ledger()
         return (
-            {
-                generation_id
-                for generation_id in (ledger.live_generation, ledger.previous)
-                if generation_id
-            }
+            {generation_id for generation_id in (ledger.live_generation, ledger.previous) if generation_id}
             | held_generations
             | self._spared_generations(night)
         )
@@ -552,8 +522,6 @@ class ThirtyDays:
         states = night.releases.ledger().state_by_generation
         superseded = sorted(
             (generation_id for generation_id, state in states.items() if state == "superseded"),
-            key=lambda generation_id: night.releases.ledger().left_epoch_by_generation.get(
-                generation_id, 0
-            ),
+            key=lambda generation_id: night.releases.ledger().left_epoch_by_generation.get(generation_id, 0),
         )
         return set(superseded[-KEEP:])

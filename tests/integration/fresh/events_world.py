@@ -61,9 +61,7 @@ class EventWorld:
     def __post_init__(self) -> None:
         table = pq.read_table(self.config.path("interactions.parquet"))
         at_us = table["timestamp"].cast("int64").to_pylist()
-        self.rows = list(
-            zip(table["user"].to_pylist(), table["item"].to_pylist(), at_us, strict=True)
-        )
+        self.rows = list(zip(table["user"].to_pylist(), table["item"].to_pylist(), at_us, strict=True))
         self._newest_us = max(at_us)
 
     @cached_property
@@ -87,9 +85,7 @@ class EventWorld:
         """Has Redis accept events as the service does; those accepted, with their positions."""
         sent_events = list(events)
         keyspace = self.config.of_events().keyspace()
-        keys, args = accept_script_arguments(
-            keyspace, BOUNDS, [pack_event(keyspace, event) for event in sent_events]
-        )
+        keys, args = accept_script_arguments(keyspace, BOUNDS, [pack_event(keyspace, event) for event in sent_events])
         with redis.Redis.from_url(str(self.config.redis_url), protocol=2) as client:
             replies = client.eval(ACCEPT_SCRIPT, len(keys), *keys, *args)
         accept_outcomes = read_outcomes(replies)
@@ -107,32 +103,24 @@ class EventWorld:
         at = self._newest_us + self._count if at_us is None else at_us
         return Event(f"event-{self._count}", at, user.encode(), item.encode(), weight=weight)
 
-    def build(
-        self, until_position: Position = STREAM_BEGINNING, data_until: str = DATA_UNTIL
-    ) -> str:
+    def build(self, until_position: Position = STREAM_BEGINNING, data_until: str = DATA_UNTIL) -> str:
         """A verified generation that has the events up to a position; its lists are those of the source alone."""
         generation = build_verified(self.config, data_until)
         manifest, root = open_generation(self.config.store(), generation)
         seen_parts = self._write_seen(manifest, root, until_position, data_until)
-        read = IncludedEvents(
-            str(until_position), self.limit, namespace=self.config.events.namespace
-        )
+        read = IncludedEvents(str(until_position), self.limit, namespace=self.config.events.namespace)
         manifest = replace(manifest, events=read, seen=seen_parts, format=FORMAT_WITH_EVENTS)
         path = f"generations/{generation}/manifest.json"
         self.config.store().write(path, manifest.to_bytes())
         return generation
 
-    def publish(
-        self, until_position: Position = STREAM_BEGINNING, data_until: str = DATA_UNTIL
-    ) -> str:
+    def publish(self, until_position: Position = STREAM_BEGINNING, data_until: str = DATA_UNTIL) -> str:
         """The same, live."""
         generation = self.build(until_position, data_until)
         publish(self.config, generation)
         return generation
 
-    def _history(
-        self, until_position: Position, data_until: str
-    ) -> dict[str, list[tuple[str, int]]]:
+    def _history(self, until_position: Position, data_until: str) -> dict[str, list[tuple[str, int]]]:
         """Rows of each user that a night has, as they come: the team's own, then events by position."""
         cut_us = int(datetime.fromisoformat(data_until).timestamp() * 1e6)
         rows_by_user: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
@@ -155,9 +143,7 @@ class EventWorld:
         users = dict(zip(hash_ids(raws, entities.seed).tolist(), rows, strict=True))
         parts = []
         for shard, part in enumerate(entities.parts):
-            named = [
-                users[user_hash] for user_hash in np.fromfile(root / part.file.path, "<u8").tolist()
-            ]
+            named = [users[user_hash] for user_hash in np.fromfile(root / part.file.path, "<u8").tolist()]
             grouped = grouped_rows([rows[user] for user in named], items)
             texts = [orjson.dumps(self.features[user]) for user in named if self.features]
             files = {
@@ -168,10 +154,7 @@ class EventWorld:
             if texts:
                 files["feature_ends"] = np.cumsum(list(map(len, texts))).astype("<u8").tobytes()
                 files["features"] = b"".join(texts)
-            described = {
-                name: self._written(root, f"seen/{shard:04d}.{name}", data)
-                for name, data in files.items()
-            }
+            described = {name: self._written(root, f"seen/{shard:04d}.{name}", data) for name, data in files.items()}
             parts.append(SeenPart(**described))
         return tuple(parts)
 
@@ -210,9 +193,7 @@ class EventWorld:
         vectors = Tower.open(root / model.fp32.path, spec).run(inputs)
         metric = manifest.indexes[str(table.producer.index)].metric
         exclusions = Histories(grouped.indptr, grouped.indices)
-        ordinals, scores = Scorer.of(items.vectors, metric).top(
-            vectors, table.layout.width, exclusions
-        )
+        ordinals, scores = Scorer.of(items.vectors, metric).top(vectors, table.layout.width, exclusions)
         counts = (ordinals != 0xFFFFFFFF).sum(axis=1)
         return {
             user: (items.ids_of(ordinals[row, : counts[row]]), scores[row, : counts[row]])
@@ -263,7 +244,6 @@ def same_list(answer: Mapping[str, Any], items: Sequence[str], scores: NDArray[n
     lowest_score = float(scores[-1]) if len(scores) else 0.0
     return all(
         mine == theirs
-        or abs(score_by_item.get(mine, lowest_score) - score_by_item[theirs])
-        <= 1e-5 * abs(score_by_item[theirs])
+        or abs(score_by_item.get(mine, lowest_score) - score_by_item[theirs]) <= 1e-5 * abs(score_by_item[theirs])
         for mine, theirs in zip(answer_items, items, strict=True)
     )

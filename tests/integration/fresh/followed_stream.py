@@ -80,9 +80,7 @@ class Stream:
 
     def accept(self, event: Event) -> Position:
         """An event, accepted."""
-        keys, args = accept_script_arguments(
-            self.keyspace, BOUNDS, [pack_event(self.keyspace, event)]
-        )
+        keys, args = accept_script_arguments(self.keyspace, BOUNDS, [pack_event(self.keyspace, event)])
         (outcome,) = read_outcomes(self.client.eval(ACCEPT_SCRIPT, len(keys), *keys, *args))
         assert outcome.position is not None
         return outcome.position
@@ -94,7 +92,4 @@ class Stream:
 
     def items(self, user: str, after: Position = STREAM_BEGINNING) -> list[bytes]:
         """Items of a user's events in memory."""
-        return [
-            event.item
-            for event in self.newer_events.users.list_events_after(user.encode(), after.number)
-        ]
+        return [event.item for event in self.newer_events.users.list_events_after(user.encode(), after.number)]

@@ -26,9 +26,7 @@ from tests.integration.serving_app import BASE, serving
 def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[EventWorld, str]:
     folder: Path = tmp_path_factory.mktemp("events")
     config = prepare(folder, redis_url, users=150, items=120)
-    vectors = {
-        "user_vector": TableConfig("user_vector", precision="f4")
-    }  # what scores are exact by
+    vectors = {"user_vector": TableConfig("user_vector", precision="f4")}  # what scores are exact by
     sources = replace(config.sources, item_attributes=("category",))
     world = EventWorld(replace(config, tables={**config.tables, **vectors}, sources=sources))
     return world, world.publish()
@@ -52,9 +50,7 @@ async def test_an_event_changes_the_answers_of_its_user_and_no_others(
     for answer in answers:
         assert item not in answer["items"] and (answer["events"], answer["producer"]) == (1, "live")
         assert same_list(answer, *served_world.expected(user)) and "approximate" not in answer
-    ready = served_world.app.service.tiers.local_tier.find_ready_answer(
-        b"/v1/lookup/user_topk/" + user.encode()
-    )
+    ready = served_world.app.service.tiers.local_tier.find_ready_answer(b"/v1/lookup/user_topk/" + user.encode())
     assert ready is not None and ready.has_newer_events
     assert ready.user_events is newer_events_of(served_world.app.service).packed[user.encode()]
     # The next event ends the ready answer, and nobody else noticed anything.
@@ -76,9 +72,7 @@ async def test_every_way_of_asking_gets_the_same_answer(served_world: ServedWorl
 
     single_answer = await served_world.get_answer(user)
     batch = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
-    tables = {
-        "entities": [{"id": user, "table": "user_topk"}, {"id": user, "table": "user_vector"}]
-    }
+    tables = {"entities": [{"id": user, "table": "user_topk"}, {"id": user, "table": "user_vector"}]}
     table_answers = (await served_world.app.post("/v1/lookup", tables))["answers"]
     arrow = await http.post(
         "/v1/lookup/user_topk", json=body, headers={"accept": "application/vnd.apache.arrow.stream"}
@@ -110,10 +104,7 @@ async def test_what_passes_a_filter_says_as_well_that_newer_events_are_why_it_is
 
     assert (answer["source"], answer["reason"], answer["events"]) == ("live", "newer_events", 1)
     miss_counts = await served_world.app.scrape_samples("larder_misses_total")
-    assert (
-        miss_counts["newer_events", "user_topk"]
-        and ("internal_error", "user_topk") not in miss_counts
-    )
+    assert miss_counts["newer_events", "user_topk"] and ("internal_error", "user_topk") not in miss_counts
 
 
 async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_else(
@@ -124,9 +115,7 @@ async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_
     items, _ = served_world.expected(user)
 
     sent_entity = {"id": user, "history": [items[0], items[2]]}
-    answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))[
-        "answers"
-    ][0]
+    answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))["answers"][0]
 
     expected_items = [item for item in items if item not in (items[0], items[2])]
     assert answer["items"] == expected_items and answer["events"] == 1
@@ -140,29 +129,17 @@ async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
 
     alone = await served_world.get_answer("a-stranger")
     sent_entity = {"id": "a-stranger", "history": served_world.world.items[20:22]}
-    combined_answer = (
-        await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]})
-    )["answers"][0]
+    combined_answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))["answers"][0]
 
     assert alone["source"] == "live" and same_list(alone, *served_world.expected("a-stranger"))
-    repeated_answer = (
-        await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]})
-    )["answers"][0]
-    assert (
-        combined_answer["source"] == "live"
-        and repeated_answer["source"] == "l1"
-        and combined_answer["events"] == 3
-    )
+    repeated_answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))["answers"][0]
+    assert combined_answer["source"] == "live" and repeated_answer["source"] == "l1" and combined_answer["events"] == 3
     assert not {*clicks, *sent_entity["history"]} & {*combined_answer["items"]}
     # Nobody gets what was computed from what another one sent.
     assert (await served_world.get_answer("a-stranger"))["items"] == alone["items"]
     as_if = {"id": None, "history": [*sent_entity["history"], *clicks]}
-    anonymous_answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [as_if]}))[
-        "answers"
-    ][0]
-    assert (
-        len({*anonymous_answer["items"][:10]} & {*combined_answer["items"][:10]}) >= 8
-    )  # int8 here, fp32 there
+    anonymous_answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [as_if]}))["answers"][0]
+    assert len({*anonymous_answer["items"][:10]} & {*combined_answer["items"][:10]}) >= 8  # int8 here, fp32 there
 
 
 async def test_under_overload_the_stored_list_less_the_events_items_is_marked_as_such(
@@ -182,13 +159,8 @@ async def test_under_overload_the_stored_list_less_the_events_items_is_marked_as
     remaining_items = [item for item in stored_answer["items"] if item != stored_answer["items"][1]]
     assert answer["items"] == remaining_items and answer["source"] in ("l1", "l2")
     assert (answer["live"], answer["approximate"], answer["events"]) == ("overloaded", True, 1)
-    assert (
-        stranger_answer["source"] == "default" and stranger_answer["reason"] == "not_in_generation"
-    )
-    assert (
-        stored_answer["items"][1] not in stranger_answer["items"]
-        and stranger_answer["approximate"] is True
-    )
+    assert stranger_answer["source"] == "default" and stranger_answer["reason"] == "not_in_generation"
+    assert stored_answer["items"][1] not in stranger_answer["items"] and stranger_answer["approximate"] is True
 
 
 async def test_without_a_model_for_events_the_stored_list_answers(
@@ -299,9 +271,7 @@ async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again
     assert then["model"]["items"] == first["items"] and then["answer"]["tier"] == "l1"
     assert then["events"]["counted"][-1]["position"] == str(position)
     assert np.allclose(then["model"]["scores"], first["scores"])
-    refused = await served_world.app.http.get(
-        f"/v1/explain/user_topk/{user}", params={"as_of": "noon"}
-    )
+    refused = await served_world.app.http.get(f"/v1/explain/user_topk/{user}", params={"as_of": "noon"})
     assert refused.status_code == 422 and refused.json()["error"]["field"] == "as_of"
 
 
@@ -321,16 +291,9 @@ async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(
     answers = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
 
     names = ("entities", "answers", "misses", "event_answers", "l1_misses")
-    counts_by_metric = {
-        name: await served_world.app.scrape_samples(f"larder_{name}_total") for name in names
-    }
-    assert {labels[-1] for counts in counts_by_metric.values() for labels in counts} == {
-        "user_topk"
-    }
-    assert (
-        counts_by_metric["entities"]["user_topk",] == 4
-        and counts_by_metric["event_answers"]["user_topk",] == 1
-    )
+    counts_by_metric = {name: await served_world.app.scrape_samples(f"larder_{name}_total") for name in names}
+    assert {labels[-1] for counts in counts_by_metric.values() for labels in counts} == {"user_topk"}
+    assert counts_by_metric["entities"]["user_topk",] == 4 and counts_by_metric["event_answers"]["user_topk",] == 1
     for source in ("l2", "live", "default"):
         of_source = sum(answer["source"] == source for answer in answers)
         assert counts_by_metric["answers"].get((source, "user_topk"), 0) == of_source > 0

@@ -42,9 +42,7 @@ def arm_of(control_world: EventWorld, namespace: str) -> EventWorld:
 @asynccontextmanager
 async def open_arm(app: Running, arm: EventWorld) -> AsyncIterator[LookupService]:
     """The arm as a replica holds it."""
-    opened = attached(app.service, ExperimentRouter)._arm_holder._open_namespace(
-        arm.config.namespace
-    )
+    opened = attached(app.service, ExperimentRouter)._arm_holder._open_namespace(arm.config.namespace)
     await opened.start()
     try:
         yield opened.service
@@ -73,10 +71,7 @@ async def test_an_arm_counts_the_events_behind_its_own_generation_as_the_control
     async with serving(control_world.config, events=EVENTS) as app, open_arm(app, arm) as service:
         # when
         async def has_counted_events() -> bool:
-            arm_answers = [
-                await get_answer(namespace_service, user)
-                for namespace_service in (app.service, service)
-            ]
+            arm_answers = [await get_answer(namespace_service, user) for namespace_service in (app.service, service)]
             return [arm_answer.get("events") for arm_answer in arm_answers] == [2, 1]
 
         assert await eventually(has_counted_events)
@@ -116,11 +111,7 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
         )
         assert "events" not in await get_answer(service, user)
 
-    (log_message,) = [
-        message
-        for message in caplog.messages
-        if arm.config.namespace in message and "events" in message
-    ]
+    (log_message,) = [message for message in caplog.messages if arm.config.namespace in message and "events" in message]
     assert "set [events] enabled and namespace" in log_message and generation in log_message
 
 
@@ -134,8 +125,4 @@ async def test_where_no_events_are_taken_in_nothing_is_said_of_arms(
     async with serving(control_world.config) as app, open_arm(app, arm) as service:
         assert service.capture_served().live.generation == generation
 
-    assert not [
-        message
-        for message in caplog.messages
-        if arm.config.namespace in message and "events" in message
-    ]
+    assert not [message for message in caplog.messages if arm.config.namespace in message and "events" in message]

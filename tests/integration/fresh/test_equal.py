@@ -53,17 +53,11 @@ def looks_of(count: int) -> Any:
     return pa.array(values.tolist(), pa.list_(pa.float32()))
 
 
-def drawn(
-    world: EventWorld, rng: np.random.Generator, user: str, user_rows: list[tuple[str, int]]
-) -> list[Event]:
+def drawn(world: EventWorld, rng: np.random.Generator, user: str, user_rows: list[tuple[str, int]]) -> list[Event]:
     """1 to 50 events: repeats of what the user had, late ones, ties, unknown items, and some that count for nothing."""
     events = []
     for _ in range(int(rng.integers(1, 51))):
-        item = (
-            user_rows[rng.integers(len(user_rows))][0]
-            if rng.random() < 0.3
-            else str(rng.choice(world.items))
-        )
+        item = user_rows[rng.integers(len(user_rows))][0] if rng.random() < 0.3 else str(rng.choice(world.items))
         item = "nobody-knows" if rng.random() < 0.05 else item
         late = user_rows[rng.integers(len(user_rows))][1] if rng.random() < 0.4 else None
         weight = 0.0 if rng.random() < 0.05 else 1.0
@@ -94,11 +88,7 @@ async def compare(world: EventWorld, generation: str, count: int) -> None:
     for start in range(0, len(users), 50):
         batch_users = users[start : start + 50]
         world.accept(
-            [
-                drawn_event
-                for user in batch_users
-                for drawn_event in drawn(world, rng, user, rows_by_user[user])
-            ]
+            [drawn_event for user in batch_users for drawn_event in drawn(world, rng, user, rows_by_user[user])]
         )
     numbers = dict.fromkeys(users, 0)
     for _, event in world.accepted:
@@ -106,22 +96,16 @@ async def compare(world: EventWorld, generation: str, count: int) -> None:
     with_events = [user for user in users if numbers[user]]
     expected = world.expected(generation, with_events)
 
-    async with serving(
-        world.config, events=EVENTS, live_queue=10_000, deadline_ms=DEADLINE_MS
-    ) as app:
+    async with serving(world.config, events=EVENTS, live_queue=10_000, deadline_ms=DEADLINE_MS) as app:
         await until_counted(app, world)
         first, repeated_answers = (
             await get_answers(app, with_events),
             await get_answers(app, with_events),
         )
-        stored_batch = await app.post(
-            "/v1/lookup/user_topk", {"entities": world.known_users[:20], "max_events": 0}
-        )
+        stored_batch = await app.post("/v1/lookup/user_topk", {"entities": world.known_users[:20], "max_events": 0})
 
     approximate = sum("approximate" in answer for answer in first)
-    print(
-        f"{approximate} of {len(first)} answers with {len(world.accepted)} events are approximate"
-    )
+    print(f"{approximate} of {len(first)} answers with {len(world.accepted)} events are approximate")
     for user, answer in zip(with_events, first, strict=True):
         assert (answer["source"], answer["producer"]) == ("live", "live")
         assert "approximate" not in answer and answer["reason"] == "newer_events"
@@ -135,17 +119,13 @@ async def compare(world: EventWorld, generation: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("make_world", [reference_world, feature_world])
-async def test_answers_are_the_lists_of_a_night(
-    make_world: Any, tmp_path: Path, redis_url: str
-) -> None:
+async def test_answers_are_the_lists_of_a_night(make_world: Any, tmp_path: Path, redis_url: str) -> None:
     world = make_world(tmp_path, redis_url, 200)
     await compare(world, world.publish(), 120)
 
 
 @pytest.mark.storm
 @pytest.mark.parametrize("make_world", [reference_world, feature_world])
-async def test_ten_thousand_answers_are_the_lists_of_a_night(
-    make_world: Any, tmp_path: Path, redis_url: str
-) -> None:
+async def test_ten_thousand_answers_are_the_lists_of_a_night(make_world: Any, tmp_path: Path, redis_url: str) -> None:
     world = make_world(tmp_path, redis_url, 11_500)
     await compare(world, world.publish(), 10_000)

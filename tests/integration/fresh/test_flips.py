@@ -34,9 +34,7 @@ async def test_an_event_counts_once_before_and_after_flips_and_again_after_a_rol
         ((taken_position, _),) = world.accept([world.event(user, world.items[0])])
         second = world.build(taken_position, NEXT)
         # Accepted after the night took its events, and before it is published; late by its own time.
-        world.accept(
-            [world.event(user, world.items[1], at_us=1), world.event(other_user, world.items[2])]
-        )
+        world.accept([world.event(user, world.items[1], at_us=1), world.event(other_user, world.items[2])])
         await until_counted(app, world)
         answer_before = await get_answer(app, user)
         assert (answer_before["generation"], answer_before["events"]) == (first, 3 - 1)
@@ -60,14 +58,10 @@ async def test_an_event_counts_once_before_and_after_flips_and_again_after_a_rol
     async with serving(world.config, events=EVENTS) as app:
         await until_counted(app, world)
         restarted_answer = await get_answer(app, user)
-        assert (
-            restarted_answer["events"] == 2 and restarted_answer["items"] == answer_before["items"]
-        )
+        assert restarted_answer["events"] == 2 and restarted_answer["items"] == answer_before["items"]
 
 
-async def test_users_whose_events_the_night_has_are_answered_as_stored_again(
-    tmp_path: Path, redis_url: str
-) -> None:
+async def test_users_whose_events_the_night_has_are_answered_as_stored_again(tmp_path: Path, redis_url: str) -> None:
     world = EventWorld(prepare(tmp_path, redis_url, users=120, items=100))
     user = world.known_users[0]
     world.publish(STREAM_BEGINNING)
@@ -86,9 +80,7 @@ async def test_users_whose_events_the_night_has_are_answered_as_stored_again(
         assert user.encode() in newer_events_of(app.service).packed
 
 
-async def test_where_no_generation_tells_of_events_none_are_followed(
-    tmp_path: Path, redis_url: str
-) -> None:
+async def test_where_no_generation_tells_of_events_none_are_followed(tmp_path: Path, redis_url: str) -> None:
     world = EventWorld(prepare(tmp_path, redis_url, users=120, items=100))
     user = world.known_users[0]
     world.accept([world.event(user, world.items[0])])

@@ -118,9 +118,7 @@ async def test_a_worker_that_has_read_nothing_yet_is_behind_since_there_is_somet
     redis_server: RedisServer, keyspace: Keyspace, tmp_path: Path
 ) -> None:
     clock_s = [1_000.0]
-    stream = Stream(
-        redis_server, keyspace, timer=lambda: clock_s[0], url=f"unix://{tmp_path}/nobody"
-    )
+    stream = Stream(redis_server, keyspace, timer=lambda: clock_s[0], url=f"unix://{tmp_path}/nobody")
     following = asyncio.create_task(stream.follower.run())
 
     async def tried(notes: int) -> bool:

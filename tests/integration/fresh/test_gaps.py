@@ -31,16 +31,12 @@ async def test_who_may_lack_events_is_answered_as_stored_and_marked(
     stored_answer = await served_world.get_answer(user)
     await served_world.clicks(user, stored_answer["items"][0], stored_answer["items"][1])
     first = served_world.world.accepted[-2][0].number
-    newer_events.users.drop_until(
-        first
-    )  # as under a later generation, before one that lacks it comes back
+    newer_events.users.drop_until(first)  # as under a later generation, before one that lacks it comes back
 
     answer = await served_world.get_answer(user)
 
     assert answer["approximate"] is True and answer["producer"] == "batch"
-    assert answer["items"] == [
-        item for item in stored_answer["items"] if item != stored_answer["items"][1]
-    ]
+    assert answer["items"] == [item for item in stored_answer["items"] if item != stored_answer["items"][1]]
 
 
 async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
@@ -60,9 +56,7 @@ async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
     digests, answers = set(), []
     for lacks in range(3):
         newer_events.users.packed_by_user[raw] = all_packed_events
-        newer_events.users.drop_until(
-            served_world.world.accepted[lacks - 4][0].number if lacks else 0, [raw]
-        )
+        newer_events.users.drop_until(served_world.world.accepted[lacks - 4][0].number if lacks else 0, [raw])
         newer_events.users.complete_after_number = 0  # one that does not know that something lacks
         counted_events = newer_events.find_counted_events(snapshot, table, raw, -1)
         assert counted_events is not None and counted_events.events == 3 - lacks

@@ -190,9 +190,7 @@ async def test_a_new_item_in_a_full_history_takes_the_place_that_the_next_night_
         await wait_for_live(app, lambda live: live.generation == second)
         night = {table: await answers(table) for table in tables}
 
-    for unheard_answer, day_answer, theirs in zip(
-        unheard, day["user_vector"], night["user_vector"], strict=True
-    ):
+    for unheard_answer, day_answer, theirs in zip(unheard, day["user_vector"], night["user_vector"], strict=True):
         assert day_answer["producer"] == "live" and theirs["producer"] == "batch"
         assert day_answer["vector"] == theirs["vector"] != unheard_answer["vector"]
     for day_answer, theirs in zip(day["user_topk"], night["user_topk"], strict=True):
@@ -212,12 +210,8 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
         new_items = sorted(new_in(named))
         (without,) = await lists(app, [entity], exclude=new_items[:1])
         assert new_items[0] not in without["items"] and new_in(without) == set(new_items[1:])
-        (history_answer,) = await lists(
-            app, [{**entity, "history": [*entity["history"], new_items[0]]}]
-        )
-        assert (
-            new_items[0] not in history_answer["items"] and history_answer["dropped_history"] == 1
-        )
+        (history_answer,) = await lists(app, [{**entity, "history": [*entity["history"], new_items[0]]}])
+        assert new_items[0] not in history_answer["items"] and history_answer["dropped_history"] == 1
         for options in (
             {"max_events": 0}, {"rerank": {"diversify": {"attribute": "brand", "most": 3}}},
             {"rerank": {"diversify": {"attribute": "brand", "most": 3}}, "filter": IN_STOCK},
@@ -227,9 +221,7 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
         (stored_answer,) = await lists(app, [user])
         assert stored_answer["producer"] == "batch" and not new_in(stored_answer)
         items = sorted({item for history in histories(config, FIRST).values() for item in history})
-        similar = await app.post(
-            "/v1/lookup/item_similar", {"entities": items[:20], "filter": IN_STOCK}
-        )
+        similar = await app.post("/v1/lookup/item_similar", {"entities": items[:20], "filter": IN_STOCK})
         assert not any(map(new_in, similar["answers"]))
         scored = await app.post("/v1/score", {"user": user, "items": ["new-0", items[0]]})
         assert scored["unknown"] == ["new-0"]
@@ -281,8 +273,7 @@ async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(
         await wait_for_live(app, lambda live: live.new_items.digest != digest_before)
         second = await lists(app, entities)
         named, named_after = (
-            {at for at, answer in enumerate(answers) if "new-2" in answer["items"]}
-            for answers in (first, second)
+            {at for at, answer in enumerate(answers) if "new-2" in answer["items"]} for answers in (first, second)
         )
         assert named and named_after and not named & named_after  # its scores have the other sign
         assert not any(map(new_in, await lists(app, entities, filter=IN_STOCK)))
@@ -309,9 +300,7 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
             client.xadd(config.keyspace().inbox, {"e": b'{"id":"4","item":"new","vector":[1]}'})
 
             async def is_rejected() -> bool:
-                newest_rejections: Any = client.xrevrange(
-                    config.keyspace().rejected_events, count=1
-                )
+                newest_rejections: Any = client.xrevrange(config.keyspace().rejected_events, count=1)
                 return (
                     bool(newest_rejections)
                     and newest_rejections[0][1][b"reason"] == b"unfit_item"
@@ -325,9 +314,7 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
 
             assert await eventually(four)
 
-    other_config = replace(
-        prepare(tmp_path / "other", redis_url, users=60, items=40), events=config.events
-    )
+    other_config = replace(prepare(tmp_path / "other", redis_url, users=60, items=40), events=config.events)
     publish_night(other_config, FIRST)
     async with serving(other_config, events=other_config.events) as app:
         receipt = await send(app, [{"id": "1", "item": "new", "vector": [0.5] * 16}])
@@ -361,9 +348,7 @@ async def test_a_blocked_item_has_no_value_and_gets_none_from_any_source(
 async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> None:
     stream.hold_generations(STREAM_BEGINNING)
     for at in range(3):
-        stream.accept(
-            Event(f"n{at}", 0, item=b"i%d" % at, features={"size": at}, attributes={"stock": True})
-        )
+        stream.accept(Event(f"n{at}", 0, item=b"i%d" % at, features={"size": at}, attributes={"stock": True}))
     await stream.steps()
     assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [
         b"i0",

@@ -29,9 +29,7 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     vectors = rng.standard_normal((len(items), DIMS)).astype(np.float32)
     table = {"item": items, "vector": pa.array(vectors.tolist(), pa.list_(pa.float32()))}
     pq.write_table(pa.table(table), tmp_path / "vectors.parquet")
-    sources = replace(
-        prepared_config.sources, item_vectors="vectors.parquet", item_attributes=("category",)
-    )
+    sources = replace(prepared_config.sources, item_vectors="vectors.parquet", item_attributes=("category",))
     tables = {name: TableConfig(name, k=10) for name in ("user_topk", "user_vector")}
     return replace(
         prepared_config, bundle=DEFAULT_BUNDLE, sources=sources, tables=tables, gates=LENIENT,
@@ -67,9 +65,7 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
         assert "12 numbers, not 1" in refused["rejected"][0]["detail"]
         assert (await send(app, new))["accepted"] == 4
         await wait_for_live(app, lambda live: len(live.new_items) == 4)
-        clicks = [
-            {"id": f"c{at}", "user": user, "item": items[at]} for at, user in enumerate(users)
-        ]
+        clicks = [{"id": f"c{at}", "user": user, "item": items[at]} for at, user in enumerate(users)]
         await send(app, clicks)
 
         async def all_count() -> bool:
@@ -86,9 +82,7 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
         assert await eventually(is_heard)
         day = await lists(app, users)
         # The next night's model knows the item, this one does not.
-        assert [at for at, answer in enumerate(day) if answer.get("approximate")] == [
-            len(users) - 1
-        ]
+        assert [at for at, answer in enumerate(day) if answer.get("approximate")] == [len(users) - 1]
         (filtered,) = await lists(app, users[:1], filter=only_new)
         assert set(filtered["items"]) == {"new-1", "new-3"} and filtered["short"]
 
@@ -103,12 +97,7 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
     assert all(answer["producer"] == "live" for answer in day)
     assert sum(bool(new_in(answer)) for answer in day) > 10
     assert of_night["items"] == filtered["items"]
-    shared = [
-        len({*day_answer["items"]} & {*theirs["items"]})
-        for day_answer, theirs in zip(day, night, strict=True)
-    ]
+    shared = [len({*day_answer["items"]} & {*theirs["items"]}) for day_answer, theirs in zip(day, night, strict=True)]
     assert np.mean(shared) >= 9  # the fold of histories is chosen anew, over all items
-    has_same_new_items = [
-        new_in(day_answer) == new_in(theirs) for day_answer, theirs in zip(day, night, strict=True)
-    ]
+    has_same_new_items = [new_in(day_answer) == new_in(theirs) for day_answer, theirs in zip(day, night, strict=True)]
     assert np.mean(has_same_new_items) > 0.8

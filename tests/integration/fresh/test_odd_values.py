@@ -26,10 +26,7 @@ async def test_a_value_beyond_the_towers_table_costs_its_user_alone(
     served_world.world.accept(
         [
             value,
-            *(
-                served_world.world.event(other_user, served_world.world.items[2])
-                for other_user in other_users
-            ),
+            *(served_world.world.event(other_user, served_world.world.items[2]) for other_user in other_users),
         ]
     )
     await until_counted(served_world.app, served_world.world)

@@ -29,9 +29,7 @@ async def test_an_unblocked_user_costs_no_others_anything_and_the_newest_go_on_b
     stream.holder.blocklist = Blocklist()
     await stream.steps()
 
-    assert stream.items("u") == [b"i%d" % item_number for item_number in range(0, 600, 100)] + [
-        b"new"
-    ]
+    assert stream.items("u") == [b"i%d" % item_number for item_number in range(0, 600, 100)] + [b"new"]
     assert while_reading[-1] == [b"new"] and stream.newer_events.users.last_number > last_number
     assert stream.newer_events.packed[b"v"] is packed
     assert stream.notes[-2:] == [EVENTS_BEHIND, None]
@@ -75,9 +73,7 @@ async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
     stream.click("u", "b")
     read = stream.follower._add_entries
 
-    async def fails(
-        client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any
-    ) -> int:
+    async def fails(client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any) -> int:
         read_count = await read(client, newer_events, wait_ms, **more)
         if newer_events is stream.newer_events:
             raise RedisError("away")
@@ -92,9 +88,7 @@ async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
     assert stream.items("u") == [b"a", b"b"]
 
 
-async def test_a_blocklist_is_looked_through_once(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_blocklist_is_looked_through_once(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     blocklists: list[Blocklist] = []
     union = follower._owners_in_blocklist
 
@@ -117,9 +111,7 @@ def watched(stream: Stream, monkeypatch: pytest.MonkeyPatch, user: str) -> list[
     items_per_read: list[list[bytes]] = []
     read = stream.follower._add_entries
 
-    async def watch(
-        client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any
-    ) -> int:
+    async def watch(client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any) -> int:
         if newer_events is not stream.newer_events:
             items_per_read.append(stream.items(user))
         return await read(client, newer_events, wait_ms, **more)

@@ -60,9 +60,7 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
     async with serving(config, events=config.events) as app:
         answers_before = await lists_of(app, users)
         response = await app.http.post("/v1/events", json={"events": events})
-        assert response.status_code == 202 and response.json()["accepted"] == len(events), (
-            response.text
-        )
+        assert response.status_code == 202 and response.json()["accepted"] == len(events), response.text
 
         async def all_count() -> bool:
             answers = await lists_of(app, users)
@@ -79,10 +77,7 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
 
         assert await eventually(archived, 20.0)
         events_section = (await app.get("/dashboard/data"))["events"]
-        assert (
-            events_section["counted_until"] == response.json()["position"]
-            and events_section["lag_s"] == 0.0
-        )
+        assert events_section["counted_until"] == response.json()["position"] and events_section["lag_s"] == 0.0
         assert events_section["users"] == len(users)
         assert events_section["published_until"] == events_section["taken_until"] == "0-0"
         assert events_section["answers"] >= len(users) and events_section["list_change"] > 0
@@ -101,9 +96,7 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
 
         async def published() -> bool:
             events_section = (await app.get("/dashboard/data"))["events"]
-            return bool(
-                events_section["published_until"] == events_section["taken_until"] == position
-            )
+            return bool(events_section["published_until"] == events_section["taken_until"] == position)
 
         assert await eventually(published, 20.0)
 

@@ -101,9 +101,7 @@ class Ways:
                 return AsgiResponse(200, head, body)
             if (messages := await app.answer_after_join(get, group_future)) is not None:
                 start, end = messages
-                return AsgiResponse(
-                    start["status"], _without_request_headers(start["headers"]), end["body"]
-                )
+                return AsgiResponse(start["status"], _without_request_headers(start["headers"]), end["body"])
         return await _call(app, request)
 
     def _identified(self, scope: dict[str, Any]) -> dict[str, Any]:
@@ -114,9 +112,7 @@ class Ways:
         parsed_get = self.fast_lookups.parse_get(self._identified(scope))
         return None if parsed_get is None else await self.fast_lookups.get(parsed_get)
 
-    def send_both_ways(
-        self, request: AsgiRequest, times: int = 3
-    ) -> tuple[list[AsgiResponse], list[AsgiResponse]]:
+    def send_both_ways(self, request: AsgiRequest, times: int = 3) -> tuple[list[AsgiResponse], list[AsgiResponse]]:
         """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""
         response_lists = []
         for is_fast in (True, False):

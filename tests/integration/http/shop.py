@@ -40,9 +40,7 @@ class Shop:
     metric: Metric = "inner_product"
 
 
-def of_vectors(
-    config: NightConfig, metric: Metric, *, are_folded: bool, is_alone: bool = False
-) -> NightConfig:
+def of_vectors(config: NightConfig, metric: Metric, *, are_folded: bool, is_alone: bool = False) -> NightConfig:
     """The same night by a bundle of drawn vectors, those of users given (alone: nothing else of them) or folded."""
     rng = np.random.default_rng(3)
     items, users = (
@@ -57,11 +55,7 @@ def of_vectors(
     else:
         from_vectors(items, numbers[0], users, numbers[1], to=to, metric=metric)
     vectors = None if are_folded else "model/user_vectors.parquet"
-    tables = {
-        name: table_config
-        for name, table_config in config.tables.items()
-        if name != "user_affinity"
-    }
+    tables = {name: table_config for name, table_config in config.tables.items() if name != "user_affinity"}
     sources = replace(config.sources, user_vectors=vectors)
     if is_alone:
         sources = replace(sources, interactions=())
@@ -114,13 +108,9 @@ def make_shop(
         for user, raw in raw_records(config, generation, sorted(clicked), "user_vector").items()
     }
     ordinals = {id_: at for at, id_ in enumerate(ids)}
-    seen_ordinals_by_user = {
-        user: {ordinals[id_] for id_ in clicked[user] if id_ in ordinals} for user in vectors
-    }
+    seen_ordinals_by_user = {user: {ordinals[id_] for id_ in clicked[user] if id_ in ordinals} for user in vectors}
     attributes = [of_item[id_] for id_ in ids]
-    return Shop(
-        config, attributes, ids, np.asarray(items.vectors), vectors, seen_ordinals_by_user, metric
-    )
+    return Shop(config, attributes, ids, np.asarray(items.vectors), vectors, seen_ordinals_by_user, metric)
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
@@ -166,8 +156,6 @@ def wanted_of(
     ]
     if not ordinals:
         return [], np.empty(0, np.float32)
-    ranked_ordinals, scores = rank(
-        vector[None], shop.vectors, np.array([ordinals]), None, k, metric=metric
-    )
+    ranked_ordinals, scores = rank(vector[None], shop.vectors, np.array([ordinals]), None, k, metric=metric)
     size = min(k, len(ordinals))
     return [shop.ids[at] for at in ranked_ordinals[0, :size]], scores[0, :size]

@@ -72,8 +72,7 @@ def rows_of(response: AsgiResponse) -> list[dict[str, Any]]:
     name = table.schema.metadata[b"table"].decode()
     always = {"id", "producer", "vector", "values"}
     return [
-        {"table": name}
-        | {key: value for key, value in row.items() if value is not None or key in always}
+        {"table": name} | {key: value for key, value in row.items() if value is not None or key in always}
         for row in table.to_pylist()
     ]
 
@@ -106,13 +105,9 @@ def same_both_ways(ways: Ways, body: dict[str, Any], table: str) -> list[dict[st
     return json_of(hot_json[0])
 
 
-@pytest.mark.parametrize(
-    "table", ["user_topk", "user_vector", "item_vector", "item_similar", "user_affinity"]
-)
+@pytest.mark.parametrize("table", ["user_topk", "user_vector", "item_vector", "item_similar", "user_affinity"])
 @pytest.mark.parametrize("k", [None, 1, 20])
-def test_every_table_says_the_same_in_both_forms(
-    ways: Ways, users: list[str], table: str, k: int | None
-) -> None:
+def test_every_table_says_the_same_in_both_forms(ways: Ways, users: list[str], table: str, k: int | None) -> None:
     items = [f"i-{number:05d}" for number in range(20)]
     ids = [*users[:20], UNKNOWN_IDS[0], *items, *UNKNOWN_IDS[1:], users[0]]
     body: dict[str, Any] = {"entities": ids}
@@ -129,9 +124,7 @@ def test_known_ids_alone_take_the_hot_way_and_are_counted(ways: Ways, users: lis
     ways.forget()
     reads_before = ways.service.tiers.counters.l1, ways.service.tiers.counters.l2_records
 
-    first, second = (
-        ways.send(post({"entities": users, "k": 5}, "user_topk", ACCEPT)) for _ in "ab"
-    )
+    first, second = (ways.send(post({"entities": users, "k": 5}, "user_topk", ACCEPT)) for _ in "ab")
 
     assert {row["source"] for row in rows_of(first)} == {"l2"}
     assert {row["source"] for row in rows_of(second)} == {"l1"}
@@ -183,9 +176,7 @@ def test_inputs_and_options_say_the_same(ways: Ways, users: list[str]) -> None:
         {"generation": previous.generation},
         {"max_age_seconds": 1.0},
     ):
-        text, arrow = (
-            post({"entities": entities, **more}, "user_topk", headers) for headers in ((), ACCEPT)
-        )
+        text, arrow = (post({"entities": entities, **more}, "user_topk", headers) for headers in ((), ACCEPT))
         ways.send(text)  # from now on what was computed is in L1
         answers = json_of(ways.send(text))
         assert rows_of(ways.send(arrow)) == answers and len(answers) == len(entities)
@@ -215,9 +206,7 @@ def test_where_pages_of_the_night_are_gone_the_previous_one_answers_in_both_form
     assert generations == {served.previous.generation}
 
 
-def test_blocked_items_and_entities_are_left_out_of_both_forms(
-    ways: Ways, users: list[str]
-) -> None:
+def test_blocked_items_and_entities_are_left_out_of_both_forms(ways: Ways, users: list[str]) -> None:
     first = same_both_ways(ways, {"entities": users, "k": 5}, "user_topk")
     blocked_items = frozenset({first[0]["items"][0].encode()})
     blocklist = Blocklist(1, blocked_items, frozenset({users[1].encode()}))
@@ -230,9 +219,7 @@ def test_blocked_items_and_entities_are_left_out_of_both_forms(
 
 
 @pytest.mark.parametrize("options", [{}, {"k": "3"}, {"k": "3", "deadline_ms": "900.5"}])
-def test_a_question_in_arrow_is_the_same_question(
-    ways: Ways, users: list[str], options: dict[str, str]
-) -> None:
+def test_a_question_in_arrow_is_the_same_question(ways: Ways, users: list[str], options: dict[str, str]) -> None:
     ids = [*users, *UNKNOWN_IDS]
     raw = write_arrow_ids(ids, options)
     text = {"entities": ids} | {name: json.loads(value) for name, value in options.items()}
@@ -275,16 +262,11 @@ def test_refusals_are_problems_in_json_on_both_ways(
 def fields_of(answer: Answer) -> dict[str, Any]:
     value_by_field = {name: getattr(answer, name) for name in Answer.__dataclass_fields__}
     value_by_field.pop("age_seconds")
-    return {
-        name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in value_by_field.items()
-    }
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in value_by_field.items()}
 
 
 @pytest.mark.parametrize("table", ["user_topk", "user_vector", "user_affinity"])
-async def test_the_client_gives_the_same_answers_in_binary(
-    night: NightConfig, users: list[str], table: str
-) -> None:
+async def test_the_client_gives_the_same_answers_in_binary(night: NightConfig, users: list[str], table: str) -> None:
     questions: list[tuple[list[Any], Options]] = [
         ([*users, *UNKNOWN_IDS, 7], Options()),
         ([*users, *UNKNOWN_IDS], Options(k=3, deadline_ms=5_000, fresh=False)),
@@ -294,35 +276,25 @@ async def test_the_client_gives_the_same_answers_in_binary(
     async with serving(night) as app:
         answers_by_binary = {}
         for binary in (False, True):
-            client = AsyncClient(
-                BASE, transport=app.http._transport, binary=binary, policy=Policy(deadline_ms=9_000)
-            )
+            client = AsyncClient(BASE, transport=app.http._transport, binary=binary, policy=Policy(deadline_ms=9_000))
             async with client as larder:
                 for entities, _ in questions:
                     await larder.lookup_many(table, entities)  # from now on all from L1
-                answers_by_binary[binary] = [
-                    await larder.lookup_many(table, *question) for question in questions
-                ]
+                answers_by_binary[binary] = [await larder.lookup_many(table, *question) for question in questions]
                 with pytest.raises(InvalidRequest, match="k is"):
                     await larder.lookup_many("user_topk", users, Options(k=K + 1))
         for text, arrow in zip(answers_by_binary[False], answers_by_binary[True], strict=True):
             assert list(map(fields_of, arrow)) == list(map(fields_of, text))
             for answer in arrow:
                 for numbers in (answer.scores, answer.vector, answer.values):
-                    assert numbers is None or (
-                        numbers.dtype == np.float32 and not numbers.flags.writeable
-                    )
+                    assert numbers is None or (numbers.dtype == np.float32 and not numbers.flags.writeable)
 
 
 def test_openapi_names_both_forms(ways: Ways) -> None:
-    route = orjson.loads(ways.send(AsgiRequest("GET", b"/openapi.json")).body)["paths"][
-        "/v1/lookup/{table}"
-    ]["post"]
+    route = orjson.loads(ways.send(AsgiRequest("GET", b"/openapi.json")).body)["paths"]["/v1/lookup/{table}"]["post"]
 
     assert route["requestBody"]["content"].keys() == {"application/json"}
     assert route["responses"]["200"]["content"].keys() == {"application/json"}
     arrow = route["x-larder-arrow"]
-    assert {arrow[direction]["mediaType"] for direction in ("requestBody", "response")} == {
-        ARROW_MEDIA_TYPE
-    }
+    assert {arrow[direction]["mediaType"] for direction in ("requestBody", "response")} == {ARROW_MEDIA_TYPE}
     assert {"406", "415"} <= route["responses"].keys()

@@ -61,9 +61,7 @@ def asking(transport: Watched, **policy: float) -> AsyncClient:
     return AsyncClient(BASE, transport=transport, policy=Policy(**settings))  # type: ignore[arg-type]
 
 
-async def test_every_documented_route_under_v1_has_a_method(
-    app: Running, night: NightConfig
-) -> None:
+async def test_every_documented_route_under_v1_has_a_method(app: Running, night: NightConfig) -> None:
     documented = set((await app.get("/openapi.json"))["paths"])
     user, history = min(histories(night).items())
     watched = Watched(app)
@@ -102,17 +100,11 @@ async def test_results_are_typed_and_cannot_be_changed(app: Running, night: Nigh
 
     assert top.items is not None and top.scores is not None and len(top.items) == 5
     assert top.scores.dtype == np.float32 and not top.scores.flags.writeable
-    assert vector is not None and np.array_equal(
-        vector, np.array(raw["answers"][0]["vector"], np.float32)
-    )
+    assert vector is not None and np.array_equal(vector, np.array(raw["answers"][0]["vector"], np.float32))
     assert absent_answer.values is None and absent_answer.reason == "not_in_generation"
     assert ranked.unknown == ("no-such-item",) and set(ranked.items) == set(history)
     assert list(ranked.scores) == sorted(ranked.scores, reverse=True)
-    assert (
-        generations.live.generation == top.generation
-        and generations.ready
-        and generations.canary is None
-    )
+    assert generations.live.generation == top.generation and generations.ready and generations.canary is None
     assert "user_topk" in generations.live.details["tables"]
     with pytest.raises(AttributeError):
         top.source = Source.LIVE  # type: ignore[misc]
@@ -135,9 +127,7 @@ async def test_a_batch_beyond_the_services_limit_comes_back_whole_and_in_order(
     assert len(watched.requests) == 3
 
 
-async def test_a_long_batch_is_of_one_generation_though_a_flip_falls_into_it(
-    night: NightConfig, app: Running
-) -> None:
+async def test_a_long_batch_is_of_one_generation_though_a_flip_falls_into_it(night: NightConfig, app: Running) -> None:
     users = sorted(histories(night))[:30]
     later = (datetime.fromisoformat(DATA_UNTIL) + timedelta(minutes=30)).isoformat()
     next_ = await asyncio.to_thread(build_verified, night, later)

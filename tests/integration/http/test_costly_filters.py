@@ -60,9 +60,7 @@ def start_lookup(running: Running, user: str, filter_: Any) -> asyncio.Task[Any]
     return asyncio.create_task(running.http.post("/v1/lookup/user_topk", json=body))
 
 
-async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
-    shop: Shop, gate: Gate
-) -> None:
+async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(shop: Shop, gate: Gate) -> None:
     user = min(shop.users)
     async with serving(shop.night) as running:
         tasks = [start_lookup(running, user, {"==": ["brand", BRANDS[0]]}) for _ in range(20)]
@@ -79,9 +77,7 @@ async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
 async def test_other_work_in_threads_waits_behind_no_filter(shop: Shop, gate: Gate) -> None:
     user = min(shop.users)
     async with serving(shop.night) as running:
-        tasks = [
-            start_lookup(running, user, {"==": ["brand", f"brand-{row}"]}) for row in range(CROWD)
-        ]
+        tasks = [start_lookup(running, user, {"==": ["brand", f"brand-{row}"]}) for row in range(CROWD)]
         assert await eventually(_is(lambda: bool(gate.started_filters)))
         for _ in range(50):
             await asyncio.sleep(0)

@@ -140,9 +140,7 @@ def test_nothing_is_worked_out_for_clients_that_have_gone(service: tuple[str, Ad
     assert metric(url, "larder_requests_under_way") == 0
 
 
-def test_peers_that_take_no_answers_hold_a_bounded_number_of_bytes(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_peers_that_take_no_answers_hold_a_bounded_number_of_bytes(night: NightConfig, tmp_path: Path) -> None:
     log = tmp_path / "service.log"
     environ = environment(night, LARDER_QUEUE_INTERVAL_MS="60000", LARDER_ANSWERS_BYTES="1000000")
     request = batch(list_known_ids(night))

@@ -90,9 +90,7 @@ async def test_looking_shows_the_record_its_page_and_its_checksum_and_changes_no
 
 async def test_every_page_is_found_and_sound(night: NightConfig) -> None:
     async with serving(night) as service:
-        explanations = [
-            await service.get(EXPLAIN + user_id) for user_id in sorted(histories(night))[::7]
-        ]
+        explanations = [await service.get(EXPLAIN + user_id) for user_id in sorted(histories(night))[::7]]
         items = await service.get("/v1/explain/item_similar/i-00003")
 
     assert {explanation["page"]["state"] for explanation in [*explanations, items]} == {"ok"}
@@ -107,26 +105,16 @@ async def test_the_model_says_what_it_would_from_a_history_and_the_difference_is
     async with serving(night) as service:
         explanation = await service.post("/v1/explain/user_topk", body)
         fresh = await service.post("/v1/lookup/user_topk", body | {"fresh": True})
-        shorter = await service.post(
-            "/v1/explain/user_topk", {"entities": [{"id": user, "history": history[:1]}]}
-        )
+        shorter = await service.post("/v1/explain/user_topk", {"entities": [{"id": user, "history": history[:1]}]})
 
     answer = fresh["answers"][0]
     assert answer["source"] == "live" and explanation["model"]["computed_from"] == "sent"
-    assert (
-        explanation["model"]["items"] == answer["items"]
-        and explanation["model"]["precision"] == "int8"
-    )
+    assert explanation["model"]["items"] == answer["items"] and explanation["model"]["precision"] == "int8"
     assert explanation["answer"]["tier"] == "l2"
     difference = explanation["difference"]
     assert difference["overlap"] > 0.8 and difference["delta_max"] < 0.1 and difference["k"] == K
-    assert set(difference["only_live"]) == set(answer["items"]) - set(
-        explanation["record"]["items"]
-    )
-    assert (
-        not shorter["difference"]["exact"]
-        and shorter["difference"]["overlap"] < difference["overlap"]
-    )
+    assert set(difference["only_live"]) == set(answer["items"]) - set(explanation["record"]["items"])
+    assert not shorter["difference"]["exact"] and shorter["difference"]["overlap"] < difference["overlap"]
 
 
 async def test_without_a_history_the_stored_vector_says_how_the_stored_list_scores(
@@ -136,10 +124,7 @@ async def test_without_a_history_the_stored_vector_says_how_the_stored_list_scor
         explanation = await service.get(EXPLAIN + user, k=10)
 
     assert explanation["model"]["computed_from"] == "stored_vector"
-    assert (
-        explanation["difference"]["overlap"] == 1.0
-        and explanation["difference"]["delta_max"] < 0.01
-    )
+    assert explanation["difference"]["overlap"] == 1.0 and explanation["difference"]["delta_max"] < 0.01
     assert len(explanation["record"]["items"]) == 10
 
 
@@ -170,21 +155,13 @@ async def test_an_unknown_id_is_said_to_be_unknown(night: NightConfig) -> None:
         repeated_explanation = await service.get(EXPLAIN + "nobody")  # remembered as unknown by now
 
     assert (
-        repeated_explanation["answer"] == explanation["answer"]
-        and repeated_explanation["l1"]["reason"] == "negative"
+        repeated_explanation["answer"] == explanation["answer"] and repeated_explanation["l1"]["reason"] == "negative"
     )
     assert repeated_explanation["answer"]["reason"] == after["reason"]
-    assert (
-        not explanation["directory"]["known"]
-        and explanation["page"] is None
-        and explanation["record"] is None
-    )
+    assert not explanation["directory"]["known"] and explanation["page"] is None and explanation["record"] is None
     assert explanation["answer"] == {"tier": "default", "reason": "not_in_generation", "live": None}
     assert explanation["default"]["items"] == after["items"]
-    assert (
-        "did not know it" in explanation["sentence"]
-        and "needs a history" in explanation["sentence"]
-    )
+    assert "did not know it" in explanation["sentence"] and "needs a history" in explanation["sentence"]
     assert live["answer"]["tier"] == "live" and len(live["model"]["items"]) > 0
     assert after["source"] == "default"  # what was computed for the explanation was kept nowhere
 
@@ -224,21 +201,15 @@ async def test_a_stored_live_answer_is_shown_with_what_is_left_of_its_life(
     }
 
 
-async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(
-    tmp_path: Path, redis_url: str
-) -> None:
+async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(tmp_path: Path, redis_url: str) -> None:
     config = build_night(tmp_path, redis_url, users=60, items=40)
     first, second = sorted(histories(config))[:2]
     async with serving(config) as service:
         item = (await service.get(EXPLAIN + second))["record"]["items"][0]
-        change_blocklist(
-            config.store(), block_entities=[first.encode()], block_items=[item.encode()]
-        )
+        change_blocklist(config.store(), block_entities=[first.encode()], block_items=[item.encode()])
 
         async def is_blocked() -> bool:
-            return bool(
-                (await service.get(EXPLAIN + first))["answer"]["reason"] == "entity_blocked"
-            )
+            return bool((await service.get(EXPLAIN + first))["answer"]["reason"] == "entity_blocked")
 
         assert await eventually(is_blocked)
         first_explanation, second_explanation = (
@@ -248,10 +219,7 @@ async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(
         answer = await service.get(LOOKUP + first)
 
     assert first_explanation["answer"]["tier"] == "default" == answer["source"]
-    assert (
-        item not in second_explanation["record"]["items"]
-        and second_explanation["answer"]["tier"] == "l2"
-    )
+    assert item not in second_explanation["record"]["items"] and second_explanation["answer"]["tier"] == "l2"
 
 
 async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: RedisServer) -> None:
@@ -284,9 +252,7 @@ async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: RedisServer) 
     assert missing["answer"]["tier"] == "previous"
 
 
-async def test_with_redis_away_it_says_who_answers_instead(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+async def test_with_redis_away_it_says_who_answers_instead(tmp_path: Path, own_redis: RedisServer) -> None:
     config = build_night(tmp_path / "night", own_redis.url, users=60, items=40)
     users = sorted(histories(config))
     async with serving(config) as service:
@@ -307,26 +273,19 @@ async def test_with_redis_away_it_says_who_answers_instead(
     assert live["answer"]["tier"] == "live"
     assert [answer["source"] for answer in answers] == ["l1", "default"]
     assert lookup_response["answers"][0]["source"] == "live"  # and stands in while Redis is away
-    assert (
-        later_explanation["answer"]["tier"] == "l1"
-        and later_explanation["answer"]["reason"] in REDIS_DOWN_REASONS
-    )
+    assert later_explanation["answer"]["tier"] == "l1" and later_explanation["answer"]["reason"] in REDIS_DOWN_REASONS
 
 
 REDIS_DOWN_REASONS = ("l2_down", "l2_timeout", "breaker_open")
 
 
-async def test_what_cannot_be_explained_is_refused_like_any_request(
-    night: NightConfig, user: str
-) -> None:
+async def test_what_cannot_be_explained_is_refused_like_any_request(night: NightConfig, user: str) -> None:
     async with serving(night, token="secret") as service:
         assert (await service.http.get(EXPLAIN + user)).status_code == 401
         service.http.headers["Authorization"] = "Bearer secret"
         table = await service.http.get("/v1/explain/nothing/x")
         two = await service.http.post("/v1/explain/user_topk", json={"entities": ["a", "b"]})
-        unknown_generation_response = await service.http.get(
-            EXPLAIN + user, params={"generation": "x"}
-        )
+        unknown_generation_response = await service.http.get(EXPLAIN + user, params={"generation": "x"})
         document = (await service.http.get("/openapi.json")).json()
         attached(service.service, Explainer)._under_way_count = EXPLANATIONS_MAX
         busy = await service.http.get(EXPLAIN + user)
@@ -341,9 +300,7 @@ async def test_what_cannot_be_explained_is_refused_like_any_request(
         described = document["paths"][path][method]
         assert described["security"]
         assert "sentence" in str(
-            resolved(
-                document, described["responses"]["200"]["content"]["application/json"]["schema"]
-            )
+            resolved(document, described["responses"]["200"]["content"]["application/json"]["schema"])
         )
 
 
@@ -390,9 +347,7 @@ def test_the_command_shows_it_all_and_says_what_is_wrong(
             module, env=os.environ | {"LARDER_TOKEN": "secret"}, cwd=ROOT, capture_output=True,
             text=True, timeout=60, check=False,
         )  # fmt: skip
-        assert (
-            completed_process.returncode == 0 and "Redis would answer" in completed_process.stdout
-        )
+        assert completed_process.returncode == 0 and "Redis would answer" in completed_process.stdout
     code, _, wrong = run(*at, "user_topk", user)
     assert code == 1 and "cannot be asked" in wrong and "secret" not in wrong
 
@@ -446,19 +401,14 @@ def test_on_a_terminal_the_same_is_shown_by_rich(monkeypatch: pytest.MonkeyPatch
     assert "[red]" in text and "1 h 1 min" in text and "no_model" in text
 
 
-async def test_headers_count_for_an_explanation_as_for_a_lookup(
-    night: NightConfig, user: str
-) -> None:
+async def test_headers_count_for_an_explanation_as_for_a_lookup(night: NightConfig, user: str) -> None:
     async with serving(night) as service:
         for headers in ({"X-Deadline-Ms": "soon"}, {"X-Larder-Canary-Key": "x" * 300}):
             responses = [
-                await service.http.get(path + quote(user, safe=""), headers=headers)
-                for path in (LOOKUP, EXPLAIN)
+                await service.http.get(path + quote(user, safe=""), headers=headers) for path in (LOOKUP, EXPLAIN)
             ]
             responses.append(
-                await service.http.post(
-                    "/v1/explain/user_topk", json={"entities": [user]}, headers=headers
-                )
+                await service.http.post("/v1/explain/user_topk", json={"entities": [user]}, headers=headers)
             )
             assert [response.status_code for response in responses] == [422] * 3
             assert len({response.json()["error"]["field"] for response in responses}) == 1

@@ -94,18 +94,12 @@ async def test_what_is_left_out_is_left_out(shop: Shop) -> None:
         (diversified_answer,) = (await running.post("/v1/lookup/brands", body))["answers"]
         explanation = await running.get(f"/v1/explain/brands/{BRANDS[0]}")
         refused = [
-            await running.http.post(
-                "/v1/lookup/brands", json={"entities": [BRANDS[0]], "filter": {"exists": "price"}}
-            ),
-            await running.http.get(
-                f"/v1/lookup/brands/{BRANDS[0]}", params={"filter": '{"exists":"price"}'}
-            ),
+            await running.http.post("/v1/lookup/brands", json={"entities": [BRANDS[0]], "filter": {"exists": "price"}}),
+            await running.http.get(f"/v1/lookup/brands/{BRANDS[0]}", params={"filter": '{"exists":"price"}'}),
         ]
 
     assert answer["items"] == full_list[2:] and answer["short"]
-    assert (
-        0 < len(diversified_answer["items"]) < 12 and diversified_answer["reranked"] == "diversify"
-    )
+    assert 0 < len(diversified_answer["items"]) < 12 and diversified_answer["reranked"] == "diversify"
     assert explanation["record"]["items"] == full_list and explanation["page"]["state"] == "ok"
     for response in refused:
         assert response.status_code == 422 and response.json()["error"]["code"] == "invalid_filter"
@@ -114,9 +108,7 @@ async def test_what_is_left_out_is_left_out(shop: Shop) -> None:
 def test_both_ways_send_the_same_bytes(shop: Shop) -> None:
     for ways in running(shop.night):
         for value in (*BRANDS, "no-such-brand"):
-            request = AsgiRequest(
-                "GET", f"/v1/lookup/brands/{quote(value, safe='')}".encode(), b"k=3"
-            )
+            request = AsgiRequest("GET", f"/v1/lookup/brands/{quote(value, safe='')}".encode(), b"k=3")
             fast_responses, routed = ways.send_both_ways(request)
             assert fast_responses == routed, value
 
@@ -135,9 +127,7 @@ async def test_a_value_that_is_gone_is_not_answered_by_the_night_before(
             return running.service.capture_served().previous is not None
 
         assert await eventually(has_previous)
-        answers = (await running.post("/v1/lookup/shelf", {"entities": [BRANDS[0], "sale"]}))[
-            "answers"
-        ]
+        answers = (await running.post("/v1/lookup/shelf", {"entities": [BRANDS[0], "sale"]}))["answers"]
 
     assert (answers[0]["items"], answers[0]["source"]) == ([], "default")
     assert answers[1]["items"]
@@ -158,10 +148,7 @@ async def test_without_interactions_they_go_by_the_mean_score(
         defaults = orjson.loads((live.root / "defaults.json").read_bytes())["user_topk"]["items"]
 
     items_by_value = {answer["id"]: answer["items"] for answer in answers}
-    of = {
-        id_: item_attributes.get("brand")
-        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
-    }
+    of = {id_: item_attributes.get("brand") for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)}
     for value, items in items_by_value.items():
         assert set(items) == {id_ for id_, brand in of.items() if brand == value}
         among = [item_id for item_id in defaults if of[item_id] == value]
@@ -172,9 +159,7 @@ async def test_a_facet_without_values_answers_nothing(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without(rng: random.Random) -> dict[str, Any]:
-        return {
-            name: attribute_value for name, attribute_value in drawn(rng).items() if name != "brand"
-        }
+        return {name: attribute_value for name, attribute_value in drawn(rng).items() if name != "brand"}
 
     monkeypatch.setattr(shop_module, "drawn", without)
     bare = make_shop(tmp_path, redis_url, facets={"brands": FacetConfig("brand")})

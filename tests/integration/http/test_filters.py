@@ -42,9 +42,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
 
 
 @pytest.fixture(scope="module", params=["reference", "cosine", "folded"])
-def any_shop(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_url: str
-) -> Shop:
+def any_shop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
     """Of the reference bundle; of vectors compared by cosine; of vectors into which histories are folded."""
     if request.param == "reference":
         reference: Shop = request.getfixturevalue("shop")
@@ -87,9 +85,7 @@ async def compare(shop: Shop, form: str, count: int) -> set[str]:
         for _ in range(count):
             user, filter_, k = rng.choice(users), filter_of(rng), rng.randrange(1, 51)
             items, scores, short, source = await look_up(running, form, user, filter_, k)
-            expected = wanted_of(
-                shop, shop.users[user], shop.seen_ordinals[user], filter_, k, shop.metric
-            )
+            expected = wanted_of(shop, shop.users[user], shop.seen_ordinals[user], filter_, k, shop.metric)
             failure_message = f"seed {SEED}: {user} {k} {orjson.dumps(filter_).decode()}"
             assert items == expected[0], failure_message
             np.testing.assert_array_equal(scores, expected[1], err_msg=failure_message)
@@ -116,15 +112,11 @@ async def test_strangers_items_and_what_callers_leave_out(shop: Shop) -> None:
             history, excluded_ids = rng.sample(shop.ids, 5), rng.sample(shop.ids, 8)
             failure_message = f"seed {SEED}: {k} {history} {orjson.dumps(filter_).decode()}"
             body = {"entities": [{"history": history}], "filter": filter_}
-            (vector,) = (
-                await running.post("/v1/lookup/user_vector", {"entities": body["entities"]})
-            )["answers"]
+            (vector,) = (await running.post("/v1/lookup/user_vector", {"entities": body["entities"]}))["answers"]
             body |= {"k": k, "exclude": excluded_ids}
             (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
             excluded_ordinals = {ordinals[item_id] for item_id in (*history, *excluded_ids)}
-            expected = wanted_of(
-                shop, np.array(vector["vector"], np.float32), excluded_ordinals, filter_, k
-            )
+            expected = wanted_of(shop, np.array(vector["vector"], np.float32), excluded_ordinals, filter_, k)
             assert answer["items"] == expected[0], failure_message
             assert answer["short"] == (len(expected[0]) < k), failure_message
 
@@ -133,9 +125,7 @@ async def test_strangers_items_and_what_callers_leave_out(shop: Shop) -> None:
             (answer,) = (await running.post("/v1/lookup/item_similar", body))["answers"]
             item_ordinal = ordinals[item]
             excluded_ordinals = {item_ordinal, *(ordinals[item_id] for item_id in excluded_ids)}
-            expected = wanted_of(
-                shop, shop.vectors[item_ordinal], excluded_ordinals, filter_, k, metric="cosine"
-            )
+            expected = wanted_of(shop, shop.vectors[item_ordinal], excluded_ordinals, filter_, k, metric="cosine")
             assert answer["items"] == expected[0], f"seed {SEED}: {item} {failure_message}"
 
 
@@ -157,9 +147,7 @@ async def test_candidates_that_do_not_pass_are_named(shop: Shop) -> None:
     user, filter_ = min(shop.users), {"<": ["price", 50]}
     root = read_filter(filter_).root_expression
     passing_ids = {
-        id_
-        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
-        if passes(root, item_attributes)
+        id_ for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True) if passes(root, item_attributes)
     }
     async with serving(shop.night) as running:
         body = {"user": user, "items": shop.ids[:40], "filter": filter_}
@@ -181,23 +169,15 @@ async def test_it_is_explained_how_many_pass_and_from_where(shop: Shop) -> None:
 
     assert [explanation["filter"]["from"] for explanation in explanations] == ["vectors", "list"]
     count = sum(item_attributes.get("brand") == BRANDS[0] for item_attributes in shop.attributes)
-    assert explanations[0]["filter"]["passing"] == count and explanations[0]["filter"][
-        "items"
-    ] == len(shop.ids)
+    assert explanations[0]["filter"]["passing"] == count and explanations[0]["filter"]["items"] == len(shop.ids)
     assert explanations[1]["filter"]["items_of_list"] == explanations[1]["record"]["items"]
-    assert (
-        len(explanations[0]["filter"]["items_of_list"])
-        < 20
-        == len(explanations[0]["record"]["items"])
-    )
+    assert len(explanations[0]["filter"]["items_of_list"]) < 20 == len(explanations[0]["record"]["items"])
 
 
 async def test_part_of_the_previous_list_is_marked_as_of_the_previous_generation(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def none(
-        _self: object, _served: object, cases: list[PendingAnswer], _context: object
-    ) -> list[None]:
+    async def none(_self: object, _served: object, cases: list[PendingAnswer], _context: object) -> list[None]:
         return [None] * len(cases)
 
     monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
@@ -221,10 +201,7 @@ async def test_part_of_the_previous_list_is_marked_as_of_the_previous_generation
 
 def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     user, filter_ = min(shop.users), '{"==": ["brand", "brand-0"]}'
-    brands = {
-        id_: item_attributes.get("brand")
-        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
-    }
+    brands = {id_: item_attributes.get("brand") for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)}
     redis_url = str(shop.night.redis_url)
     with started(environment(shop.night, tmp_path, REDIS_URL=redis_url)) as (_, url):
         arguments = ["user_topk", user, "--url", url, "--k", "10", "--json", "--filter"]
@@ -280,9 +257,7 @@ async def test_only_lists_are_filtered_and_only_where_items_have_attributes(
     assert response.status_code == 422 and "holds no lists" in response.json()["error"]["message"]
     assert text.status_code == 422 and "filter is not JSON" in text.json()["error"]["message"]
 
-    night_without_attributes = build_night(
-        tmp_path_factory.mktemp("plain"), redis_url, users=60, items=60
-    )
+    night_without_attributes = build_night(tmp_path_factory.mktemp("plain"), redis_url, users=60, items=60)
     async with serving(night_without_attributes) as running:
         response = await running.http.post("/v1/lookup/user_topk", json=body)
     error = response.json()["error"]
@@ -293,9 +268,7 @@ async def test_only_lists_are_filtered_and_only_where_items_have_attributes(
 async def test_where_no_vector_can_be_had_a_list_answers_as_far_as_it_goes(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def none(
-        _self: object, _served: object, cases: list[PendingAnswer], _context: object
-    ) -> list[None]:
+    async def none(_self: object, _served: object, cases: list[PendingAnswer], _context: object) -> list[None]:
         return [None] * len(cases)
 
     monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
@@ -304,40 +277,29 @@ async def test_where_no_vector_can_be_had_a_list_answers_as_far_as_it_goes(
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
 
     assert (answer["source"], answer["reason"], answer["short"]) == ("l2", "filtered", False)
-    brands = {
-        id_: item_attributes.get("brand")
-        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
-    }
+    brands = {id_: item_attributes.get("brand") for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)}
     assert 0 < len(answer["items"]) < 30
     assert {brands[item_id] for item_id in answer["items"]} == {BRANDS[0]}
 
 
-async def test_under_overload_nothing_is_searched_for(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_under_overload_nothing_is_searched_for(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "admit_live", lambda _self: False)
     filter_ = {"==": ["brand", BRANDS[0]]}
     body = {"entities": [{"id": min(shop.users)}], "k": 30, "filter": filter_}
     async with serving(shop.night, l2_deadline_ms=2_500.0, sketch_s=0.0) as running:
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
-        (single_item_answer,) = (await running.post("/v1/lookup/user_topk", body | {"k": 1}))[
-            "answers"
-        ]
+        (single_item_answer,) = (await running.post("/v1/lookup/user_topk", body | {"k": 1}))["answers"]
 
     assert (answer["source"], answer["reason"], answer["live"]) == ("l2", "filtered", "overloaded")
     assert 0 < len(answer["items"]) < 30 and not answer["short"]
-    assert (
-        "live" not in single_item_answer and len(single_item_answer["items"]) == 1
-    )  # the list has enough
+    assert "live" not in single_item_answer and len(single_item_answer["items"]) == 1  # the list has enough
 
 
 @pytest.mark.parametrize("user", ["known", "nobody"])
 async def test_short_means_that_fewer_pass_in_all_also_of_what_is_not_found_by_vectors(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, user: str
 ) -> None:
-    async def none(
-        _self: object, _served: object, cases: list[PendingAnswer], _context: object
-    ) -> list[None]:
+    async def none(_self: object, _served: object, cases: list[PendingAnswer], _context: object) -> list[None]:
         return [None] * len(cases)
 
     monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
@@ -345,9 +307,7 @@ async def test_short_means_that_fewer_pass_in_all_also_of_what_is_not_found_by_v
     seen_ordinals = shop.seen_ordinals[known_user] if user == "known" else set()
     filter_ = {"==": ["brand", BRANDS[0]]}
     passing_ordinals = [
-        at
-        for at, item_attributes in enumerate(shop.attributes)
-        if item_attributes.get("brand") == BRANDS[0]
+        at for at, item_attributes in enumerate(shop.attributes) if item_attributes.get("brand") == BRANDS[0]
     ]
     unseen_ordinals = [at for at in passing_ordinals if at not in seen_ordinals]
     excluded_ids = [shop.ids[at] for at in unseen_ordinals[40:]] + ["no-such-item"]
@@ -398,9 +358,7 @@ def test_an_answer_under_a_filter_is_counted_once(shop: Shop, ways: Ways) -> Non
             counts_before = ways.scraped("larder_answers_total"), ways.service.tiers.counters.total
             ways.send(request, is_fast=is_fast)
             after = ways.scraped("larder_answers_total"), ways.service.tiers.counters.total
-            answered = {
-                name: count - counts_before[0].get(name, 0) for name, count in after[0].items()
-            }
+            answered = {name: count - counts_before[0].get(name, 0) for name, count in after[0].items()}
             counts.append((answered, after[1] - counts_before[1]))
         assert counts[0] == counts[1], f"seed {SEED}: {filter_}"
         assert sum(counts[0][0].values()) >= 1
@@ -429,6 +387,4 @@ def test_an_hour_of_distinct_filters_does_not_grow_memory(shop: Shop) -> None:
         bytes_before = send_and_measure_memory(0)
         after = send_and_measure_memory(count)
         assert filtering._masks._cached_masks.currsize <= 100 << 10
-        assert after - bytes_before < 2 << 20, (
-            f"{(after - bytes_before) / count:.0f} bytes for each filter"
-        )
+        assert after - bytes_before < 2 << 20, f"{(after - bytes_before) / count:.0f} bytes for each filter"

@@ -25,9 +25,7 @@ from serving.requests import parsing
 from tests.integration.http.hot_way import AsgiRequest, Ways, running
 from tests.integration.nights import K, build_night, histories
 
-QUIET = example_settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+QUIET = example_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +99,7 @@ WITH_INPUT = st.one_of(
         {"id": KNOWN_NUMBERS.map(lambda number: f"u-{number:05d}")},
         optional={"history": st.lists(ITEMS, max_size=5), "features": st.just({"age": 1})},
     ),
-    st.fixed_dictionaries(
-        {"id": st.just("nobody")}, optional={"history": st.lists(st.just("no-item"), max_size=2)}
-    ),
+    st.fixed_dictionaries({"id": st.just("nobody")}, optional={"history": st.lists(st.just("no-item"), max_size=2)}),
     st.sampled_from([{"history": 7}, {"id": 1.5, "history": []}, {"id": "x", "other": 1}, {}]),
 )
 BODIES = st.one_of(
@@ -135,11 +131,7 @@ BODIES = st.one_of(
 
 @st.composite
 def posts(draw: st.DrawFn) -> AsgiRequest:
-    raw = draw(
-        st.one_of(
-            BODIES.map(orjson.dumps), st.sampled_from([b"", b"{", b'{"entities":["\\ud800"]}'])
-        )
-    )
+    raw = draw(st.one_of(BODIES.map(orjson.dumps), st.sampled_from([b"", b"{", b'{"entities":["\\ud800"]}'])))
     cut = draw(st.integers(0, len(raw)))
     path = draw(st.one_of(TABLES.map(lambda table: f"/v1/lookup/{table}"), st.just("/v1/lookup")))
     return AsgiRequest("POST", path.encode(), draw(QUERIES), draw(HEADERS), (raw[:cut], raw[cut:]))
@@ -153,9 +145,7 @@ def test_both_ways_send_the_same_bytes(long_lived: Ways, http_request: AsgiReque
     assert fast_responses == slow
 
 
-def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(
-    ways: Ways, users: list[str]
-) -> None:
+def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(ways: Ways, users: list[str]) -> None:
     """Without it the comparison above would compare the routes with themselves."""
     lookup_requests = [get(users[0], b"k=20"), post({"entities": users[:300], "k": 20})]
     for request in lookup_requests:
@@ -168,10 +158,7 @@ def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(
         ways.forget()
     ways.send(lookup_requests[0])
     ways.send(lookup_requests[0])
-    assert (
-        ways.service.tiers.local_tier.find_ready_answer(lookup_requests[0].path + b"?k=20")
-        is not None
-    )
+    assert ways.service.tiers.local_tier.find_ready_answer(lookup_requests[0].path + b"?k=20") is not None
 
 
 def test_a_stranger_with_a_history_takes_the_hot_way(ways: Ways, users: list[str]) -> None:
@@ -201,11 +188,7 @@ def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[st
     first = [json.loads(ways.send(get_request).body) for _ in range(3)][-1]
     blocked_item = first["items"][0].encode()
 
-    ways.runner.run(
-        ways.service.follower.holder.put_own_blocklist_in_force(
-            Blocklist(1, frozenset({blocked_item}))
-        )
-    )
+    ways.runner.run(ways.service.follower.holder.put_own_blocklist_in_force(Blocklist(1, frozenset({blocked_item}))))
     second = json.loads(ways.send(get_request).body)
 
     assert second["source"] == "l1" and first["items"][0] not in second["items"]
@@ -226,9 +209,7 @@ def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[st
     assert fast_responses == slow
 
 
-def test_while_a_canary_runs_every_request_is_routed_and_counted(
-    ways: Ways, users: list[str]
-) -> None:
+def test_while_a_canary_runs_every_request_is_routed_and_counted(ways: Ways, users: list[str]) -> None:
     get_request = get(users[0], b"k=5")
     for _ in range(3):
         ways.send(get_request)
@@ -304,10 +285,7 @@ def test_what_was_answered_hot_is_read_ahead_before_a_flip(ways: Ways, users: li
     for _ in range(3):
         ways.send(get(users[7]))
 
-    assert (
-        list(ways.service.ladder.recent_names.all_names()).count(("user_topk", users[7].encode()))
-        == 3
-    )
+    assert list(ways.service.ladder.recent_names.all_names()).count(("user_topk", users[7].encode())) == 3
 
 
 def test_a_body_that_is_too_long_is_refused_as_before(ways: Ways) -> None:
@@ -404,9 +382,7 @@ def test_a_body_is_parsed_once_whatever_comes_of_it(
         return loads(raw)
 
     monkeypatch.setattr(orjson, "loads", note_and_load)
-    monkeypatch.setattr(
-        long_lived.service.admission.loop_valve, "interval_wait", 0.1 if is_behind else 0.0
-    )
+    monkeypatch.setattr(long_lived.service.admission.loop_valve, "interval_wait", 0.1 if is_behind else 0.0)
     response = long_lived.send(post(body))
 
     assert response.status == status and parsed.count(body) == 1
@@ -448,9 +424,7 @@ def test_a_large_body_is_read_in_no_turn_of_the_loop(
         monkeypatch.setattr(parsing, name, noting(getattr(parsing, name)))
     for module in parsing, batch_lookup, gate:
         monkeypatch.setattr(module, "LARGE_BODY_BYTES", len(http_request.pieces[0]) - 1)
-    monkeypatch.setattr(
-        long_lived.service.admission.loop_valve, "interval_wait", 0.1 if is_behind else 0.0
-    )
+    monkeypatch.setattr(long_lived.service.admission.loop_valve, "interval_wait", 0.1 if is_behind else 0.0)
 
     response = long_lived.send(http_request, is_fast=is_fast)
 
@@ -458,17 +432,11 @@ def test_a_large_body_is_read_in_no_turn_of_the_loop(
     assert threading.get_ident() not in threads
 
 
-def test_of_a_stranger_no_body_is_waited_for_on_either_way(
-    night: NightConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_stranger_no_body_is_waited_for_on_either_way(night: NightConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = b"/v1/lookup/user_topk", b"/v1/lookup", b"/v1/score", b"/v1/explain/user_topk"
     for ways in running(night, token="secret"):
         for wait in 0.0, 0.1:
             monkeypatch.setattr(ways.service.admission.loop_valve, "interval_wait", wait)
             for path in paths:
-                bodiless_request = AsgiRequest(
-                    "POST", path, pieces=()
-                )  # whoever waits for it hears of its end
-                assert [
-                    ways.send(bodiless_request, is_fast=is_fast).status for is_fast in (True, False)
-                ] == [401] * 2
+                bodiless_request = AsgiRequest("POST", path, pieces=())  # whoever waits for it hears of its end
+                assert [ways.send(bodiless_request, is_fast=is_fast).status for is_fast in (True, False)] == [401] * 2

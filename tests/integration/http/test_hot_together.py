@@ -57,9 +57,7 @@ def batches(ways: Ways) -> int:
     return int(remote.stats.batches)
 
 
-def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(
-    ways: Ways, users: list[str]
-) -> None:
+def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(ways: Ways, users: list[str]) -> None:
     requests = [get(user, b"k=20") for user in users[:40]]
     batches_before = batches(ways)
 
@@ -101,9 +99,7 @@ def test_a_request_waits_for_company_only_if_many_came_of_late(
     assert joined == [*users[40 : 40 + GROUP_SIZE_MIN], users[60]]
 
 
-def test_whatever_is_asked_in_a_turn_is_answered_as_by_the_routes(
-    patient: Ways, users: list[str]
-) -> None:
+def test_whatever_is_asked_in_a_turn_is_answered_as_by_the_routes(patient: Ways, users: list[str]) -> None:
     """Tables, lengths, ids that nobody knows, that come twice, that need quoting: from Redis, from L1, ready."""
     items = [f"i-{number:05d}" for number in range(30)]
     requests = [
@@ -138,9 +134,7 @@ def test_more_than_a_group_holds_are_several_groups(ways: Ways, users: list[str]
     grouped_responses = ways.ask_at_once(requests)
 
     assert {response.status for response in grouped_responses} == {200}
-    assert [json.loads(response.body)["id"] for response in grouped_responses] == (users * 3)[
-        : len(requests)
-    ]
+    assert [json.loads(response.body)["id"] for response in grouped_responses] == (users * 3)[: len(requests)]
 
 
 def test_every_request_of_a_loop_iteration_is_counted_once(ways: Ways, users: list[str]) -> None:
@@ -165,9 +159,7 @@ def test_a_caller_that_leaves_takes_no_others_along_and_is_not_counted(
     coalescer._expected_arrivals = GROUP_SIZE_MIN
 
     async def run_iteration() -> list[object]:
-        tasks = [
-            asyncio.ensure_future(ways.alone(_scope(user))) for user in users[: 2 * GROUP_SIZE_MIN]
-        ]
+        tasks = [asyncio.ensure_future(ways.alone(_scope(user))) for user in users[: 2 * GROUP_SIZE_MIN]]
         resolve_group = coalescer._resolve_group
 
         async def leaving(*arguments: Any) -> None:
@@ -228,9 +220,7 @@ def test_without_redis_every_request_goes_down_the_ladder_with_its_reason(
         return future
 
     monkeypatch.setattr(remote, "submit", submit)
-    bodies = [
-        json.loads(response.body) for response in ways.ask_at_once([get(u) for u in users[:20]])
-    ]
+    bodies = [json.loads(response.body) for response in ways.ask_at_once([get(u) for u in users[:20]])]
 
     assert {(body["source"], body["reason"]) for body in bodies} == {("default", "l2_down")}
     assert [body["id"] for body in bodies] == users[:20]
@@ -238,16 +228,12 @@ def test_without_redis_every_request_goes_down_the_ladder_with_its_reason(
     assert ways.service.tiers.counters.total == 20
 
 
-def test_what_fails_together_is_answered_alone(
-    ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_together_is_answered_alone(ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> list[bytes]:
         raise RuntimeError("a defect")
 
     monkeypatch.setattr("serving.engine.coalescer.answer_texts", broken)
-    bodies = [
-        json.loads(response.body) for response in ways.ask_at_once([get(u) for u in users[:20]])
-    ]
+    bodies = [json.loads(response.body) for response in ways.ask_at_once([get(u) for u in users[:20]])]
 
     assert [body["id"] for body in bodies] == users[:20]
     assert {body["source"] for body in bodies} <= {"l1", "l2"}
@@ -317,14 +303,10 @@ def test_a_damaged_record_costs_no_other_request_an_answer(
 
     # Whom the hot route leaves to the ladder finds in L1 what it has just read.
     behind = [ways.send(request, is_fast=False) for request in requests]
-    assert [_of_l1(response) for response in grouped_responses] == [
-        _of_l1(response) for response in behind
-    ]
+    assert [_of_l1(response) for response in grouped_responses] == [_of_l1(response) for response in behind]
 
 
-def test_what_lies_in_memory_waits_for_no_read(
-    ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_in_memory_waits_for_no_read(ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ways.send(get(users[3], b"k=7"))
     remote: Any = ways.service.tiers._remote
     monkeypatch.setattr(remote, "submit", lambda *_: asyncio.get_running_loop().create_future())

@@ -30,9 +30,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 
 @pytest.fixture(scope="module", params=["on", "off"])
-def url(
-    night: NightConfig, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[str]:
+def url(night: NightConfig, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
     """A running service, over the fast transport and over uvicorn's."""
     environ = environment(
         night, tmp_path_factory.mktemp("state"),
@@ -45,9 +43,7 @@ def url(
 @pytest.fixture(scope="module")
 def users(night: NightConfig) -> list[str]:
     """Two ids of the night that need no escaping."""
-    unescaped_users = [
-        user for user in sorted(histories(night)) if user.isascii() and user.isalnum()
-    ]
+    unescaped_users = [user for user in sorted(histories(night)) if user.isascii() and user.isalnum()]
     return unescaped_users[:2]
 
 
@@ -65,9 +61,7 @@ def post(body: bytes, *fields: bytes, path: str = TABLE) -> bytes:
     return b"POST %b HTTP/1.1\r\n%b%b\r\n%b" % (path.encode(), HOST, lines, body)
 
 
-def chunked(
-    body: bytes, end: bytes = b"0\r\n\r\n", *fields: bytes, version: bytes = b"1.1"
-) -> bytes:
+def chunked(body: bytes, end: bytes = b"0\r\n\r\n", *fields: bytes, version: bytes = b"1.1") -> bytes:
     """A POST of JSON in one chunk, in none without a body; `end` stands behind it."""
     lines = b"".join(field + b"\r\n" for field in (b"Transfer-Encoding: chunked", *fields))
     head = b"POST %b HTTP/%b\r\n%b%b\r\n" % (TABLE.encode(), version, HOST, lines)
@@ -215,9 +209,7 @@ def test_a_host_with_or_without_a_port_is_accepted(url: str, host: bytes) -> Non
     assert statuses(exchange(url, request + LAST)) == [200, 200]
 
 
-def test_a_request_without_a_host_is_refused_on_a_connection_that_is_known(
-    url: str, users: list[str]
-) -> None:
+def test_a_request_without_a_host_is_refused_on_a_connection_that_is_known(url: str, users: list[str]) -> None:
     path = f"{TABLE}/{users[0]}?k=1"
     for wrong in (b"", b"Host: a\r\nHost: a\r\n", b"Host: a b\r\n"):
         with RawConnection(url) as connection:
@@ -249,9 +241,7 @@ def test_another_version_or_line_is_refused(url: str, line: bytes, status: int) 
     assert statuses(responses) == [status]
 
 
-@pytest.mark.parametrize(
-    "start", [b"\r", b"\r\r\n", b"\n", b"\n\n", b"\r\n\r", b"\r\n\n", b" ", b"\t", b"\x00"]
-)
+@pytest.mark.parametrize("start", [b"\r", b"\r\r\n", b"\n", b"\n\n", b"\r\n\r", b"\r\n\n", b" ", b"\t", b"\x00"])
 def test_nothing_but_empty_lines_stands_before_a_request(url: str, start: bytes) -> None:
     assert statuses(exchange(url, start + LAST)) == [400]
 
@@ -297,9 +287,7 @@ def test_a_client_that_expects_100_continue_gets_it(url: str, users: list[str]) 
 @pytest.mark.parametrize("codings", [
     (b"cow, chunked",), (b"gzip, chunked",), (b"identity, chunked",), (b"gzip", b"chunked"), (b"GZIP , Chunked",),
 ])  # fmt: skip
-def test_a_coding_besides_chunked_is_not_served(
-    url: str, users: list[str], codings: tuple[bytes, ...]
-) -> None:
+def test_a_coding_besides_chunked_is_not_served(url: str, users: list[str], codings: tuple[bytes, ...]) -> None:
     lines = b"".join(b"Transfer-Encoding: %b\r\n" % coding for coding in codings)
     body = lookup(users[0])
     request = b"POST %b HTTP/1.1\r\n%b%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (
@@ -313,9 +301,7 @@ def test_a_coding_besides_chunked_is_not_served(
     assert response.status == 501
 
 
-@pytest.mark.parametrize(
-    "path", [TABLE, "/v1/lookup", "/v1/score", "/v1/events", "/v1/explain/user_topk"]
-)
+@pytest.mark.parametrize("path", [TABLE, "/v1/lookup", "/v1/score", "/v1/events", "/v1/explain/user_topk"])
 @pytest.mark.parametrize("coding", [b"gzip", b"GZip", b"br", b"gzip, identity"])
 def test_a_body_in_a_content_coding_is_refused_by_its_name(
     url: str, users: list[str], path: str, coding: bytes
@@ -349,9 +335,7 @@ TRAILERS = [
 
 @pytest.mark.parametrize("trailer", TRAILERS)
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_a_trailer_decides_nothing(
-    url: str, users: list[str], trailer: bytes, *, is_cut: bool
-) -> None:
+def test_a_trailer_decides_nothing(url: str, users: list[str], trailer: bytes, *, is_cut: bool) -> None:
     request = chunked(lookup(users[0]), b"0\r\n" + trailer + b"\r\n\r\n")
     with RawConnection(url) as connection:
         for piece in [request[:-9], request[-9:]] if is_cut else [request]:
@@ -365,9 +349,7 @@ def test_a_trailer_decides_nothing(
         assert (second.status, ids_of(second)) == (200, users[1:2])
 
 
-@pytest.mark.parametrize(
-    "trailer", [b"X: a\nb", b"no colon", b" X: y", b"X : y", b"X: \x00", b"X: a\rb"]
-)
+@pytest.mark.parametrize("trailer", [b"X: a\nb", b"no colon", b" X: y", b"X : y", b"X: \x00", b"X: a\rb"])
 def test_a_trailer_that_is_none_is_refused(url: str, users: list[str], trailer: bytes) -> None:
     responses = exchange(url, chunked(lookup(users[0]), b"0\r\n" + trailer + b"\r\n\r\n") + LAST)
     assert statuses(responses) == [400]
@@ -405,17 +387,13 @@ def test_valid_requests_are_answered_before_the_one_behind_them_is_refused(
     assert refusal.closes
 
 
-def test_a_body_that_breaks_off_behind_a_request_leaves_its_answer(
-    url: str, users: list[str]
-) -> None:
+def test_a_body_that_breaks_off_behind_a_request_leaves_its_answer(url: str, users: list[str]) -> None:
     raw_requests = post(lookup(users[0])) + chunked(lookup(users[1]), b"nonsense\r\n")
     answer, refusal = exchange(url, raw_requests)
     assert (ids_of(answer), refusal.status) == (users[:1], 400)
 
 
-def test_requests_within_the_bound_are_answered_before_more_are_refused(
-    url: str, users: list[str]
-) -> None:
+def test_requests_within_the_bound_are_answered_before_more_are_refused(url: str, users: list[str]) -> None:
     raw_requests = get(f"{TABLE}/{users[0]}?k=2") * (PIPELINE_MAX + 1)
     responses = exchange(url, raw_requests + LAST)
     assert statuses(responses)[:PIPELINE_MAX] == [200] * PIPELINE_MAX
@@ -456,9 +434,7 @@ def test_a_peer_that_has_closed_its_side_gets_its_answers(
         assert [ids_of(response) for response in responses] == expected
 
 
-def test_a_request_that_its_sender_cut_off_is_refused_behind_the_answers(
-    url: str, users: list[str]
-) -> None:
+def test_a_request_that_its_sender_cut_off_is_refused_behind_the_answers(url: str, users: list[str]) -> None:
     request = get(f"{TABLE}/{users[0]}?k=1")
     cut = [request[:9], request[:-2], post(lookup(users[1]))[:-5], chunked(lookup(users[1]))[:-3]]
     for part in cut:
@@ -501,9 +477,7 @@ def test_a_refused_method_is_answered_with_the_allowed_ones(
     url: str, method: str, path: str, allowed: set[str]
 ) -> None:
     with RawConnection(url) as connection:
-        connection.send(
-            f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n".encode()
-        )
+        connection.send(f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n".encode())
         response = connection.response(is_head=method == "HEAD")
     assert response is not None
     assert response.status == 405

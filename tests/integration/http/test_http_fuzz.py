@@ -99,8 +99,7 @@ class Court:
             return True
         ends = [match.end() for match in re.finditer(rb"\r\n\r\n", sent_data)]
         return any(
-            self.get_replies([sent_data[:end]], PATIENT_S)[1].data.startswith(answered_data)
-            for end in reversed(ends)
+            self.get_replies([sent_data[:end]], PATIENT_S)[1].data.startswith(answered_data) for end in reversed(ends)
         )
 
 
@@ -119,9 +118,7 @@ class Caller(asyncio.Protocol):
         self.moved.set()
 
 
-async def _send_pieces(
-    where: tuple[str, int], pieces: list[bytes], quiet_s: float, *, waits: bool
-) -> StreamReply:
+async def _send_pieces(where: tuple[str, int], pieces: list[bytes], quiet_s: float, *, waits: bool) -> StreamReply:
     """Sends piece by piece; listens until the connection ends, or nothing comes any more."""
     transport, caller = await asyncio.get_running_loop().create_connection(Caller, *where)
     for piece in pieces:
@@ -151,9 +148,7 @@ def court(night: NightConfig) -> Iterator[Court]:
     app = create_app(service_settings(night, poll_s=60.0, blocklist_poll_s=60.0))
     state, shared = ServerState(), SharedState(app)
     state.default_headers = [(b"server", b"uvicorn")]
-    config = uvicorn.Config(
-        app, ws="none", lifespan="off", access_log=False, proxy_headers=False, log_config=None
-    )
+    config = uvicorn.Config(app, ws="none", lifespan="off", access_log=False, proxy_headers=False, log_config=None)
     config.load()
     protocol_factory = connection_factory(shared)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -171,14 +166,11 @@ def court(night: NightConfig) -> Iterator[Court]:
             return await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
 
         fuzz_court.servers = [
-            runner.run(listen(factory))
-            for factory in (fuzz_court.service_protocol, fuzz_court.judges)
+            runner.run(listen(factory)) for factory in (fuzz_court.service_protocol, fuzz_court.judges)
         ]
         for user in fuzz_court.users * 3:
             target = f"/v1/lookup/user_topk/{quote(user, safe='')}".encode()
-            fuzz_court.get_replies(
-                [b"GET " + target + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"]
-            )
+            fuzz_court.get_replies([b"GET " + target + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"])
         yield fuzz_court
         for server in fuzz_court.servers:
             server.close()
@@ -207,9 +199,7 @@ LINES = GOOD_LINES | st.sampled_from(
 )  # fmt: skip
 GOOD_METHODS = st.sampled_from([b"GET", b"GET", b"POST", b"POST", b"HEAD"])
 METHODS = GOOD_METHODS | st.sampled_from([b"PUT", b"OPTIONS", b"get", b"PRI", b"\x00", b""])
-VERSIONS = st.sampled_from(
-    [b"HTTP/1.1"] * 8 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/1.2", b"http/1.1", b"", b"HTTP/1.1 "]
-)
+VERSIONS = st.sampled_from([b"HTTP/1.1"] * 8 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/1.2", b"http/1.1", b"", b"HTTP/1.1 "])
 ENDS = st.sampled_from([b"\r\n"] * 8 + [b"\n", b"\r", b"\n\r"])
 BODIES = st.sampled_from(
     [b"", b"{}", b'{"entities":["a"]}', b'{"entities":["a\\",","b"],"k":3}', b'{"entities":[{"id":"a"', b"\x00" * 9]
@@ -237,9 +227,7 @@ def requests(draw: st.DrawFn, users: list[str], is_good: bool) -> list[bytes]:
     tail = b""
     if method in (b"POST", b"PUT"):
         target = target if draw(st.booleans()) else b"/v1/lookup/user_topk"
-        framing = draw(
-            st.sampled_from(["length", "chunked"] if is_good else ["length", "odd", "none"])
-        )
+        framing = draw(st.sampled_from(["length", "chunked"] if is_good else ["length", "odd", "none"]))
         tail = body
         if framing == "length":
             lines.append(b"Content-Length: %d" % len(body))
@@ -268,9 +256,7 @@ def streams(draw: st.DrawFn, users: list[str]) -> list[bytes]:
 
 
 def fuzz(court: Court, examples: int) -> None:
-    @settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(pieces=streams(court.users), waits=st.booleans())
     def agree(pieces: list[bytes], waits: bool) -> None:
         court.agree(pieces, waits=waits)
@@ -305,9 +291,7 @@ def test_a_stream_that_arrives_byte_by_byte_is_the_same_stream(court: Court) -> 
         b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /" + b"x" * 60_000 + b" HTTP/1.1\r\n\r\n",
     ],
 )
-def test_beyond_a_bound_what_was_asked_before_is_answered_first(
-    court: Court, raw_requests: bytes
-) -> None:
+def test_beyond_a_bound_what_was_asked_before_is_answered_first(court: Court, raw_requests: bytes) -> None:
     ended_count = court.shared.connections.ended_by_reason.total()
 
     court.agree([raw_requests + CLOSE])
@@ -326,9 +310,7 @@ def leave(court: Court, examples: int) -> None:
             await asyncio.sleep(0)
         transport.abort()
 
-    @settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(pieces=streams(court.users), size=st.integers(0, 2_000), iterations=st.integers(0, 9))
     def leave_early(pieces: list[bytes], size: int, iterations: int) -> None:
         cut = b"".join(pieces)[:size]
@@ -343,9 +325,7 @@ def leave(court: Court, examples: int) -> None:
             front.state.service.admission.requests_under_way,
             front.body_budget.held_bytes,
         )
-        return (
-            not court.state.tasks and not court.state.connections and requests_and_bytes == (0, 0)
-        )
+        return not court.state.tasks and not court.state.connections and requests_and_bytes == (0, 0)
 
     assert poll_until(is_empty)
 

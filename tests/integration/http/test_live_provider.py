@@ -64,9 +64,7 @@ async def test_a_provider_that_is_not_there_is_reported_and_answers_stay(
                 response = await app.post("/v1/lookup/user_topk", {"entities": body})
                 overview = (await app.get("/v1/generations"))["live"]
                 gauge = await app.scrape_samples("larder_live_fallback")
-        answers[provider] = [
-            (answer["source"], answer["items"], answer["scores"]) for answer in response["answers"]
-        ]
+        answers[provider] = [(answer["source"], answer["items"], answer["scores"]) for answer in response["answers"]]
         assert {model["provider"] for model in overview["models"].values()} == {"cpu"}
         if provider == "cpu":
             assert overview["fallback"] is None and set(gauge.values()) == {0}
@@ -104,9 +102,7 @@ def test_int8_models_are_not_said_to_run_on_a_gpu_that_has_few_of_their_operator
 
     predictor, degraded, fallback = opened(live, Accelerator("cuda"), "int8")
 
-    assert (
-        predictor is not None and degraded is None and predictor.precisions["user_tower"] == "int8"
-    )
+    assert predictor is not None and degraded is None and predictor.precisions["user_tower"] == "int8"
     assert accelerators and set(accelerators) == {None}
     assert fallback == "cuda has few of the operators of int8 models: set precision to fp32"
 

@@ -51,10 +51,7 @@ COMPARED_FIELDS = ("items", "scores", "short", "source", "reason", "generation")
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
-    declared = {
-        name: FilterConfig(expression, TABLES.get(name, ()))
-        for name, expression in DECLARED.items()
-    }
+    declared = {name: FilterConfig(expression, TABLES.get(name, ())) for name, expression in DECLARED.items()}
     return make_shop(tmp_path_factory.mktemp("named"), redis_url, filters=declared)
 
 
@@ -67,8 +64,7 @@ async def get_answer_pairs(
         body = {"entities": entities, "filter": filter_, **more}
         answers.append((await running.post(f"/v1/lookup/{table}", body))["answers"])
     named, expression_answers = (
-        [{field: answer.get(field) for field in COMPARED_FIELDS} for answer in answer_list]
-        for answer_list in answers
+        [{field: answer.get(field) for field in COMPARED_FIELDS} for answer in answer_list] for answer_list in answers
     )
     return list(zip(named, expression_answers, strict=True))
 
@@ -89,9 +85,7 @@ async def test_a_name_means_its_expression(shop: Shop, name: str) -> None:
                 k=k,
                 exclude=excluded_ids,
             )
-            pairs += await get_answer_pairs(
-                running, "item_similar", shop.ids[:40], name, k=min(k, 20)
-            )
+            pairs += await get_answer_pairs(running, "item_similar", shop.ids[:40], name, k=min(k, 20))
             for named, expression_answer in pairs:
                 assert named["items"] == expression_answer["items"], f"seed {SEED}: {name} {k}"
                 assert named["short"] == expression_answer["short"], f"seed {SEED}: {name} {k}"
@@ -100,9 +94,7 @@ async def test_a_name_means_its_expression(shop: Shop, name: str) -> None:
 async def test_what_was_made_under_a_filter_is_read_and_not_searched(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def none(
-        _self: object, _served: object, cases: list[PendingAnswer], _context: object
-    ) -> list[None]:
+    async def none(_self: object, _served: object, cases: list[PendingAnswer], _context: object) -> list[None]:
         return [None] * len(cases)
 
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
@@ -128,9 +120,7 @@ async def test_what_was_made_under_a_filter_is_read_and_not_searched(
         unmade = await get_answer_pairs(running, "user_topk", users, "cheap-sale.1", k=k)
 
     # Then lists that the night made are whole all the same; the others are what of a list passes
-    assert {
-        name: [answer["items"] for answer in lists] for name, lists in answers_by_name.items()
-    } == expected_lists
+    assert {name: [answer["items"] for answer in lists] for name, lists in answers_by_name.items()} == expected_lists
     assert {answer["source"] for lists in answers_by_name.values() for answer in lists} <= {
         "l1",
         "l2",
@@ -162,9 +152,7 @@ async def test_its_order_and_scores_are_those_of_a_look_at_all_items(shop: Shop)
 async def test_another_order_has_the_candidates_of_the_expression(shop: Shop) -> None:
     rerank = {"diversify": {"attribute": "brand", "most": 1}}
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
-        pairs = await get_answer_pairs(
-            running, "user_topk", sorted(shop.users), "in_stock", k=5, rerank=rerank
-        )
+        pairs = await get_answer_pairs(running, "user_topk", sorted(shop.users), "in_stock", k=5, rerank=rerank)
 
     assert all(named["items"] == expression_answer["items"] for named, expression_answer in pairs)
 
@@ -188,14 +176,9 @@ async def test_a_table_made_under_a_filter_is_asked_by_the_filter_alone(shop: Sh
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         table_response = await running.http.get(f"/v1/lookup/user_topk.in_stock/{user}")
         table_explanation = await running.get(f"/v1/explain/user_topk/{user}", filter="hardly")
-        search_explanation = await running.get(
-            f"/v1/explain/user_topk/{user}", filter="cheap-sale.1"
-        )
+        search_explanation = await running.get(f"/v1/explain/user_topk/{user}", filter="cheap-sale.1")
 
-    assert (
-        table_response.status_code == 404
-        and table_response.json()["error"]["code"] == "unknown_table"
-    )
+    assert table_response.status_code == 404 and table_response.json()["error"]["code"] == "unknown_table"
     assert (table_explanation["filter"]["table"], table_explanation["filter"]["from"]) == (
         "user_topk.hardly",
         "list",
@@ -212,9 +195,7 @@ def test_lists_of_what_does_not_pass_are_never_published(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoilt(build: Build) -> dict[str, Any]:
-        return {
-            name: np.ones_like(allowed_mask) for name, allowed_mask in allowed_items(build).items()
-        }
+        return {name: np.ones_like(allowed_mask) for name, allowed_mask in allowed_items(build).items()}
 
     monkeypatch.setattr(item_attributes, "allowed_items", spoilt)
     with pytest.raises(Refused, match=r"sampled records of user_topk\.in_stock"):
@@ -232,9 +213,7 @@ def test_status_tells_what_it_takes(shop: Shop) -> None:
     assert set(manifest.stored_tables) - set(manifest.tables) == {
         f"{table}.{name}" for name, tables in TABLES.items() for table in tables
     }
-    assert (
-        generation_report["tables"]["user_topk.hardly"] == generation_report["tables"]["user_topk"]
-    )
+    assert generation_report["tables"]["user_topk.hardly"] == generation_report["tables"]["user_topk"]
 
 
 async def test_a_name_goes_along_in_all_ways(shop: Shop) -> None:
@@ -292,14 +271,9 @@ async def test_every_generation_has_filters_of_its_own(
             "old": FilterConfig({"exists": "brand"}),
         },
     )
-    later = replace(
-        shop.night, filters={"brand": FilterConfig({"==": ["brand", BRANDS[1]]}, ("user_topk",))}
-    )
+    later = replace(shop.night, filters={"brand": FilterConfig({"==": ["brand", BRANDS[1]]}, ("user_topk",))})
     live = publish_night(later, NEXT)
-    brands = {
-        id_: item_attributes.get("brand")
-        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
-    }
+    brands = {id_: item_attributes.get("brand") for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)}
     user, brands_by_generation = min(shop.users), {}
     async with serving(later, l2_deadline_ms=2_500.0) as running:
 
@@ -326,9 +300,7 @@ async def test_every_generation_has_filters_of_its_own(
 
     # Then each answers by its own
     assert brands_by_generation == {live: {BRANDS[1]}, previous.generation: {BRANDS[0]}}
-    assert undeclared_response.status_code == 422 and undeclared_response.json()["error"][
-        "declared"
-    ] == ["brand"]
+    assert undeclared_response.status_code == 422 and undeclared_response.json()["error"]["declared"] == ["brand"]
     assert previous_answer["items"]
 
 
@@ -337,13 +309,9 @@ def test_both_ways_send_the_same_bytes_under_a_name(shop: Shop) -> None:
     for ways in running(shop.night):
         for _ in range(60):
             table = rng.choice(["user_topk", "user_topk", "item_similar"])
-            id_ = rng.choice(
-                shop.ids if table == "item_similar" else [*sorted(shop.users), "nobody"]
-            )
+            id_ = rng.choice(shop.ids if table == "item_similar" else [*sorted(shop.users), "nobody"])
             query = f"k={rng.randrange(1, 20)}&filter={rng.choice([*DECLARED, 'gone'])}".encode()
-            request = AsgiRequest(
-                "GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query
-            )
+            request = AsgiRequest("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
             fast_responses, routed = ways.send_both_ways(request)
 
             assert fast_responses == routed, f"seed {SEED}: {request}"
@@ -362,9 +330,7 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
         explanation = orjson.loads(capsys.readouterr().out)
 
     stocked = {
-        id_
-        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
-        if item_attributes.get("stock")
+        id_ for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True) if item_attributes.get("stock")
     }
     assert len(answer["items"]) == 10 and set(answer["items"]) <= stocked
     assert explanation["filter"]["passing"] == len(stocked)
@@ -387,20 +353,12 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
     attributes = dict(zip(shop.ids, shop.attributes, strict=True))
     for name, filter_ in DECLARED.items():
         root = read_filter(filter_).root_expression
-        passing_counts = [
-            sum(passes(root, attributes[item_id]) for item_id in items) for items in lists.values()
-        ]
+        passing_counts = [sum(passes(root, attributes[item_id]) for item_id in items) for items in lists.values()]
         cost = costs[f"user_topk.{name}"]
-        assert cost.passing_item_count == sum(
-            passes(root, item_attributes) for item_attributes in shop.attributes
-        )
+        assert cost.passing_item_count == sum(passes(root, item_attributes) for item_attributes in shop.attributes)
         # The plan has timed half of the users, those of a shard, and goes by these.
-        assert cost.short_share == pytest.approx(
-            np.mean([count < 50 for count in passing_counts]), abs=0.1
-        )
-        assert cost.short_share_at_ten == pytest.approx(
-            np.mean([count < 10 for count in passing_counts]), abs=0.1
-        )
+        assert cost.short_share == pytest.approx(np.mean([count < 50 for count in passing_counts]), abs=0.1)
+        assert cost.short_share_at_ten == pytest.approx(np.mean([count < 10 for count in passing_counts]), abs=0.1)
         assert cost.redis_bytes > 0 and 0 < cost.pays_from_lookups < float("inf")
     rows = Console(file=(text := io.StringIO()), width=250)
     for printed_table in _forecast_tables(plan, [], parameters, 3, []):

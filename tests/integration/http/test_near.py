@@ -98,9 +98,7 @@ class Strangers:
         }
 
 
-async def get_answers(
-    app: Running, table: str, entities: list[dict[str, Any]], **options: Any
-) -> list[dict[str, Any]]:
+async def get_answers(app: Running, table: str, entities: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
     """Answers, in order."""
     body = await app.post(f"/v1/lookup/{table}", {"entities": entities, **options})
     answers: list[dict[str, Any]] = body["answers"]
@@ -122,9 +120,7 @@ async def until_near(app: Running, table: str, draw: Any, **options: Any) -> lis
     return answered_entities
 
 
-async def test_lists_are_reused_marked_and_leave_out_what_they_must(
-    app: Running, night: NightConfig
-) -> None:
+async def test_lists_are_reused_marked_and_leave_out_what_they_must(app: Running, night: NightConfig) -> None:
     strangers = Strangers(night)
     excluded = (await get_answers(app, "user_topk", [strangers.history()]))[0]["items"][:2]
 
@@ -148,9 +144,7 @@ async def test_lists_are_reused_marked_and_leave_out_what_they_must(
     assert (await app.scrape_samples("larder_near_off"))["both", "user_topk"] == 0
 
 
-async def test_values_are_reused_and_the_client_and_arrow_have_the_mark(
-    app: Running, night: NightConfig
-) -> None:
+async def test_values_are_reused_and_the_client_and_arrow_have_the_mark(app: Running, night: NightConfig) -> None:
     strangers = Strangers(night)
 
     near = await until_near(app, "user_mood", strangers.mood)
@@ -162,16 +156,10 @@ async def test_values_are_reused_and_the_client_and_arrow_have_the_mark(
     for binary in (False, True):  # JSON, and Arrow
         client = AsyncClient(BASE, transport=app.http._transport, binary=binary)
         near_distances: list[float | None] = []
-        for _ in range(
-            20
-        ):  # which ones are computed all the same is drawn: of sixty it may be none
+        for _ in range(20):  # which ones are computed all the same is drawn: of sixty it may be none
             drawn_entities = [strangers.mood() for _ in range(60)]
-            entities = [
-                Entity(entity["id"], features=entity["features"]) for entity in drawn_entities
-            ]
-            near_distances += [
-                answer.near for answer in await client.lookup_many("user_mood", entities)
-            ]
+            entities = [Entity(entity["id"], features=entity["features"]) for entity in drawn_entities]
+            near_distances += [answer.near for answer in await client.lookup_many("user_mood", entities)]
             if None in near_distances:
                 break
         assert None in near_distances and any(
@@ -179,26 +167,20 @@ async def test_values_are_reused_and_the_client_and_arrow_have_the_mark(
         )
 
 
-async def test_known_ids_fresh_answers_and_filters_are_never_near(
-    app: Running, night: NightConfig
-) -> None:
+async def test_known_ids_fresh_answers_and_filters_are_never_near(app: Running, night: NightConfig) -> None:
     strangers = Strangers(night)
     assert await until_near(app, "user_topk", strangers.history)
     known_users = sorted(histories(night))[:16]
 
     drawn_entities = [strangers.history() | {"id": user} for user in known_users]
     of_known = await get_answers(app, "user_topk", drawn_entities, fresh=True)
-    fresh = await get_answers(
-        app, "user_topk", [strangers.history() for _ in range(16)], fresh=True
-    )
+    fresh = await get_answers(app, "user_topk", [strangers.history() for _ in range(16)], fresh=True)
 
     assert {answer["source"] for answer in (*of_known, *fresh)} == {"live"}
     assert not [answer for answer in (*of_known, *fresh) if "near" in answer]
 
 
-async def test_what_is_blocked_meanwhile_is_in_no_near_answer(
-    app: Running, night: NightConfig
-) -> None:
+async def test_what_is_blocked_meanwhile_is_in_no_near_answer(app: Running, night: NightConfig) -> None:
     strangers = Strangers(night)
     near = await until_near(app, "user_topk", strangers.history)
     blocked_items = {item for entity in near for item in entity["answer"]["items"][:3]}
@@ -234,7 +216,5 @@ async def test_another_generation_starts_from_nothing(app: Running, night: Night
     assert answer["generation"] == generation
     first = await get_answers(app, "user_topk", [strangers.history() for _ in range(8)])
 
-    assert "near" not in answer and not [
-        first_answer for first_answer in first if "near" in first_answer
-    ]
+    assert "near" not in answer and not [first_answer for first_answer in first if "near" in first_answer]
     assert await until_near(app, "user_topk", strangers.history)

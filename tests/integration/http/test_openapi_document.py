@@ -72,16 +72,12 @@ def is_object(part: object) -> bool:
 async def test_every_object_has_a_name(document: Json) -> None:
     objects = {path for path, part in parts(document) if is_object(part)}
 
-    assert {
-        path for path in objects if path[:2] != ("components", "schemas") or len(path) > 3
-    } == set()
+    assert {path for path in objects if path[:2] != ("components", "schemas") or len(path) > 3} == set()
     assert {"Answer", "EntityInput", "Problem", "Event"} <= {path[-1] for path in objects}
 
 
 async def test_every_reference_leads_somewhere_and_every_schema_is_used(document: Json) -> None:
-    references = {
-        part["$ref"] for _, part in parts(document) if isinstance(part, dict) and "$ref" in part
-    }
+    references = {part["$ref"] for _, part in parts(document) if isinstance(part, dict) and "$ref" in part}
 
     schemas = document["components"]["schemas"]
     assert references == {f"#/components/schemas/{name}" for name in schemas}
@@ -171,18 +167,14 @@ async def test_every_operation_stands_on_the_reference_page(document: Json) -> N
     assert {path for path in paths if path not in page} == set()
 
 
-async def test_examples_are_answered_as_they_are_documented(
-    app: Running, document: Json, night: NightConfig
-) -> None:
+async def test_examples_are_answered_as_they_are_documented(app: Running, document: Json, night: NightConfig) -> None:
     user = min(histories(night))
     for operation in operations(document):
         described = operation.described
         path = operation.path
         for parameter in described.get("parameters", ()):
             if parameter["in"] == "path":
-                path = path.replace(
-                    f"{{{parameter['name']}}}", quote(parameter["example"], safe="")
-                )
+                path = path.replace(f"{{{parameter['name']}}}", quote(parameter["example"], safe=""))
         status, content = operation.answer
         if operation.method == "get":
             response = await app.http.get(path)
@@ -222,9 +214,6 @@ async def test_arrow_is_documented_next_to_the_schemas(document: Json) -> None:
 
     for direction in ("requestBody", "response"):
         arrow_form = operation["x-larder-arrow"][direction]
-        assert (
-            arrow_form["mediaType"] == "application/vnd.apache.arrow.stream"
-            and arrow_form["description"]
-        )
+        assert arrow_form["mediaType"] == "application/vnd.apache.arrow.stream" and arrow_form["description"]
     assert {"406", "415"} <= operation["responses"].keys()
     assert list(operation["requestBody"]["content"]) == ["application/json"]

@@ -105,9 +105,7 @@ def _link(paths: Any) -> None:
 
 
 def fuzz(api: Any, label: str, mode: GenerationMode, examples: int) -> None:
-    (operation,) = (
-        result.ok() for result in api.get_all_operations() if result.ok().label == label
-    )
+    (operation,) = (result.ok() for result in api.get_all_operations() if result.ok().label == label)
 
     @FUZZ_SETTINGS(max_examples=examples)
     @given(case=operation.as_strategy(generation_mode=mode))
@@ -132,9 +130,7 @@ def walk(api: Any, examples: int) -> None:
             # What an answer led to replaces a part of the case, so that a wrong one may be right by then.
             case.validate_response(response, excluded_checks=[*NOT_SAID, negative_data_rejection])
 
-    run_state_machine_as_test(
-        Walk, settings=FUZZ_SETTINGS(max_examples=examples, stateful_step_count=8)
-    )
+    run_state_machine_as_test(Walk, settings=FUZZ_SETTINGS(max_examples=examples, stateful_step_count=8))
 
 
 def test_every_route_is_fuzzed(api: Any) -> None:

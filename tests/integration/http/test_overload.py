@@ -44,8 +44,7 @@ class Strangers:
         number = next(self._numbers)
         history = [self._items[(number * 7 + step * 3) % len(self._items)] for step in range(8)]
         stranger_entities = [
-            {"id": f"stranger-{number}-{index}", "history": history[: 1 + index % 8]}
-            for index in range(entities)
+            {"id": f"stranger-{number}-{index}", "history": history[: 1 + index % 8]} for index in range(entities)
         ]
         return {"entities": stranger_entities, "k": 5}
 
@@ -53,9 +52,7 @@ class Strangers:
 @contextlib.asynccontextmanager
 async def asking(url: str) -> AsyncIterator[httpx.AsyncClient]:
     # Far from the 5 s after which the service closes an idle connection: both at once would be a reset.
-    limits = httpx.Limits(
-        max_connections=CALLERS, max_keepalive_connections=CALLERS, keepalive_expiry=1.0
-    )
+    limits = httpx.Limits(max_connections=CALLERS, max_keepalive_connections=CALLERS, keepalive_expiry=1.0)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
         yield http
 
@@ -86,9 +83,7 @@ def sources(responses: list[httpx.Response]) -> Counter[tuple[str, str | None]]:
     return answer_counts
 
 
-async def test_overload_goes_down_the_ladder_says_so_and_ends(
-    night: NightConfig, tmp_path: Path
-) -> None:
+async def test_overload_goes_down_the_ladder_says_so_and_ends(night: NightConfig, tmp_path: Path) -> None:
     environ = environment(night, LARDER_QUEUE_TARGET_MS="5", LARDER_QUEUE_INTERVAL_MS="50")
     strangers = Strangers(night)
     with started(environ, tmp_path / "service.log") as (_, url):
@@ -152,9 +147,7 @@ def ask_by_hand(url: str, path: str, *, more: bytes = b"", trickle: bool = False
     return received
 
 
-async def test_a_body_that_does_not_come_costs_its_place_for_a_bounded_time(
-    night: NightConfig, tmp_path: Path
-) -> None:
+async def test_a_body_that_does_not_come_costs_its_place_for_a_bounded_time(night: NightConfig, tmp_path: Path) -> None:
     environ = environment(night, LARDER_REQUESTS_MAX="1", LARDER_BODY_TIMEOUT_S="0.3")
     strangers, table = Strangers(night), "/v1/lookup/user_topk"
     with started(environ, tmp_path / "service.log") as (_, url):
@@ -191,9 +184,7 @@ async def test_beyond_the_most_requests_are_refused_with_a_time_to_come_again(
     assert (health.status_code, after.status_code) == (200, 200)
 
 
-async def test_without_load_and_as_it_is_set_by_default_nothing_is_refused(
-    night: NightConfig, tmp_path: Path
-) -> None:
+async def test_without_load_and_as_it_is_set_by_default_nothing_is_refused(night: NightConfig, tmp_path: Path) -> None:
     known_users = sorted(histories(night))
     strangers = Strangers(night)
     with started(environment(night), tmp_path / "service.log") as (_, url):

@@ -35,15 +35,10 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
 
 def rerank_of(rng: random.Random) -> dict[str, Any]:
     """Boosts, a bound by attribute, or both."""
-    boosts = [
-        {"filter": filter_of(rng), "factor": rng.choice([0.25, 0.5, 1.5, 4])}
-        for _ in range(rng.randrange(1, 4))
-    ]
+    boosts = [{"filter": filter_of(rng), "factor": rng.choice([0.25, 0.5, 1.5, 4])} for _ in range(rng.randrange(1, 4))]
     attribute = rng.choice(["brand", "tags", "stock", "price"])
     diversify = {"attribute": attribute, "most": rng.randrange(1, 6)}
-    return rng.choice(
-        [{"boost": boosts}, {"diversify": diversify}, {"boost": boosts, "diversify": diversify}]
-    )
+    return rng.choice([{"boost": boosts}, {"diversify": diversify}, {"boost": boosts, "diversify": diversify}])
 
 
 def by_hand(shop: Shop, ids: list[str], scores: Any, rerank: dict[str, Any], k: int) -> list[str]:
@@ -56,9 +51,7 @@ def by_hand(shop: Shop, ids: list[str], scores: Any, rerank: dict[str, Any], k: 
         for id_ in ids:
             if passes(root, of[id_]):
                 score = scored[id_]
-                scored[id_] = (
-                    score * boost["factor"] if score >= 0 else score * (1 / boost["factor"])
-                )
+                scored[id_] = score * boost["factor"] if score >= 0 else score * (1 / boost["factor"])
     order = sorted(ids, key=lambda id_: -scored[id_])
     bound = rerank.get("diversify")
     if bound is None:
@@ -68,9 +61,7 @@ def by_hand(shop: Shop, ids: list[str], scores: Any, rerank: dict[str, Any], k: 
     for id_ in order:
         value = of[id_].get(bound["attribute"], ())
         values = set(value) if isinstance(value, tuple) else {value}
-        if len(selected_ids) < k and all(
-            counts[attribute_value] < bound["most"] for attribute_value in values
-        ):
+        if len(selected_ids) < k and all(counts[attribute_value] < bound["most"] for attribute_value in values):
             counts.update(values)
             selected_ids.append(id_)
     return selected_ids
@@ -138,9 +129,7 @@ async def test_under_a_filter_the_candidates_are_the_best_that_pass(shop: Shop) 
                 k,
             )
             if len(expected_ids) < k:  # the list does not do
-                passing_candidates = wanted_of(
-                    shop, shop.users[user], shop.seen_ordinals[user], filter_, WIDTH
-                )
+                passing_candidates = wanted_of(shop, shop.users[user], shop.seen_ordinals[user], filter_, WIDTH)
                 expected_ids = by_hand(shop, *passing_candidates, rerank, k)
             items, *_ = await answer_of(running, "json", user, k=k, filter=filter_, rerank=rerank)
             assert items == expected_ids, failure_message
@@ -153,9 +142,7 @@ async def test_candidates_of_a_caller_are_put_in_order(shop: Shop) -> None:
             rerank, body = rerank_of(rng), {"user": user, "items": rng.sample(shop.ids, 60)}
             scored_answer = await running.post("/v1/score", body)
             reranked_answer = await running.post("/v1/score", body | {"rerank": rerank, "k": 20})
-            expected_ids = by_hand(
-                shop, scored_answer["items"], scored_answer["scores"], rerank, 20
-            )
+            expected_ids = by_hand(shop, scored_answer["items"], scored_answer["scores"], rerank, 20)
             assert reranked_answer["items"] == expected_ids, f"seed {SEED}: {rerank}"
             assert reranked_answer["reranked"] == named(rerank)
 
@@ -171,10 +158,7 @@ async def test_what_is_alike_gives_way(shop: Shop) -> None:
 
     async with serving(shop.night) as running:
         rerank_options = [None, *({"diversify": {"mmr": weight}} for weight in (1.0, 0.02))]
-        lists = [
-            (await answer_of(running, "json", user, k=10, rerank=rerank))[0]
-            for rerank in rerank_options
-        ]
+        lists = [(await answer_of(running, "json", user, k=10, rerank=rerank))[0] for rerank in rerank_options]
 
     assert lists[0] == lists[1]  # a weight of 1 is the score alone
     assert likeness(lists[0]) > 1.5 * likeness(lists[2])
@@ -185,9 +169,7 @@ async def test_a_declared_one_goes_by_its_name_and_is_explained(shop: Shop) -> N
     async with serving(shop.night, rerank=DECLARED) as running:
         full_answer = await running.get(f"/v1/lookup/user_topk/{user}")
         items, _, reranked_by = await answer_of(running, "url", user, k=5, rerank="varied")
-        expected_ids = by_hand(
-            shop, full_answer["items"], full_answer["scores"], DECLARED["varied"], 5
-        )
+        expected_ids = by_hand(shop, full_answer["items"], full_answer["scores"], DECLARED["varied"], 5)
         explanation = await running.get(f"/v1/explain/user_topk/{user}", k=5, rerank="varied")
         refused = await running.http.get(f"/v1/lookup/user_topk/{user}", params={"rerank": "other"})
 
@@ -207,10 +189,7 @@ async def test_strangers_get_the_defaults_in_order(shop: Shop) -> None:
 
     assert default_answer["source"] == "default" and reranked_by == "boost"
     assert items[:1] == by_hand(shop, wide["items"], wide["scores"], rerank, 1)
-    brands = {
-        id_: item_attributes.get("brand")
-        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
-    }
+    brands = {id_: item_attributes.get("brand") for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)}
     assert brands[items[0]] == BRANDS[1] != brands[default_answer["items"][0]]
 
 
@@ -234,9 +213,7 @@ async def test_an_older_list_is_put_in_order_too_and_none_is_where_that_cannot_b
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
 
     assert (answer["source"], answer["reranked"]) == ("previous", "diversify")
-    assert answer["items"] == by_hand(
-        shop, full_answer["items"], full_answer["scores"], DECLARED["varied"], 5
-    )
+    assert answer["items"] == by_hand(shop, full_answer["items"], full_answer["scores"], DECLARED["varied"], 5)
 
 
 @pytest.mark.parametrize(
@@ -273,9 +250,7 @@ async def test_only_lists_are_put_in_order(
     assert text.status_code == 422 and "rerank is not JSON" in text.json()["error"]["message"]
 
     # Likeness needs no attributes.
-    night_without_attributes = build_night(
-        tmp_path_factory.mktemp("plain"), redis_url, users=60, items=60
-    )
+    night_without_attributes = build_night(tmp_path_factory.mktemp("plain"), redis_url, users=60, items=60)
     async with serving(night_without_attributes) as running:
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
     assert answer["reranked"] == "diversify"
@@ -306,10 +281,7 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
         ]
         assert lookup.main(arguments) == 0
     (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
-    brands = {
-        id_: item_attributes.get("brand")
-        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
-    }
+    brands = {id_: item_attributes.get("brand") for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)}
     counts = Counter(brands[item_id] for item_id in answer["items"])
     counts.pop(None, None)
     assert answer["reranked"] == "diversify" and set(counts.values()) == {1}

@@ -46,9 +46,7 @@ def known_users(night: NightConfig, count: int) -> list[str]:
     return sorted(histories(night))[:count]
 
 
-async def test_served_lists_are_those_of_the_night(
-    app: Running, night: NightConfig, generation: str
-) -> None:
+async def test_served_lists_are_those_of_the_night(app: Running, night: NightConfig, generation: str) -> None:
     users = known_users(night, 200)
     expected = top_lists(night, generation, users)
 
@@ -59,9 +57,7 @@ async def test_served_lists_are_those_of_the_night(
     assert {answer["generation"] for answer in body["answers"]} == {generation}
 
 
-async def test_one_entity_by_url_says_where_it_comes_from(
-    app: Running, night: NightConfig, generation: str
-) -> None:
+async def test_one_entity_by_url_says_where_it_comes_from(app: Running, night: NightConfig, generation: str) -> None:
     user = known_users(night, 1)[0]
 
     first = await app.get(f"/v1/lookup/user_topk/{user}", k=10)
@@ -86,21 +82,17 @@ async def test_every_table_answers_in_its_own_shape(app: Running, night: NightCo
         {"table": "user_affinity", "id": user},
     ]
 
-    top, vector, item_vector, similar, affinity = (
-        await app.post("/v1/lookup", {"entities": entities, "k": 5})
-    )["answers"]
+    top, vector, item_vector, similar, affinity = (await app.post("/v1/lookup", {"entities": entities, "k": 5}))[
+        "answers"
+    ]
 
     assert len(top["items"]) == len(similar["items"]) == 5 and item not in similar["items"]
     assert len(vector["vector"]) == len(item_vector["vector"]) == 16
     assert len(affinity["values"]) == len(affinity["labels"]) > 1
-    assert (
-        len({answer["generation"] for answer in (top, vector, item_vector, similar, affinity)}) == 1
-    )
+    assert len({answer["generation"] for answer in (top, vector, item_vector, similar, affinity)}) == 1
 
 
-async def test_an_unknown_user_gets_defaults_and_with_a_history_a_live_answer(
-    app: Running, night: NightConfig
-) -> None:
+async def test_an_unknown_user_gets_defaults_and_with_a_history_a_live_answer(app: Running, night: NightConfig) -> None:
     history = histories(night)[known_users(night, 1)[0]]
     new = {"id": "a user/of tomorrow", "history": [*history, "no-such-item"]}
 
@@ -124,9 +116,7 @@ async def test_a_live_answer_agrees_with_what_the_night_computed_from_the_same_h
     history_by_user = histories(night)
     strangers = [{"id": f"twin of {user}", "history": history_by_user[user]} for user in users]
 
-    stored_answers = (await app.post("/v1/lookup/user_topk", {"entities": users, "k": 20}))[
-        "answers"
-    ]
+    stored_answers = (await app.post("/v1/lookup/user_topk", {"entities": users, "k": 20}))["answers"]
     live = (await app.post("/v1/lookup/user_topk", {"entities": strangers, "k": 20}))["answers"]
 
     overlaps = [
@@ -137,9 +127,7 @@ async def test_a_live_answer_agrees_with_what_the_night_computed_from_the_same_h
     assert np.mean(overlaps) > 0.9
 
 
-async def test_fresh_is_computed_and_the_batch_answer_stays(
-    app: Running, night: NightConfig
-) -> None:
+async def test_fresh_is_computed_and_the_batch_answer_stays(app: Running, night: NightConfig) -> None:
     first_user, second_user = known_users(night, 2)
     body = {"entities": [{"id": first_user, "history": histories(night)[second_user]}]}
 
@@ -150,25 +138,17 @@ async def test_fresh_is_computed_and_the_batch_answer_stays(
     assert (after["source"], after["producer"]) == ("l2", "batch")
 
 
-async def test_excluded_items_and_the_sent_history_do_not_appear(
-    app: Running, night: NightConfig
-) -> None:
+async def test_excluded_items_and_the_sent_history_do_not_appear(app: Running, night: NightConfig) -> None:
     user = known_users(night, 1)[0]
     items = (await app.get(f"/v1/lookup/user_topk/{user}"))["items"]
     body = {"entities": [{"id": user, "history": items[:2]}], "exclude": items[2:4]}
 
     answer = (await app.post("/v1/lookup/user_topk", body))["answers"][0]
     full_answer = (await app.post("/v1/lookup/user_topk", body | {"k": K}))["answers"][0]
-    used_up = (await app.post("/v1/lookup/user_topk", {"entities": [user], "exclude": items}))[
-        "answers"
-    ][0]
+    used_up = (await app.post("/v1/lookup/user_topk", {"entities": [user], "exclude": items}))["answers"][0]
 
     assert answer["items"] == items[4:] and answer["short"]
-    assert (
-        full_answer["items"] == items[4:]
-        and full_answer["short"]
-        and full_answer["producer"] == "batch"
-    )
+    assert full_answer["items"] == items[4:] and full_answer["short"] and full_answer["producer"] == "batch"
     assert (used_up["items"], used_up["short"], used_up["producer"]) == ([], True, "batch")
 
 
@@ -180,9 +160,7 @@ async def test_scores_come_in_rank_order_and_name_what_cannot_be_scored(
     candidates = [*reversed(top["items"]), "no-such-item"]
 
     stored_answer = await app.post("/v1/score", {"user": user, "items": candidates})
-    live = await app.post(
-        "/v1/score", {"user": {"history": histories(night)[user]}, "items": candidates, "k": 3}
-    )
+    live = await app.post("/v1/score", {"user": {"history": histories(night)[user]}, "items": candidates, "k": 3})
     unknown_user_answer = await app.post("/v1/score", {"user": "nobody", "items": candidates})
 
     assert stored_answer["unknown"] == ["no-such-item"] and stored_answer["source"] in ("l1", "l2")
@@ -194,9 +172,7 @@ async def test_scores_come_in_rank_order_and_name_what_cannot_be_scored(
     assert unknown_user_answer["unscored"] and unknown_user_answer["reason"] == "not_in_generation"
 
 
-def exact_order(
-    night: NightConfig, generation: str, ranked: list[str], top: dict[str, Any]
-) -> float:
+def exact_order(night: NightConfig, generation: str, ranked: list[str], top: dict[str, Any]) -> float:
     """Share of ranks on which the stored vector agrees with the night's exact scores."""
     manifest, root = open_generation(night.store(), generation)
     assert ItemTable.open(root, manifest).count == manifest.items.count
@@ -288,17 +264,13 @@ async def test_a_token_guards_predictions_and_not_the_probes(night: NightConfig)
             assert (await app.http.get(probe)).status_code == 200
 
 
-async def test_sources_sum_to_the_entities_asked_and_misses_to_the_rest(
-    app: Running, night: NightConfig
-) -> None:
+async def test_sources_sum_to_the_entities_asked_and_misses_to_the_rest(app: Running, night: NightConfig) -> None:
     users = known_users(night, 20)
     history = histories(night)[users[0]]
 
     for _ in range(2):
         await app.post("/v1/lookup/user_topk", {"entities": [*users, "nobody", "nobody"]})
-        await app.post(
-            "/v1/lookup/user_topk", {"entities": [{"id": "new", "history": history}] * 5}
-        )
+        await app.post("/v1/lookup/user_topk", {"entities": [{"id": "new", "history": history}] * 5})
         await app.http.post("/v1/lookup/user_topk", json={"entities": [""]})
 
     answers, misses = (
@@ -314,9 +286,7 @@ async def test_sources_sum_to_the_entities_asked_and_misses_to_the_rest(
     assert sum(seconds.values()) == total
 
 
-async def test_the_probes_and_the_overview_describe_the_replica(
-    app: Running, generation: str
-) -> None:
+async def test_the_probes_and_the_overview_describe_the_replica(app: Running, generation: str) -> None:
     ready = await app.get("/readyz")
     overview = await app.get("/v1/generations")
     info = await app.scrape_samples("larder_generation_info")

@@ -56,9 +56,7 @@ class Larder(NamedTuple):
     def under_way(self) -> str:
         """The line of `/metrics`."""
         text = httpx.get(f"{self.url}/metrics", headers=AUTH_HEADERS, timeout=30).text
-        return next(
-            line for line in text.splitlines() if line.startswith("larder_requests_under_way ")
-        )
+        return next(line for line in text.splitlines() if line.startswith("larder_requests_under_way "))
 
 
 @pytest.fixture(scope="module")
@@ -145,16 +143,12 @@ def test_who_never_ends_what_it_began_is_ended(larder: Larder, first: bytes) -> 
         assert poll_until(lambda: all(map(is_ended, connections)))
 
 
-@pytest.mark.parametrize(
-    "first", [b"G", b"POST /v1/lookup/x HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\n"]
-)
+@pytest.mark.parametrize("first", [b"G", b"POST /v1/lookup/x HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\n"])
 def test_a_trickle_keeps_no_connection(larder: Larder, first: bytes) -> None:
     with peers(larder, first, 20) as connections:
 
         def are_ended() -> bool:
-            connections[:] = [
-                peer for peer in connections if send(peer, b"x") >= 0 and not is_ended(peer)
-            ]
+            connections[:] = [peer for peer in connections if send(peer, b"x") >= 0 and not is_ended(peer)]
             return not connections
 
         assert poll_until(are_ended, every_s=0.05)
@@ -162,9 +156,7 @@ def test_a_trickle_keeps_no_connection(larder: Larder, first: bytes) -> None:
 
 
 @pytest.mark.parametrize(("target", "count"), [(b"/v1/lookup/x/y", PEERS), (b"/openapi.json", 30)])
-def test_who_asks_and_does_not_read_is_bounded_and_cut_off(
-    larder: Larder, target: bytes, count: int
-) -> None:
+def test_who_asks_and_does_not_read_is_bounded_and_cut_off(larder: Larder, target: bytes, count: int) -> None:
     memory_before_mb, files = larder.memory_mb(), larder.files()
     request = b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n"
     with (

@@ -163,9 +163,7 @@ def asked_by_our_own(url: str, night: NightConfig, authority: Authority) -> None
 
 
 def command(arguments: list[str], **more: str) -> "subprocess.CompletedProcess[str]":
-    environ = {
-        name: setting for name, setting in os.environ.items() if not name.startswith("LARDER_")
-    }
+    environ = {name: setting for name, setting in os.environ.items() if not name.startswith("LARDER_")}
     return subprocess.run(
         [sys.executable, "-m", "serving", *arguments], env=environ | {"PYTHONPATH": str(ROOT)} | more,
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
@@ -176,9 +174,7 @@ def command(arguments: list[str], **more: str) -> "subprocess.CompletedProcess[s
 def test_callers_show_certificates_of_the_authorities_in_force(
     night: NightConfig, authority: Authority, tmp_path: Path, client: str
 ) -> None:
-    first_authority, second_authority = (
-        Authority.create(tmp_path / name) for name in ("ours", "others")
-    )
+    first_authority, second_authority = (Authority.create(tmp_path / name) for name in ("ours", "others"))
     first_pair, second_pair = first_authority.signed("one"), second_authority.signed("other")
     tls_files, path = TlsFiles(tmp_path), path_of(night)
     tls_files.put(authority.signed(f"server-{client}"), first_authority)
@@ -202,9 +198,7 @@ def test_callers_show_certificates_of_the_authorities_in_force(
         assert not is_answered(first_pair)
 
 
-def test_who_never_shakes_hands_is_ended(
-    night: NightConfig, authority: Authority, tmp_path: Path
-) -> None:
+def test_who_never_shakes_hands_is_ended(night: NightConfig, authority: Authority, tmp_path: Path) -> None:
     tls_files = TlsFiles(tmp_path)
     tls_files.put(authority.signed("silent"))
     with started(settings(night, tls_files), tmp_path / "log") as (_, url):

@@ -185,9 +185,7 @@ async def test_without_tokens_nothing_is_asked_and_nothing_documented(night: Nig
         document = await open_.get("/openapi.json")
     assert document["security"] == [] and "securitySchemes" not in document["components"]
     for operation in operations(document):
-        assert (
-            "security" not in operation.described and "401" not in operation.described["responses"]
-        )
+        assert "security" not in operation.described and "401" not in operation.described["responses"]
 
 
 @dataclass
@@ -201,9 +199,7 @@ class Service:
 
     def get(self, name: str, client: httpx.Client, path: str = "") -> httpx.Response:
         """The answer to the owner of a token."""
-        return client.get(
-            self.url + (path or self.known_path), headers=self.token_file.header(name)
-        )
+        return client.get(self.url + (path or self.known_path), headers=self.token_file.header(name))
 
     def series(self, name: str) -> dict[tuple[str, ...], float]:
         """Samples of a series by their label values, in the order of label names."""
@@ -253,9 +249,7 @@ def test_a_token_is_in_force_or_not_within_a_second_also_where_it_was_judged_bef
 ) -> None:
     token_file = service.token_file
     with httpx.Client() as client:
-        for _ in range(
-            5
-        ):  # the same head again and again: ready answers, by a judgement that is kept
+        for _ in range(5):  # the same head again and again: ready answers, by a judgement that is kept
             assert service.get("read", client).status_code == 200
         token_file.drop("read")  # a revoked token
         assert poll_until(lambda: service.get("read", client).status_code == 401, 5)
@@ -392,9 +386,7 @@ def test_no_secret_is_written_down_and_names_are(service: Service, night: NightC
         assert poll_until(lambda: service.get("rare", client).status_code == 200, 5)
         for name in token_file.tokens:
             for method, path, body in map(request_of, NEEDS):
-                response = client.request(
-                    method, service.url + path, json=body, headers=token_file.header(name)
-                )
+                response = client.request(method, service.url + path, json=body, headers=token_file.header(name))
                 texts += [response.text, str(response.headers)]
         strange = f"larder_{secrets.token_urlsafe(32)}"
         for path in (f"/v1/lookup/user_topk/{strange}", f"/v1/lookup/{strange}/x?token={strange}"):

@@ -19,9 +19,7 @@ from tests.integration.program import environment, started
 from tests.polling import poll_until
 from tests.raw_http import RawConnection, RawResponse
 
-NGINX = shutil.which(
-    "nginx", path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin"))
-)
+NGINX = shutil.which("nginx", path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin")))
 TABLE = "/v1/lookup/user_topk"
 PROTOCOLS = ("foo", "h2c", "websocket")
 SEED = 11
@@ -33,9 +31,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 
 @pytest.fixture(scope="module", params=["on", "off"])
-def url(
-    night: NightConfig, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[str]:
+def url(night: NightConfig, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
     """A running service, over the fast transport and over uvicorn's."""
     environ = environment(night, tmp_path_factory.mktemp("state"), LARDER_FAST_HTTP=request.param)
     with started(environ) as (_, address):
@@ -44,9 +40,7 @@ def url(
 
 @pytest.fixture(scope="module")
 def users(night: NightConfig) -> list[str]:
-    unescaped_users = [
-        user for user in sorted(histories(night)) if user.isascii() and user.isalnum()
-    ]
+    unescaped_users = [user for user in sorted(histories(night)) if user.isascii() and user.isalnum()]
     return unescaped_users[:2] if len(unescaped_users) > 1 else ["u1", "u2"]
 
 
@@ -126,23 +120,18 @@ def test_a_long_body_behind_an_upgrade_is_not_run(url: str, users: list[str]) ->
 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
-def test_a_request_with_an_upgrade_is_answered_as_one_without(
-    url: str, users: list[str], *, is_chunked: bool
-) -> None:
+def test_a_request_with_an_upgrade_is_answered_as_one_without(url: str, users: list[str], *, is_chunked: bool) -> None:
     requested_user, canary = users
     body = json.dumps({"entities": [requested_user], "k": 1}).encode()
     ordinary_request = post(body, is_chunked=is_chunked)
     upgrading = post(body, *upgrade("h2c"), is_chunked=is_chunked)
 
     (expected, _), (answered, last) = (
-        responses(url, [b"".join(request), get(canary)], count=2)
-        for request in (ordinary_request, upgrading)
+        responses(url, [b"".join(request), get(canary)], count=2) for request in (ordinary_request, upgrading)
     )
 
     assert answered.status == expected.status == 200
-    (ordinary_answer,), (upgraded_answer,) = (
-        json.loads(answer.body)["answers"] for answer in (expected, answered)
-    )
+    (ordinary_answer,), (upgraded_answer,) = (json.loads(answer.body)["answers"] for answer in (expected, answered))
     assert (ordinary_answer["id"], ordinary_answer["items"]) == (
         upgraded_answer["id"],
         upgraded_answer["items"],
@@ -160,9 +149,7 @@ def test_pipelined_requests_behind_upgrades_are_all_answered(url: str, users: li
 
 
 @pytest.mark.parametrize("cut", ["one piece", "body apart"])
-def test_connect_is_refused_and_nothing_behind_it_is_run(
-    url: str, users: list[str], cut: str
-) -> None:
+def test_connect_is_refused_and_nothing_behind_it_is_run(url: str, users: list[str], cut: str) -> None:
     body = get(users[0])
     head = f"CONNECT /x HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     pieces = [head + body] if cut == "one piece" else [head, body]

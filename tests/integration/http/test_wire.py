@@ -30,9 +30,7 @@ def fast_http(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def url(
-    night: NightConfig, tmp_path_factory: pytest.TempPathFactory, fast_http: str
-) -> Iterator[str]:
+def url(night: NightConfig, tmp_path_factory: pytest.TempPathFactory, fast_http: str) -> Iterator[str]:
     state = tmp_path_factory.mktemp("state")
     environ = environment(night, state, LARDER_TOKEN=TOKEN, LARDER_FAST_HTTP=fast_http)
     with started(environ) as (_, service_url):
@@ -72,9 +70,7 @@ def scrape_samples(url: str, name: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_from_redis_from_memory_and_ready_it_is_the_same_answer(
-    url: str, night: NightConfig, fast_http: str
-) -> None:
+def test_from_redis_from_memory_and_ready_it_is_the_same_answer(url: str, night: NightConfig, fast_http: str) -> None:
     users = sorted(histories(night))[:40]
     watched = {"x-request-id", "server-timing"} if fast_http == "off" else set()
     paths = [f"/v1/lookup/user_topk/{quote(user, safe='')}?k=7" for user in users]
@@ -90,9 +86,7 @@ def test_from_redis_from_memory_and_ready_it_is_the_same_answer(
     assert cold == [Caller(url).get_stable_body(path) for path in paths[20:]]
     route = ("GET /v1/lookup/{table}", "200")
     assert after[route] - requests_before[route] == 4 * 20 + 20
-    answers, entities = (
-        scrape_samples(url, f"larder_{name}_total") for name in ("answers", "entities")
-    )
+    answers, entities = (scrape_samples(url, f"larder_{name}_total") for name in ("answers", "entities"))
     assert sum(answers.values()) == sum(entities.values())
     seconds = scrape_samples(url, "larder_answer_seconds_count")
     assert sum(seconds.values()) == sum(scrape_samples(url, "larder_entities_total").values())
@@ -117,9 +111,7 @@ def test_wrong_requests_get_the_same_messages(url: str, night: NightConfig) -> N
         caller.get_stable_body(good)
 
 
-def test_a_connection_without_the_token_learns_nothing_however_often_it_asks(
-    url: str, night: NightConfig
-) -> None:
+def test_a_connection_without_the_token_learns_nothing_however_often_it_asks(url: str, night: NightConfig) -> None:
     path = f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
     caller, stranger = Caller(url), Caller(url, Authorization="Bearer sesam")
     for _ in range(4):
@@ -127,9 +119,7 @@ def test_a_connection_without_the_token_learns_nothing_however_often_it_asks(
         assert stranger.get(path)[0] == 401
 
 
-def test_headers_that_change_on_a_connection_are_read_for_every_request(
-    url: str, night: NightConfig
-) -> None:
+def test_headers_that_change_on_a_connection_are_read_for_every_request(url: str, night: NightConfig) -> None:
     path = f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
     caller = Caller(url)
     for _ in range(3):

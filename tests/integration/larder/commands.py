@@ -25,9 +25,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     return {**environ, **server, "PYTHONPATH": str(ROOT), "LARDER_DEADLINE_MS": "5000", **more}
 
 
-def larder(
-    folder: Path, *arguments: str, code: int = 0, environ: Mapping[str, str] = NO_SETTINGS
-) -> str:
+def larder(folder: Path, *arguments: str, code: int = 0, environ: Mapping[str, str] = NO_SETTINGS) -> str:
     """What a command prints; it ends with this code, and with no traceback."""
     completed_process = subprocess.run(
         [sys.executable, "-m", "infra.cli", *arguments],
@@ -43,9 +41,7 @@ def larder(
 
 
 @contextlib.contextmanager
-def running(
-    folder: Path, *arguments: str, line_prefix: str, environ: Mapping[str, str] = NO_SETTINGS
-) -> Iterator[str]:
+def running(folder: Path, *arguments: str, line_prefix: str, environ: Mapping[str, str] = NO_SETTINGS) -> Iterator[str]:
     """A command that runs until Ctrl-C: the end of its first line that begins with `line_prefix`; it ends well."""
     log = folder / f"{arguments[0]}.log"
     with log.open("w") as output:
@@ -55,9 +51,7 @@ def running(
         )  # fmt: skip
     try:
         give_up = time.monotonic() + START_S
-        while not (
-            lines := [line for line in log.read_text().splitlines() if line.startswith(line_prefix)]
-        ):
+        while not (lines := [line for line in log.read_text().splitlines() if line.startswith(line_prefix)]):
             assert process.poll() is None and time.monotonic() < give_up, log.read_text()
             time.sleep(0.05)
         yield lines[0].removeprefix(line_prefix).strip()

@@ -32,9 +32,7 @@ def test_what_is_served_is_what_the_library_recommends(
 ) -> None:
     redis = {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
     with threadpool_limits(1, "blas"):  # implicit warns of more
-        model = implicit.als.AlternatingLeastSquares(
-            factors=16, alpha=8.0, random_state=1, num_threads=1
-        )
+        model = implicit.als.AlternatingLeastSquares(factors=16, alpha=8.0, random_state=1, num_threads=1)
         model.fit(user_items, show_progress=False)
     model.save(str(tmp_path / "als.npz"))
     sp.save_npz(tmp_path / "user_items.npz", user_items)
@@ -53,13 +51,9 @@ def test_what_is_served_is_what_the_library_recommends(
     larder(shop, "night", "--quiet", environ=redis)
 
     assert import_report["fold_in"] == "the model's own equations"
-    assert (
-        import_report["users"] == USERS and import_report["recalls"][import_report["fold_in"]] > 0.3
-    )
+    assert import_report["users"] == USERS and import_report["recalls"][import_report["fold_in"]] > 0.3
     items, scores = model.recommend(np.arange(USERS), user_items, N=TOP)
-    with running(
-        shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=redis
-    ) as url:
+    with running(shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=redis) as url:
         body = {"k": TOP, "entities": [{"id": str(user)} for user in range(USERS)]}
         answers = httpx.post(f"{url}/v1/lookup/user_topk", json=body, timeout=30).json()["answers"]
         history = [f"item-{item}" for item in user_items[0].indices]
@@ -130,9 +124,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert "cannot: use user_vectors.parquet, which larder.toml does not name" in output
 
 
-def test_an_import_that_died_on_its_way_can_be_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_that_died_on_its_way_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -148,8 +140,7 @@ def test_an_import_that_died_on_its_way_can_be_run_again(
 def test_the_report_counts_what_it_left_out_and_says_what_it_replaced(tmp_path: Path) -> None:
     np.save(tmp_path / "items.npy", np.eye(4, dtype=np.float32))
     (tmp_path / "clicks.csv").write_text(
-        "user,item,at\na,0,1\na,0,2\nb,1,3\nb,elsewhere,4\n"
-        + "".join(f"u{n},{n % 4},{n}\n" for n in range(30))
+        "user,item,at\na,0,1\na,0,2\nb,1,3\nb,elsewhere,4\n" + "".join(f"u{n},{n % 4},{n}\n" for n in range(30))
     )
     arguments = (
         "import", "vectors", "--items", "items.npy", "--clicks", "clicks.csv", "--to", "shop",

@@ -32,9 +32,7 @@ def write_accounts(path: Path) -> tuple[list[str], NDArray[np.float32]]:
     return ids, rows
 
 
-def test_known_and_unknown_accounts_get_what_the_library_says(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+def test_known_and_unknown_accounts_get_what_the_library_says(redis_server: RedisServer, tmp_path: Path) -> None:
     environ = environment_of(redis_server)
     ids, rows = write_accounts(tmp_path / "accounts.parquet")
     onnx.save(examples.linear(), tmp_path / "model.onnx")
@@ -48,9 +46,7 @@ def test_known_and_unknown_accounts_get_what_the_library_says(
     folder = tmp_path / "fraud"
     checked = larder(folder, "check", environ=environ)
     night = larder(folder, "night", environ=environ)
-    with running(
-        folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
-    ) as url:
+    with running(folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ) as url:
         status = json.loads(larder(folder, "status", "--json", environ=environ))
         body = {"entities": [*ids, {"id": "new", "features": {"features": rows[7].tolist()}}]}
         answers = httpx.post(f"{url}/v1/lookup/risk", json=body).json()["answers"]
@@ -66,9 +62,7 @@ def test_known_and_unknown_accounts_get_what_the_library_says(
     np.testing.assert_allclose(values, [*expected, expected[7]], atol=1e-6)
 
 
-def test_labels_are_corrected_and_columns_are_taken_by_their_names(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+def test_labels_are_corrected_and_columns_are_taken_by_their_names(redis_server: RedisServer, tmp_path: Path) -> None:
     # Given a night of a model whose labels were given the wrong way round
     environ = environment_of(redis_server)
     ids, rows = write_accounts(tmp_path / "accounts.parquet")
@@ -87,9 +81,7 @@ def test_labels_are_corrected_and_columns_are_taken_by_their_names(
     larder(folder, "night", environ=environ)
 
     # When they are corrected
-    imported = larder(
-        tmp_path, *arguments, "--labels", "ok, fraud", "--table", "risk", "--to", "fraud"
-    )
+    imported = larder(tmp_path, *arguments, "--labels", "ok, fraud", "--table", "risk", "--to", "fraud")
     night = larder(folder, "night", environ=environ)
 
     # Then import and night say so
@@ -106,9 +98,7 @@ def test_labels_are_corrected_and_columns_are_taken_by_their_names(
     (folder / "larder.toml").write_text(settings)
     assert "to do" not in larder(folder, "check", environ=environ)
     larder(folder, "night", environ=environ)
-    with running(
-        folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
-    ) as url:
+    with running(folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ) as url:
         answers = httpx.post(f"{url}/v1/lookup/risk", json={"entities": ids}).json()["answers"]
     assert {answer["source"] for answer in answers} == {"l2"}
     assert answers[0]["labels"] == ["ok", "fraud"]

@@ -81,15 +81,11 @@ def test_every_night_answers_from_the_vectors_of_its_day(
 
     assert "made of items.parquet by each night" in larder(shop, "check", environ=environ)
     larder(shop, "night", "--data-until", FIRST, environ=environ)
-    with running(
-        shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
-    ) as url:
+    with running(shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ) as url:
         look_up = asking(url)
         known_answers = look_up("user_topk", *everyone)
         history = ["i3", "i5", "i8"]
-        live, unknown_answer = look_up(
-            "user_topk", {"id": "new", "history": history}, {"id": "nobody"}
-        )
+        live, unknown_answer = look_up("user_topk", {"id": "new", "history": history}, {"id": "nobody"})
         (alike,) = look_up("item_similar", {"id": "i7"})
 
         # Given other vectors of all items, and two items more
@@ -122,9 +118,7 @@ def test_every_night_answers_from_the_vectors_of_its_day(
     cosines = unit(changed_vectors) @ unit(changed_vectors).T
     np.fill_diagonal(cosines, -np.inf)
     assert new_item_answer["items"] == top_items(cosines)[ITEMS]
-    assert [answer["items"] for answer in rolled_back_answers] == [
-        answer["items"] for answer in known_answers
-    ]
+    assert [answer["items"] for answer in rolled_back_answers] == [answer["items"] for answer in known_answers]
 
 
 def test_a_night_that_is_begun_again_has_the_same_bundle_and_the_manifest_names_its_table(
@@ -152,17 +146,13 @@ def test_with_what_users_did_it_is_left_out_and_every_gate_is_asked(
         file.write("user,item\n")
         file.writelines(f"u{user},i{item}\n" for user, row in enumerate(liked) for item in row)
     settings = shop / "larder.toml"
-    settings.write_text(
-        settings.read_text().replace("[sources]", '[sources]\ninteractions = ["likes.csv"]')
-    )
+    settings.write_text(settings.read_text().replace("[sources]", '[sources]\ninteractions = ["likes.csv"]'))
 
     assert "left out" not in larder(shop, "night", "--data-until", FIRST, environ=environ)
 
     scores = users @ items.T
     np.put_along_axis(scores, liked, -np.inf, axis=1)
-    with running(
-        shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
-    ) as url:
+    with running(shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ) as url:
         answers = asking(url)("user_topk", *({"id": f"u{number}"} for number in range(USERS)))
     assert [answer["items"] for answer in answers] == top_items(scores)
     (path,) = (shop / ".larder/artifacts").glob("**/bundle/bundle.json")
@@ -170,17 +160,13 @@ def test_with_what_users_did_it_is_left_out_and_every_gate_is_asked(
     assert {"mean", "ridge 1"} <= training["recalls"].keys()
 
 
-def test_a_bundle_of_ones_own_and_a_table_of_items_are_one_too_many(
-    shop: Path, environ: dict[str, str]
-) -> None:
+def test_a_bundle_of_ones_own_and_a_table_of_items_are_one_too_many(shop: Path, environ: dict[str, str]) -> None:
     settings = shop / "larder.toml"
     settings.write_text('bundle = "mine"\n' + settings.read_text())
 
     output = larder(shop, "night", "--quiet", environ=environ, code=1)
 
-    assert (
-        "bundle (" in output and "and sources.item_vectors (items.parquet) are both set" in output
-    )
+    assert "bundle (" in output and "and sources.item_vectors (items.parquet) are both set" in output
     assert output.count("\n") == 1
 
 
@@ -200,9 +186,7 @@ def test_every_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_b
     hosts = (replace(config, state=str(shop / f"host-{number}")) for number in itertools.count())
 
     build = begin.run(next(hosts), data_until=FIRST, run_after=None)
-    monkeypatch.setattr(
-        vector_bundle, "make_vector_bundle", lambda *_, **__: pytest.fail("made twice")
-    )
+    monkeypatch.setattr(vector_bundle, "make_vector_bundle", lambda *_, **__: pytest.fail("made twice"))
     assert begin.run(next(hosts), data_until=FIRST, run_after=None) == build
     embed_items.run(next(hosts), build)
     scored = next(hosts)

@@ -22,9 +22,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "exports" / "click log.csv").open("w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(["device", "visitorId", "Article_ID", "occurred_at", "plays"])
-        for user, item, moment in zip(
-            clicks.user_rows, clicks.item_rows, clicks.times, strict=True
-        ):
+        for user, item, moment in zip(clicks.user_rows, clicks.item_rows, clicks.times, strict=True):
             names = clicks.user_ids[user], clicks.item_ids[item]
             lines.writerow(["phone", *names, int(moment) // 1_000_000, 1])
     return folder
@@ -36,9 +34,7 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
     output = larder(shop, "init", "exports")
     assert "user = visitorId, item = Article_ID, timestamp = occurred_at, weight = plays" in output
     check_lines = json.loads(larder(shop, "check", "--json", code=3, environ=redis))
-    assert {check_line["what"] for check_line in check_lines if check_line["state"] == "to do"} == {
-        "bundle"
-    }
+    assert {check_line["what"] for check_line in check_lines if check_line["state"] == "to do"} == {"bundle"}
 
     output = larder(shop, "train", "--quiet")
     assert " stood among 20 suggestions: the best of " in output
@@ -47,12 +43,8 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
     status = json.loads(larder(shop, "status", "--json", code=3, environ=redis))  # nobody serves
     (generation,) = [generation_report["generation"] for generation_report in status["generations"]]
 
-    with running(
-        shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=redis
-    ) as url:
-        answer = json.loads(
-            larder(shop, "lookup", "user_topk", "u-00001", "--k", "5", "--url", url, "--json")
-        )
+    with running(shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=redis) as url:
+        answer = json.loads(larder(shop, "lookup", "user_topk", "u-00001", "--k", "5", "--url", url, "--json"))
         assert (answer["source"], answer["generation"]) == ("l2", generation)
         assert len(answer["items"]) == 5
 
@@ -66,9 +58,7 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
 
         for table, kind in (("user_vector", "numbers"), ("user_affinity", "numbers")):
             assert f" {kind} from l2" in larder(shop, "lookup", table, "u-00001", "--url", url)
-        explanation = json.loads(
-            larder(shop, "explain", "user_topk", "u-00001", "--url", url, "--json")
-        )
+        explanation = json.loads(larder(shop, "explain", "user_topk", "u-00001", "--url", url, "--json"))
         assert explanation["answer"]["tier"] == "l1"
 
         refused = larder(shop, "lookup", "nothing", "u-00001", "--url", url, code=1)
@@ -77,9 +67,7 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
 
         # What programs read is JSON alone, of all commands.
         data_until = datetime.now(UTC).isoformat(timespec="seconds")
-        night_report = json.loads(
-            larder(shop, "night", "--json", "--data-until", data_until, environ=redis)
-        )
+        night_report = json.loads(larder(shop, "night", "--json", "--data-until", data_until, environ=redis))
         assert [step["step"] for step in night_report["steps"]][:2] == ["begin", "embed_items"]
         generation = night_report["generation"]
         erased = json.loads(larder(shop, "erase", "--list", "--json", environ=redis))
@@ -106,9 +94,7 @@ def test_without_a_redis_one_is_started_for_all(shop: Path, tmp_path: Path) -> N
         assert refusal.startswith("larder: one runs already for ") and address in refusal
         larder(shop, "night", "--quiet", environ=settings)
         assert f"{address}, of `larder redis`" in larder(shop, "check", environ=settings)
-        with running(
-            shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=settings
-        ) as url:
+        with running(shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=settings) as url:
             lookup_output = larder(shop, "lookup", "user_topk", "u-00001", "--url", url)
             assert " from l2, " in lookup_output.splitlines()[0]
 

@@ -58,15 +58,11 @@ def test_known_users_have_their_best_items_strangers_are_folded_in_and_a_night_f
     assert "none of interactions" in larder(folder, "check", environ=environ)
     night_output = larder(folder, "night", "--data-until", FIRST, environ=environ)
     assert "left out, for there are no interactions: stale_lists, heldout_recall" in night_output
-    with running(
-        folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
-    ) as url:
+    with running(folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ) as url:
         look_up = asking(url)
         known_answers = look_up("user_topk", *everyone)
         history = ["i3", "i5", "i8"]
-        live, unknown_answer = look_up(
-            "user_topk", {"id": "new", "history": history}, {"id": "nobody"}
-        )
+        live, unknown_answer = look_up("user_topk", {"id": "new", "history": history}, {"id": "nobody"})
         (alike,) = look_up("item_similar", {"id": "i7"})
 
         changed_vectors = users + 0.3 * np.roll(users, 1, axis=0)
@@ -94,9 +90,7 @@ def test_known_users_have_their_best_items_strangers_are_folded_in_and_a_night_f
     cosines[:, 7] = -np.inf
     assert alike["items"] == top_items(cosines)[0]
     assert [answer["items"] for answer in after] == top_items(changed_vectors @ items.T)
-    assert [answer["items"] for answer in rolled_back_answers] == [
-        answer["items"] for answer in known_answers
-    ]
+    assert [answer["items"] for answer in rolled_back_answers] == [answer["items"] for answer in known_answers]
 
 
 def test_what_the_manifest_says_of_a_night_without_interactions(
@@ -127,9 +121,7 @@ def test_features_of_users_are_too_little_for_a_user_tower_that_takes_a_history(
     pq.write_table(pa.table({"user": ["u1"], "age": [3]}), folder / "features.parquet")
     settings = folder / "larder.toml"
     settings_text = settings.read_text()
-    settings.write_text(
-        settings_text.replace('user_vectors = "user_vectors', 'user_features = "features')
-    )
+    settings.write_text(settings_text.replace('user_vectors = "user_vectors', 'user_features = "features'))
 
     refused = larder(folder, "night", "--quiet", environ=environ, code=1)
 

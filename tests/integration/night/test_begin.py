@@ -49,9 +49,7 @@ def test_weights_of_a_model_that_the_bundle_does_not_list_are_refused_by_name(co
     del bundle_document["user_tower"]["weights"]
     (folder / "bundle.json").write_bytes(orjson.dumps(bundle_document))
 
-    with pytest.raises(
-        BundleError, match=r"user_tower keeps weights in user_tower\.weights"
-    ) as caught:
+    with pytest.raises(BundleError, match=r"user_tower keeps weights in user_tower\.weights") as caught:
         begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
     assert caught.value.details["model"] == "user_tower"
@@ -96,12 +94,8 @@ def test_a_copy_of_a_file_is_reported_with_the_night(config):
 
     build = begin.run(replace(config, sources=sources), data_until=DATA_UNTIL, run_after=None)
 
-    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
-        "remarks"
-    ]
-    expected_remark = (
-        "interactions.parquet and again.parquet hold the same bytes, so their rows count 2 times"
-    )
+    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)["remarks"]
+    expected_remark = "interactions.parquet and again.parquet hold the same bytes, so their rows count 2 times"
     assert any(remark.startswith(expected_remark) for remark in remarks)
 
 
@@ -110,17 +104,13 @@ def test_a_cut_of_interactions_without_times_is_said(config):
     path = config.path("interactions.parquet")
     table = pq.read_table(path)
     zeros = pa.array([0] * len(table), table.schema.field("timestamp").type)
-    pq.write_table(
-        table.set_column(table.column_names.index("timestamp"), "timestamp", zeros), path
-    )
+    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", zeros), path)
     without_column = replace(config, sources=replace(config.sources, timestamp_column=""))
 
     for untimed in (config, without_column):
         for data_until, run_after in ((DATA_UNTIL, None), (None, DATA_UNTIL)):
             build = begin.run(untimed, data_until=data_until, run_after=run_after)
-            remarks = Build(untimed, untimed.store(), build["generation"]).need_report(
-                BEGIN_REPORT
-            )["remarks"]
+            remarks = Build(untimed, untimed.store(), build["generation"]).need_report(BEGIN_REPORT)["remarks"]
             expected_remark = f"the cut {DATA_UNTIL} leaves no interaction out"
             assert any(remark.startswith(expected_remark) for remark in remarks)
 
@@ -137,9 +127,7 @@ def test_ids_in_two_forms_are_reported_with_the_night_whichever_table_has_them(c
     pq.write_table(pa.concat_tables([table, more]), path)
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    report = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
-        "unusable"
-    ]
+    report = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)["unusable"]
 
     remarks = report["ids"]["remarks"]
     assert any(remark.startswith("1 user comes in more than one form") for remark in remarks)
@@ -162,9 +150,7 @@ def test_a_model_that_learnt_its_test_data_is_reported(config, trained, is_repor
     path.write_bytes(orjson.dumps(bundle_document))
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
-        "remarks"
-    ]
+    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)["remarks"]
 
     assert any("learnt from interactions up to 2100" in remark for remark in remarks) is is_reported
 
@@ -173,9 +159,7 @@ def test_a_file_from_the_future_names_no_generation(config):
     """A clock that was ahead when files were copied: each night after that one was refused as older than it."""
     os.utime(config.path("interactions.parquet"), (4_000_000_000, 4_000_000_000))
 
-    build = begin.run(
-        config, data_until=None, run_after=None, named=inputs_change_name(config, None)
-    )
+    build = begin.run(config, data_until=None, run_after=None, named=inputs_change_name(config, None))
 
     with open_releases(config) as releases:
         clock_time = datetime.fromtimestamp(releases.clock(), UTC)
@@ -199,9 +183,7 @@ def test_a_night_of_models_with_external_weights_is_the_night_without(config, tm
     assert [artefact.path for artefact in user.fp32_files] == [
         "models/user_tower.fp32.onnx", "models/user_tower.weights",
     ]  # fmt: skip
-    assert (
-        user.int8 and was.int8 and user.int8.sha256 == was.int8.sha256 and user.digest != was.digest
-    )
+    assert user.int8 and was.int8 and user.int8.sha256 == was.int8.sha256 and user.digest != was.digest
     assert set(user.fp32_files) < set(manifest.artefacts())
     items = ItemTable.open(root, manifest)
     for user_id, item_ids in list(lists.items())[:5]:
@@ -234,15 +216,11 @@ def test_no_night_of_such_a_model_begins_while_a_replica_cannot_read_it(config):
         keys, beat_at = releases.control.keyspace, releases.control.time()
         releases.control.client.zadd(keys.replicas, {orjson.dumps(beat): beat_at})
 
-    with pytest.raises(
-        Refused, match=r"old \(Larder 0\.1\.0\) reads manifest format 1, a night of a"
-    ):
+    with pytest.raises(Refused, match=r"old \(Larder 0\.1\.0\) reads manifest format 1, a night of a"):
         begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
 
-def test_a_store_that_lets_the_last_writer_win_is_refused_before_anything_is_read(
-    config, monkeypatch
-):
+def test_a_store_that_lets_the_last_writer_win_is_refused_before_anything_is_read(config, monkeypatch):
     for reader in ("chosen_bundle", "pin"):
         monkeypatch.setattr(begin, reader, lambda _of, reader=reader: pytest.fail(reader))
     overwriting = f"{Overwriting.protocol}://{uuid.uuid4().hex}"
@@ -251,9 +229,7 @@ def test_a_store_that_lets_the_last_writer_win_is_refused_before_anything_is_rea
         begin.run(replace(config, artifacts=overwriting), data_until=DATA_UNTIL, run_after=None)
 
 
-def test_a_second_pass_over_the_sources_leaves_nothing_of_the_first_in_the_holdout(
-    config, monkeypatch
-):
+def test_a_second_pass_over_the_sources_leaves_nothing_of_the_first_in_the_holdout(config, monkeypatch):
     single_pass_build = Build.of(config, begin.run(config, data_until=DATA_UNTIL, run_after=None))
     of_first = Ids.of(pa.array(["of the first pass"]))
 
@@ -287,9 +263,7 @@ def test_clicks_whose_items_have_another_form_are_told_with_the_night_and_refuse
     other_form(config, 0.7)
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
-        "remarks"
-    ]
+    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)["remarks"]
 
     (remark,) = [remark for remark in remarks if "does not have" in remark]
     assert "% of the interactions name items that the catalogue (items.parquet) does not" in remark
@@ -306,9 +280,7 @@ def test_a_fifth_of_the_clicks_on_items_that_went_is_told_and_passes(config):
     other_form(config, 0.25)
 
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
-    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)[
-        "remarks"
-    ]
+    remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)["remarks"]
 
     assert any("of the interactions name items" in remark for remark in remarks)
     lenient = replace(config.gates, coverage_of_source=0.0)

@@ -52,14 +52,10 @@ def test_the_device_and_the_processor_write_the_same_bytes(
         config = elsewhere(replace(prepared, device=device), tmp_path / device)
         files_by_device[device] = files_of(config, scored(config, [0, 1]))
     assert files_by_device[DEVICE] == files_by_device["off"]
-    assert sorted(scorer_arguments) == [
-        (metric, devices(DEVICE)[0]) for metric in ("cosine", "inner_product")
-    ]
+    assert sorted(scorer_arguments) == [(metric, devices(DEVICE)[0]) for metric in ("cosine", "inner_product")]
 
 
-def test_a_shard_begun_on_a_device_is_finished_on_the_processor(
-    prepared: NightConfig, tmp_path: Path
-) -> None:
+def test_a_shard_begun_on_a_device_is_finished_on_the_processor(prepared: NightConfig, tmp_path: Path) -> None:
     # Given a worker without a GPU that takes over from one with a GPU
     config = elsewhere(replace(prepared, device=DEVICE), tmp_path / "both")
     build = scored(config, [0])
@@ -112,9 +108,7 @@ def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gate
             lengths = np.linalg.norm(vectors[::2], axis=1)
             off = np.random.default_rng(len(vectors)).standard_normal(vectors[::2].shape)
             off *= (0.9 * DEVICE_LENGTH_AGREEMENT * lengths / np.linalg.norm(off, axis=1))[:, None]
-            moved.append(
-                int((vectors[::2] + off.astype(np.float32) != vectors[::2]).any(axis=1).sum())
-            )
+            moved.append(int((vectors[::2] + off.astype(np.float32) != vectors[::2]).any(axis=1).sum()))
             vectors[::2] += off.astype(np.float32)
         return vectors
 
@@ -124,9 +118,7 @@ def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gate
     assert sum(moved) > 150
 
 
-def test_a_device_that_is_not_there_is_said_before_anything_is_read(
-    prepared: NightConfig, tmp_path: Path
-) -> None:
+def test_a_device_that_is_not_there_is_said_before_anything_is_read(prepared: NightConfig, tmp_path: Path) -> None:
     config = elsewhere(replace(prepared, device="cuda:97"), tmp_path)
     with pytest.raises(ConfigError, match="'cuda:97' is not there"):
         publish_night(config, DATA_UNTIL)

@@ -70,9 +70,7 @@ def night(published: NightConfig, tmp_path: Path) -> NightConfig:
     """The same night in a namespace of its own, restored from its files."""
     folder = tmp_path / "night"
     shutil.copytree(published.base, folder)
-    config = dataclasses.replace(
-        published, base=str(folder), superseded_grace_s=0.0, keep=1, warm_timeout_s=0.1
-    )
+    config = dataclasses.replace(published, base=str(folder), superseded_grace_s=0.0, keep=1, warm_timeout_s=0.1)
     name = f"erasure-{tmp_path.name}"
     (folder / "artifacts" / config.namespace).rename(folder / "artifacts" / name)
     config = dataclasses.replace(config, namespace=name)
@@ -127,9 +125,7 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
         second = publish_night(night, NEXT)
 
         assert second != first and not has(night, second, user)
-        assert (
-            user not in (night.store().local(f"generations/{second}") / "defaults.json").read_text()
-        )
+        assert user not in (night.store().local(f"generations/{second}") / "defaults.json").read_text()
         (standing,) = settled(night)
         assert [holder.generation for holder, _ in standing.holders] == [first]
         assert standing.state == "pending" and "superseded" in standing.holders[0][1]
@@ -158,9 +154,7 @@ def test_an_erased_item_leaves_the_catalogue_and_every_history(night: NightConfi
     assert not has(night, second, item, "item")
     lists = top_lists(night, second, users)
     assert lists and all(item not in item_list for item_list in lists.values())
-    begin_report = json.loads(
-        (night.store().local(f"generations/{second}") / "work/begin.json").read_text()
-    )
+    begin_report = json.loads((night.store().local(f"generations/{second}") / "work/begin.json").read_text())
     assert begin_report["erased"] == [1] and begin_report["unknown_items"] == 0
 
 
@@ -195,9 +189,7 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
     def erase_late(*arguments: Any, **more: Any) -> catalogue.CatalogueFields:
         begin_erasing(store, user.encode(), "user", requested_at=1.0)
         (standing_before,) = settled(night)
-        assert (
-            standing_before.state == "pending" and len(standing_before.holders) == 2
-        )  # live, and the one being made
+        assert standing_before.state == "pending" and len(standing_before.holders) == 2  # live, and the one being made
         return write(*arguments, **more)
 
     monkeypatch.setattr(catalogue, "write_catalogue", erase_late)
@@ -223,9 +215,7 @@ def test_an_erasure_between_naming_and_noting_gives_the_night_another_name(
     monkeypatch.setattr(begin, "all_erasures", slip_in)
     build = begin.run(night, data_until=NEXT, run_after=None)
 
-    report = json.loads(
-        (store.local(f"generations/{build['generation']}") / "work/begin.json").read_text()
-    )
+    report = json.loads((store.local(f"generations/{build['generation']}") / "work/begin.json").read_text())
     assert report["erased"] == [1]
 
 
@@ -261,9 +251,7 @@ def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: 
 
         settled(night)
 
-        remaining_names = [
-            client.zrange(key(hour), 0, -1) for hour in (current_hour, current_hour - 1)
-        ]
+        remaining_names = [client.zrange(key(hour), 0, -1) for hour in (current_hour, current_hour - 1)]
         assert remaining_names == [[b"user_topk:else"]] * 2
 
 
@@ -410,9 +398,7 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     (standing,) = settled(other_host)
     copies = worker.store().copies
     assert copies is not None and standing.state == "pending"
-    assert [(holder.generation, holder.host) for holder, _ in standing.holders] == [
-        (build["generation"], copies.host)
-    ]
+    assert [(holder.generation, holder.host) for holder, _ in standing.holders] == [(build["generation"], copies.host)]
     assert "swept by the next step or service on that host" in standing.holders[0][1]
 
     second_build = begin.run(worker, data_until=NEXT, run_after=None)
@@ -425,9 +411,7 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     assert standing.state == "done"
 
 
-def test_without_redis_copies_on_hosts_are_named_and_can_be_declared_gone(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_without_redis_copies_on_hosts_are_named_and_can_be_declared_gone(night: NightConfig, tmp_path: Path) -> None:
     config = dataclasses.replace(
         night, artifacts=f"memory://{tmp_path.name}", state=str(tmp_path / "a"), redis_url=None
     )

@@ -20,14 +20,10 @@ SEED = 20_260_131
 
 @pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
-    return build_night(
-        tmp_path_factory.mktemp("night"), redis_url, seed=SEED, users=1_200, items=400
-    )
+    return build_night(tmp_path_factory.mktemp("night"), redis_url, seed=SEED, users=1_200, items=400)
 
 
-def exact_scores(
-    bundle: Path, user_histories: list[list[str]]
-) -> tuple[list[str], NDArray[np.float64]]:
+def exact_scores(bundle: Path, user_histories: list[list[str]]) -> tuple[list[str], NDArray[np.float64]]:
     """The bundle's item ids, and float64 scores [users, items] of its fp32 towers, own history at -inf."""
     model = orjson.loads((bundle / "bundle.json").read_bytes())
     ids: list[str] = pq.read_table(bundle / "items.parquet")["id"].to_pylist()
@@ -72,9 +68,7 @@ async def test_served_lists_equal_an_independent_exact_computation(night: NightC
         served = line[[number[item] for item in answer["items"]]]
         assert len(set(answer["items"])) == len(answer["items"]) == len(best_scores), user
         assert not set(answer["items"]).intersection(history_by_user[user])
-        assert (
-            np.abs(served - best_scores) <= RELATIVE_GAP * np.maximum(np.abs(best_scores), 1e-12)
-        ).all(), user
+        assert (np.abs(served - best_scores) <= RELATIVE_GAP * np.maximum(np.abs(best_scores), 1e-12)).all(), user
 
 
 async def test_the_comparison_would_notice_a_wrong_item(night: NightConfig) -> None:

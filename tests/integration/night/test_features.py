@@ -81,9 +81,7 @@ def opened(config, generation):
 
 def answer(manifest, items, predictor, table, source):
     prepared = predictor.prepare(table, source)
-    record = decode_record(
-        manifest.tables[table].layout, predictor.predict(table, [prepared], [1], 0)[0]
-    )
+    record = decode_record(manifest.tables[table].layout, predictor.predict(table, [prepared], [1], 0)[0])
     assert record.items is not None
     return items.ids_of(record.items[record.items != NO_ITEM])
 
@@ -117,10 +115,7 @@ def test_a_tower_of_history_and_features_is_published_and_answers_live(config):
             tuple(item_id.encode() for item_id in histories[user]),
             features_of(config, user, "country"),
         )
-        assert (
-            overlap(answer(manifest, items, predictor, "user_topk", live_input), stored_lists[user])
-            >= 0.8
-        )
+        assert overlap(answer(manifest, items, predictor, "user_topk", live_input), stored_lists[user]) >= 0.8
 
 
 def test_a_tower_of_features_alone_is_published_in_fp32_and_answers_live(config):
@@ -150,9 +145,7 @@ def test_items_unknown_to_the_vocabulary_get_vectors_and_live_answers(config):
     looks_vector = next(tuple(row["looks"]) for row in rows if row["item"] == NEW_ITEM)
     stored_items = nights.top_lists(config, generation, [NEW_ITEM], "item_similar")[NEW_ITEM]
     live_input = LiveInput(item=ordinal, features={"looks": looks_vector})
-    assert (
-        overlap(answer(manifest, items, predictor, "item_similar", live_input), stored_items) >= 0.8
-    )
+    assert overlap(answer(manifest, items, predictor, "item_similar", live_input), stored_items) >= 0.8
 
 
 def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(config):
@@ -180,9 +173,7 @@ def test_an_item_without_a_feature_is_left_out_by_name(config):
     bundle = with_towers(config, lambda _items: from_taste())
     root, unusable = config.path("apart"), UnusableRows()
     items_table = pq.read_table(config.path("items.parquet"))
-    looks_column = pa.array(
-        [*items_table["looks"].to_pylist()[:-1], None], items_table["looks"].type
-    )
+    looks_column = pa.array([*items_table["looks"].to_pylist()[:-1], None], items_table["looks"].type)
     pq.write_table(items_table.set_column(1, "looks", looks_column), config.path("items.parquet"))
 
     laid = catalogue.write_catalogue(config, bundle, root, unusable=unusable)
@@ -263,10 +254,7 @@ async def test_a_user_of_the_feature_table_alone_is_answered_from_the_night(conf
 
     stored_lists = nights.top_lists(config, generation, [QUIET])
     live_input = LiveInput(features=features_of(config, QUIET, "country"))
-    assert (
-        overlap(answer(manifest, items, predictor, "user_topk", live_input), stored_lists[QUIET])
-        >= 0.8
-    )
+    assert overlap(answer(manifest, items, predictor, "user_topk", live_input), stored_lists[QUIET]) >= 0.8
     assert manifest.facts["users_in_source"] == manifest.entity_sets["user"].count == CLICKED + 1
     async with serving(config) as running:
         body = await running.get(f"/v1/lookup/user_topk/{QUIET}", k=5)

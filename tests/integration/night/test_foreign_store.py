@@ -28,11 +28,7 @@ WORDS: dict[str, list[str]] = {
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    (action,) = (
-        action
-        for action in build_command_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
+    (action,) = (action for action in build_command_parser()._actions if isinstance(action, argparse._SubParsersAction))
     return dict(action.choices)
 
 

@@ -89,9 +89,7 @@ def outage(server: RedisServer, at: int) -> Iterator[Progress]:
             timer.cancel()
 
 
-def night(
-    config: NightConfig, due: datetime, verifying: Callable[[], AbstractContextManager[Progress]]
-) -> None:
+def night(config: NightConfig, due: datetime, verifying: Callable[[], AbstractContextManager[Progress]]) -> None:
     """A scheduled night. Raises Refused."""
     name = f"scheduled-{due:%Y%m%d}"
     build = run_with_retries(lambda: begin.run(config, data_until=None, run_after=due.isoformat()))
@@ -103,9 +101,7 @@ def night(
     run_with_retries(lambda: quantize.run(config, build))
     run_with_retries(lambda: load.run(config, build))
     with verifying() as progress:
-        verified = run_with_retries(
-            lambda: verify.run(config, build, attempt=name, progress=progress)
-        )
+        verified = run_with_retries(lambda: verify.run(config, build, attempt=name, progress=progress))
     run_with_retries(lambda: publish.run(config, verified, attempt=name))
     run_with_retries(lambda: warm.run(config, build))
     run_with_retries(lambda: retire.run(config, attempt=name))
@@ -153,9 +149,7 @@ def test_forty_nights_fit_what_plan_asked_for_and_need_no_operator(tmp_path, own
                 outcomes.append(str(error.details["rule"]))
             generation_ids = config.store().names("generations")
             used = client.info("memory")["used_memory"]
-            print(
-                f"night {number} {outcomes[-1]}, Redis hung at gate {at}; {used:,} bytes, {generation_ids}"
-            )
+            print(f"night {number} {outcomes[-1]}, Redis hung at gate {at}; {used:,} bytes, {generation_ids}")
             assert len(generation_ids) <= peak_generation_count(config.keep)
         peak = client.info("memory")["used_memory_peak"]
 

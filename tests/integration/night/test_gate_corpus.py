@@ -63,9 +63,7 @@ def margins() -> Iterator[dict[str, list[tuple[str, Any, Any]]]]:
     for rule, rows in sorted(rows_by_rule.items()):
         for kind in ("clean", "spoilt"):
             values = [(value, threshold) for name, value, threshold in rows if name == kind]
-            if numbers := [
-                measurement for measurement in values if isinstance(measurement[0], int | float)
-            ]:
+            if numbers := [measurement for measurement in values if isinstance(measurement[0], int | float)]:
                 print(f"{rule:20} {kind:7} {min(numbers)} to {max(numbers)} (value, threshold)")
 
 
@@ -85,9 +83,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, own_url: str) -> Bench:
 
 
 def quick(names: Any, quick_names: tuple[str, ...]) -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name in quick_names else pytest.mark.storm) for name in names
-    ]
+    return [pytest.param(name, marks=() if name in quick_names else pytest.mark.storm) for name in names]
 
 
 def note(margins: dict[str, Any], kind: str, verdicts: Verdicts, rules: Any) -> None:
@@ -150,9 +146,7 @@ def cut_short(client: Any, bench: Bench) -> None:
 
 
 def page_of_the_live_generation(client: Any, bench: Bench) -> None:
-    client.set(
-        first_page(bench, bench.generation), client.get(first_page(bench, bench.live)) or b""
-    )
+    client.set(first_page(bench, bench.generation), client.get(first_page(bench, bench.live)) or b"")
 
 
 def all_pages_lost(client: Any, bench: Bench) -> None:
@@ -198,12 +192,8 @@ def test_live_pages_that_redis_lost_say_nothing_of_the_generation(bench: Bench) 
     assert row.state is not GenerationState.REFUSED
 
 
-@pytest.mark.parametrize(
-    "harm", [evicted, corrupted, cut_short, page_of_the_live_generation, all_pages_lost]
-)
-def test_pages_that_redis_lost_or_changed_are_loaded_again_and_refuse_nothing(
-    bench: Bench, harm: Any
-) -> None:
+@pytest.mark.parametrize("harm", [evicted, corrupted, cut_short, page_of_the_live_generation, all_pages_lost])
+def test_pages_that_redis_lost_or_changed_are_loaded_again_and_refuse_nothing(bench: Bench, harm: Any) -> None:
     verdicts = bench.judge(in_redis=lambda client, _manifest: harm(client, bench))
 
     assert failed(verdicts) == set()
@@ -252,8 +242,7 @@ def test_a_live_generation_whose_manifest_is_gone_is_no_first_generation(bench: 
 def clean_seeds() -> list[Any]:
     quick_ones = [pytest.param(SEED + number) for number in range(CLEAN_QUICK)]
     return quick_ones + [
-        pytest.param(SEED + number, marks=pytest.mark.storm)
-        for number in range(CLEAN_QUICK, CLEAN_STORM + CLEAN_QUICK)
+        pytest.param(SEED + number, marks=pytest.mark.storm) for number in range(CLEAN_QUICK, CLEAN_STORM + CLEAN_QUICK)
     ]
 
 

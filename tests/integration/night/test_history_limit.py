@@ -10,9 +10,7 @@ from tests.integration.serving_app import serving
 LIMIT = 3
 
 
-async def test_live_answers_a_history_as_the_night_did_whatever_its_length(
-    tmp_path: Path, redis_url: str
-) -> None:
+async def test_live_answers_a_history_as_the_night_did_whatever_its_length(tmp_path: Path, redis_url: str) -> None:
     config = nights.prepare(tmp_path, redis_url, users=80, items=40)
     config = replace(config, gates=LENIENT, history_limit=LIMIT)
     nights.publish_night(config, nights.DATA_UNTIL)  # its gates compare both

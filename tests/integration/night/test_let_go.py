@@ -35,9 +35,7 @@ def no_collection() -> Iterator[None]:
 
 def alive(generations: set[str]) -> list[str]:
     """The generations of all snapshots that are still in memory."""
-    snapshot_generations = [
-        instance.generation for instance in gc.get_objects() if type(instance) is Snapshot
-    ]
+    snapshot_generations = [instance.generation for instance in gc.get_objects() if type(instance) is Snapshot]
     return sorted(generation for generation in snapshot_generations if generation in generations)
 
 
@@ -77,9 +75,7 @@ async def test_nothing_keeps_a_generation_that_is_no_longer_held(
         return real(self, *arguments, **named)
 
     monkeypatch.setattr(Predictor, "predict", predict)
-    monkeypatch.setattr(
-        inference.log, "disabled", True
-    )  # pytest keeps what is logged, tracebacks too
+    monkeypatch.setattr(inference.log, "disabled", True)  # pytest keeps what is logged, tracebacks too
     async with serving(night) as app:
 
         def live() -> str:
@@ -90,9 +86,9 @@ async def test_nothing_keeps_a_generation_that_is_no_longer_held(
         async def only_what_is_held() -> bool:
             served = app.service.follower.served
             assert served is not None
-            return alive(generations) == sorted(served.generations) and count(
-                ItemTable
-            ) - tables == len(served.generations)
+            return alive(generations) == sorted(served.generations) and count(ItemTable) - tables == len(
+                served.generations
+            )
 
         await request_every_rung(app, night)
         for is_forward in (True, False, True):

@@ -171,9 +171,7 @@ def test_the_connection_is_cut_in_the_middle_of_a_load(night, monkeypatch):
     night.finishes()
 
 
-def test_a_redis_that_was_killed_and_came_back_empty_is_restored_and_then_loaded(
-    night, monkeypatch, tmp_path
-):
+def test_a_redis_that_was_killed_and_came_back_empty_is_restored_and_then_loaded(night, monkeypatch, tmp_path):
     with monkeypatch.context() as patched:
         after_pages(patched, 20, lambda: os.kill(night.server.pid, signal.SIGKILL))
         with pytest.raises(TierUnavailable, match="cannot be reached"):
@@ -257,9 +255,7 @@ def test_a_redis_that_is_busy_or_still_loading_is_said_to_be(answering, answer, 
         client.set("page", b"x")
 
 
-def test_a_full_disk_while_scoring_names_the_remedy_and_leaves_what_was_finished(
-    night, monkeypatch
-):
+def test_a_full_disk_while_scoring_names_the_remedy_and_leaves_what_was_finished(night, monkeypatch):
     config = replace(night.config, history_limit=99)
     build = begin.run(config, data_until=NEXT, run_after=None)
     embed_items.run(config, build)
@@ -312,9 +308,7 @@ def test_no_room_on_the_disk_is_seen_before_scoring_writes(night, monkeypatch):
 
 
 @pytest.mark.parametrize("readers", ["never", "always"])
-def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
-    night, monkeypatch, readers
-):
+def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(night, monkeypatch, readers):
     """Resuming is exact: what is done again is less than what lies between two notes."""
     governor = replace(night.config.governor, readers=readers, piece_bytes=1024, idle_s=0.05)
     monkeypatch.setattr("precompute.bulk.load.PROGRESS_NOTE_BYTES", 8192)
@@ -335,11 +329,7 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
             for part in parts_of(manifest)
             if part.name.encode() not in loaded_part_names
         )
-        finished_count = sum(
-            part.pages.pages
-            for part in parts_of(manifest)
-            if part.name.encode() in loaded_part_names
-        )
+        finished_count = sum(part.pages.pages for part in parts_of(manifest) if part.name.encode() in loaded_part_names)
         assert noted_count + finished_count > 0
         written: list[bytes] = []
         send = PageStream.send
@@ -426,9 +416,7 @@ def stalled(night, monkeypatch) -> list[Part]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
     """The parts that are read back from now on."""
     parts: list[Part] = []
-    monkeypatch.setattr(
-        "precompute.gates.rules.checksums.verify_part", within_part(0, lambda: None, parts)
-    )
+    monkeypatch.setattr("precompute.gates.rules.checksums.verify_part", within_part(0, lambda: None, parts))
     return parts
 
 
@@ -449,9 +437,7 @@ def test_another_try_reads_back_only_the_parts_that_were_not(night, stalled, mon
     assert [part.name for part in read] == every, "what was verified whole is verified anew"
 
 
-def test_what_was_read_back_from_a_redis_that_started_since_is_read_again(
-    night, stalled, monkeypatch, tmp_path
-):
+def test_what_was_read_back_from_a_redis_that_started_since_is_read_again(night, stalled, monkeypatch, tmp_path):
     os.kill(night.server.pid, signal.SIGKILL)
     with restarted(night.server, tmp_path / "log"):
         with pytest.raises(Conflict, match="restore"):
@@ -520,9 +506,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
         with open_releases(night.config) as releases:
             moves.refuse(releases, generation, reason="a test says so", attempt="x")
             pages = {table.name: table.pages for table in manifest.tables.values()}
-            releases.control.set_row(
-                generation, RegistryRow(GenerationState.RETIRED, releases.clock())
-            )
+            releases.control.set_row(generation, RegistryRow(GenerationState.RETIRED, releases.clock()))
             releases.record("retire", generation, attempt="x", pages=pages)
             unlink_pages(releases.control.client, keys, manifest)
 
@@ -543,9 +527,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
         "precompute.steps.verify.read_erased_entities",
     ],
 )
-def test_a_store_that_does_not_answer_while_files_are_verified_refuses_nothing(
-    night, monkeypatch, step
-):
+def test_a_store_that_does_not_answer_while_files_are_verified_refuses_nothing(night, monkeypatch, step):
     night.load()
 
     def raise_unavailable(*_arguments):

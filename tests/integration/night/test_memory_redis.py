@@ -29,9 +29,7 @@ def random_command(rng: random.Random, epochs: list[int]) -> tuple[str, Any]:
     name, previous = rng.choice(NAMES), rng.choice([*NAMES, None])
     expected = rng.choice([*epochs[-3:], 0])
     rows = {
-        generation: RegistryRow(
-            rng.choice(list(GenerationState)), rng.uniform(0, 9), rng.choice(["", "why"])
-        )
+        generation: RegistryRow(rng.choice(list(GenerationState)), rng.uniform(0, 9), rng.choice(["", "why"]))
         for generation in rng.sample(NAMES, rng.randrange(3))
     }
     match rng.randrange(8):
@@ -79,15 +77,11 @@ def test_control_sees_the_same_in_both(redis_url: str, keyspace: Keyspace, seed:
                 memory.data.pop(keyspace.live, None)
             command_description, call = random_command(rng, epochs)
             assert outcome(call, real) == outcome(call, model), command_description
-            assert real.read_pointer() == model.read_pointer() and real.rows() == model.rows(), (
-                command_description
-            )
+            assert real.read_pointer() == model.read_pointer() and real.rows() == model.rows(), command_description
             assert client.get(keyspace.live) == memory.get(keyspace.live)
 
 
-def test_strings_hashes_and_replicas_are_the_same_in_both(
-    redis_url: str, keyspace: Keyspace
-) -> None:
+def test_strings_hashes_and_replicas_are_the_same_in_both(redis_url: str, keyspace: Keyspace) -> None:
     memory = MemoryRedis(keyspace, lambda: 1_000.5)
     with connect(redis_url, 5.0) as client:
         replies = []

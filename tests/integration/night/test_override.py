@@ -46,18 +46,14 @@ def test_an_overridden_rule_passes_once_more_verified_and_the_reason_is_kept(
     verdicts = {gate["rule"]: gate for gate in read_manifest(config.store(), generation).gates}
     assert verdicts["score_psi"]["passed"] and verdicts["score_psi"]["value"] > 1
     assert verdicts["score_psi"]["overridden"] == "the new scale is agreed"
-    override_record = next(
-        release for release in all_releases(config.store()) if release.action == "override"
-    )
+    override_record = next(release for release in all_releases(config.store()) if release.action == "override")
     assert (override_record.generation, override_record.rule) == (generation, "score_psi")
     assert override_record.reason == "the new scale is agreed"
 
 
 def test_only_what_a_rule_has_refused_can_be_overridden(refused: Refusal) -> None:
     config, generation = refused
-    with pytest.raises(
-        Conflict, match=r"list_jaccard has not refused .*: what failed is score_psi"
-    ):
+    with pytest.raises(Conflict, match=r"list_jaccard has not refused .*: what failed is score_psi"):
         override(config, generation, rule="list_jaccard", reason="wrong one", attempt="a")
     with pytest.raises(Refused, match="score_psi"):
         verify.run(config, {"generation": generation})

@@ -95,9 +95,7 @@ def test_pages_in_pieces_are_byte_for_byte_the_pages_sent_whole(world, small):
         }
 
 
-def test_a_load_that_ends_within_a_page_leaves_what_was_there_and_the_connection_unused(
-    world, small
-):
+def test_a_load_that_ends_within_a_page_leaves_what_was_there_and_the_connection_unused(world, small):
     manifest, root = loaded(world, None)
     page_values, part = values(world, manifest), parts_of(manifest)[0]
     world.client.delete(world.keys.loaded(A), part.key(world.keys, A, 5))
@@ -133,9 +131,7 @@ def test_pieces_are_asked_for_ahead_of_their_replies(world, small, monkeypatch):
 
     pieces = 5 * 4 + 3
     assert len(ahead) == pieces
-    assert ahead[: pieces - UNANSWERED_PIECES_MAX] == [UNANSWERED_PIECES_MAX + 1] * (
-        pieces - UNANSWERED_PIECES_MAX
-    )
+    assert ahead[: pieces - UNANSWERED_PIECES_MAX] == [UNANSWERED_PIECES_MAX + 1] * (pieces - UNANSWERED_PIECES_MAX)
 
 
 def test_reading_that_ends_within_a_page_leaves_no_reply_to_the_next_command(world, small):
@@ -220,10 +216,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
         watch = Watcher(control, probe_ms=1.0)
         try:
             assert poll_until(
-                lambda: (
-                    (look := watch.get_latest_observation()) is not None
-                    and look.foreign_s is not None
-                )
+                lambda: (look := watch.get_latest_observation()) is not None and look.foreign_s is not None
             )
             observation = watch.get_latest_observation()
             assert observation is not None and observation.replicas == 0
@@ -250,10 +243,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
                 for _ in range(50):
                     client.get("anything")
                 observation = watch.get_latest_observation()
-                return (
-                    observation is not None
-                    and (observation.foreign_s or 0.0) > FOREIGN_READS_PER_S_MIN
-                )
+                return observation is not None and (observation.foreign_s or 0.0) > FOREIGN_READS_PER_S_MIN
 
             assert poll_until(noticed)
             pings_before = client.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
@@ -308,11 +298,7 @@ def test_giving_way_ends_where_it_began():
     idle_priority = IdlePriority()
     is_idle = idle_priority(True)
 
-    assert (
-        idle_priority(True) == is_idle
-        and idle_priority(False) is False
-        and idle_priority(False) is False
-    )
+    assert idle_priority(True) == is_idle and idle_priority(False) is False and idle_priority(False) is False
 
 
 @pytest.mark.parametrize("how", ["repaired", "streamed"])
@@ -331,8 +317,6 @@ def test_files_that_are_retired_while_they_are_read_are_a_conflict(
 
     monkeypatch.setattr(Part, "read_sums", retired)
     act = load_missing if how == "streamed" else repair_pages
-    with pytest.raises(
-        Conflict, match=r"\.sums of .* is gone from .* so its pages cannot be loaded"
-    ) as caught:
+    with pytest.raises(Conflict, match=r"\.sums of .* is gone from .* so its pages cannot be loaded") as caught:
         act(world.control, world.store, A)
     assert caught.value.details == {"generation": A}

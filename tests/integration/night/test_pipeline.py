@@ -130,10 +130,7 @@ def test_every_step_can_be_repeated_and_finds_its_own_work(config):
 def test_a_changed_input_is_another_generation(config):
     first = build_verified(config, DATA_UNTIL)
     assert build_verified(replace(config, shards=3), DATA_UNTIL) != first
-    assert (
-        build_verified(replace(config, gates=replace(config.gates, skew_overlap=0.1)), DATA_UNTIL)
-        == first
-    )
+    assert build_verified(replace(config, gates=replace(config.gates, skew_overlap=0.1)), DATA_UNTIL) == first
     assert build_verified(config, NEXT) != first  # last: it replaces those that nobody published
 
 
@@ -151,9 +148,7 @@ def test_a_gate_that_fails_refuses_and_the_live_generation_stays(config):
 
     assert caught.value.details["rule"] == "coverage_of_source"
     assert live(config) == first
-    refused = next(
-        release for release in all_releases(config.store()) if release.action == "refuse"
-    )
+    refused = next(release for release in all_releases(config.store()) if release.action == "refuse")
     assert "coverage_of_source" in refused.reason
     assert state(config, refused.generation) is GenerationState.REFUSED
     gates = read_manifest(config.store(), refused.generation).gates
@@ -263,8 +258,7 @@ def test_p9_no_key_belongs_to_a_generation_that_the_registry_does_not_know(confi
     with connect(config.redis_url, 5.0) as client:
         registered_generations = set(Control(client, config.keyspace()).rows())
         generations_in_redis = {
-            key.decode().split(":")[4]
-            for key in client.scan_iter(f"larder:1:{config.namespace}:g:*")
+            key.decode().split(":")[4] for key in client.scan_iter(f"larder:1:{config.namespace}:g:*")
         }
     assert generations_in_redis and generations_in_redis <= registered_generations
 
@@ -273,9 +267,7 @@ def test_p5_p14_and_p20_the_manifest_names_index_recall_model_and_vocabulary_of_
     """PITFALLS P5, P14: one manifest over tables, index and model; recall measured and stored."""
     manifest = read_manifest(config.store(), build_verified(config, DATA_UNTIL))
     assert set(manifest.indexes) == {"inner_product", "cosine"}
-    assert all(
-        index.recall is not None and index.recall > 0.99 for index in manifest.indexes.values()
-    )
+    assert all(index.recall is not None and index.recall > 0.99 for index in manifest.indexes.values())
     agreement = manifest.models["user_tower"].agreement
     assert agreement["batch_invariant"] and agreement["overlap_at_20"] > 0.9
     assert manifest.tables["user_affinity"].labels
@@ -283,9 +275,7 @@ def test_p5_p14_and_p20_the_manifest_names_index_recall_model_and_vocabulary_of_
 
 
 def test_p17_records_of_a_shard_do_not_depend_on_how_many_threads_made_them(config):
-    manifest_of_one_thread = read_manifest(
-        config.store(), build_verified(replace(config, threads=1), DATA_UNTIL)
-    )
+    manifest_of_one_thread = read_manifest(config.store(), build_verified(replace(config, threads=1), DATA_UNTIL))
     moved = replace(config, threads=2, artifacts="elsewhere", namespace=f"{config.namespace}-2")
     two = read_manifest(moved.store(), build_verified(moved, DATA_UNTIL))
     for name, table in manifest_of_one_thread.tables.items():
@@ -309,9 +299,7 @@ def test_a_cut_that_has_not_come_yet_is_refused_before_anything_is_read(config):
         begin.run(config, data_until=later.isoformat(), run_after=None)
     assert not config.store().names("generations")
     with pytest.raises(ConfigError, match="ahead of Redis' clock"):
-        begin.run(
-            replace(config, data_until=later.isoformat()), data_until=None, run_after=DATA_UNTIL
-        )
+        begin.run(replace(config, data_until=later.isoformat()), data_until=None, run_after=DATA_UNTIL)
 
 
 def test_a_cut_older_than_the_live_generation_is_refused_before_anything_is_read(config):
@@ -330,18 +318,10 @@ def test_a_scheduled_night_leaves_out_what_came_after_it_was_due(config):
     due = replace(config, namespace=f"{config.namespace}-due")
     scheduled = Build.of(due, begin.run(due, data_until=None, run_after=DATA_UNTIL))
     named = replace(config, namespace=f"{config.namespace}-named")
-    uncut_build = Build.of(
-        named, begin.run(named, data_until=None, run_after=None, named=DATA_UNTIL)
-    )
+    uncut_build = Build.of(named, begin.run(named, data_until=None, run_after=None, named=DATA_UNTIL))
 
-    assert (
-        scheduled.need_report(BEGIN_REPORT)["interactions"]
-        == cut_build.need_report(BEGIN_REPORT)["interactions"]
-    )
-    assert (
-        scheduled.need_report(BEGIN_REPORT)["interactions"]
-        < uncut_build.need_report(BEGIN_REPORT)["interactions"]
-    )
+    assert scheduled.need_report(BEGIN_REPORT)["interactions"] == cut_build.need_report(BEGIN_REPORT)["interactions"]
+    assert scheduled.need_report(BEGIN_REPORT)["interactions"] < uncut_build.need_report(BEGIN_REPORT)["interactions"]
     assert read_holdout(scheduled.root) == read_holdout(cut_build.root) != {}
     assert not read_holdout(uncut_build.root)
 
@@ -361,9 +341,7 @@ def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
     build: BuildId = {"generation": build_verified(config, "2026-01-31T00:00:00Z")}
     broken = "20260130T120000Z-aaaaaaaaaaaa"
     with connect(config.redis_url, 5.0) as client:
-        Control(client, config.keyspace()).set_row(
-            broken, RegistryRow(GenerationState.LOADED, client.time()[0])
-        )
+        Control(client, config.keyspace()).set_row(broken, RegistryRow(GenerationState.LOADED, client.time()[0]))
     load.run(config, build)
     assert state(config, broken) is GenerationState.RETIRED
 
@@ -590,9 +568,7 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
 
 
 @pytest.mark.parametrize("data_until", [DATA_UNTIL, None], ids=["cut", "no cut"])
-def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
-    config, monkeypatch, data_until
-):
+def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(config, monkeypatch, data_until):
     """A log collector writes a file a minute: a night that began over again for each would never end."""
     pin = files.digest_files
     (config.path(".") / "clicks").mkdir()
@@ -613,15 +589,11 @@ def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
 
     names = [input_file["name"] for input_file in begin_report["inputs"]]
     assert "1.parquet" in names and "2.parquet" not in names
-    assert begin_report["unusable"]["interactions"]["rows"] == len(
-        pq.read_table(config.path("clicks/1.parquet"))
-    )
+    assert begin_report["unusable"]["interactions"]["rows"] == len(pq.read_table(config.path("clicks/1.parquet")))
 
 
 @pytest.mark.parametrize("content", [b"PAR1 half of what is being written", None])
-def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
-    config, monkeypatch, content
-):
+def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(config, monkeypatch, content):
     pin, path = files.digest_files, config.path("interactions.parquet")
     original_content = path.read_bytes()
 
@@ -688,8 +660,7 @@ def test_a_store_that_does_not_answer_is_not_an_unfinished_step(config, monkeypa
 
     other_host_build = Build.of(replace(config, state="another-host"), build)
     assert (
-        other_host_build.read_report(BEGIN_REPORT) is not None
-        and other_host_build.read_report(ASSEMBLE_REPORT) is None
+        other_host_build.read_report(BEGIN_REPORT) is not None and other_host_build.read_report(ASSEMBLE_REPORT) is None
     )
     for name in ("cat_file", "get_file"):
         monkeypatch.setattr(MemoryFileSystem, name, silent)
@@ -773,9 +744,7 @@ def test_every_quantized_model_that_users_see_is_held_against_fp32(tower, value,
     models = {name: SimpleNamespace(agreement=agreement) for name, agreement in facts.items()}
     tables = {"a": table("topk", "user_tower"), "b": table("value", "user_affinity")}
     manifest = SimpleNamespace(models=models, tables=tables)
-    verdict = int8_agreement(
-        cast(Candidate, SimpleNamespace(manifest=manifest, thresholds=GateThresholds()))
-    )
+    verdict = int8_agreement(cast(Candidate, SimpleNamespace(manifest=manifest, thresholds=GateThresholds())))
     assert verdict.passed is passed and message in verdict.note
 
 
@@ -813,18 +782,13 @@ def environment(tmp_path):
 def run(config, tmp_path, *arguments):
     """The command line in a process of its own."""
     command = [sys.executable, "-m", "precompute", *location_options(config, tmp_path), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment(tmp_path), check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(tmp_path), check=False)
 
 
 def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
     for arguments, message in (
         (["night"], "sources.interactions is empty"),
-        *(
-            ([command, "20260101T000000Z-000000000000"], "is unknown")
-            for command in ("publish", "load", "verify")
-        ),
+        *(([command, "20260101T000000Z-000000000000"], "is unknown") for command in ("publish", "load", "verify")),
         (["publish", "../../etc"], "not a generation id"),
         (["roll-back", "--reason", "x"], "no earlier generation"),
         (["restore"], "none runs here, so there is none to rebuild"),
@@ -832,9 +796,7 @@ def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
         (["--config", str(tmp_path / "none.toml"), "status"], "does not exist"),
         (["train"], "sources.interactions is empty"),
     ):
-        completed_process = shell(
-            *location_options(config, tmp_path), *arguments, environ=environment(tmp_path)
-        )
+        completed_process = shell(*location_options(config, tmp_path), *arguments, environ=environment(tmp_path))
         assert completed_process.returncode == 1, (arguments, completed_process)
         assert message in completed_process.stderr.replace("\n", " "), (
             arguments,

@@ -38,8 +38,7 @@ def settings(config):
     path.write_text(
         f'namespace = "{config.namespace}"\nshards = 2\npage_bytes = {config.page_bytes}\nthreads = 1\n'
         'artifacts = "artifacts"\nstate = "state"\nbundle = "bundle"\n'
-        '[sources]\ninteractions = "interactions.parquet"\nitem_features = "items.parquet"\n'
-        + tables
+        '[sources]\ninteractions = "interactions.parquet"\nitem_features = "items.parquet"\n' + tables
     )
     return path
 
@@ -103,9 +102,7 @@ def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):
     store = config.path("artifacts")
     paths_before = sorted(store.rglob("*"))
     with redis.Redis.from_url(config.redis_url) as client:
-        completed_process = plan(
-            config, "--json", "--qps", "100", "--gpu-users-per-s", "1e6", "--sample", "0.5"
-        )
+        completed_process = plan(config, "--json", "--qps", "100", "--gpu-users-per-s", "1e6", "--sample", "0.5")
         assert client.dbsize() == 0
         assert sorted(store.rglob("*")) == paths_before  # nothing of it is left in the store
         assert completed_process.returncode == 0, completed_process.stderr
@@ -139,9 +136,7 @@ def test_a_larger_plan_is_extrapolated_and_says_so(config):
     assert re.match("a table: one NVIDIA H200 did|a rehearsal on", smaller["scoring_gpu_how"])
 
     larger = json.loads(
-        plan(
-            config, "--json", "--users", "60000", "--items", "1500", "--dims", "32", "--k", "100"
-        ).stdout
+        plan(config, "--json", "--users", "60000", "--items", "1500", "--dims", "32", "--k", "100").stdout
     )
 
     assert larger["users"] == 60_000
@@ -160,9 +155,7 @@ def test_a_plan_foresees_a_load_that_airflow_would_end(config):
     estimate = json.loads(plan(config, "--json", *options).stdout)
 
     (remark,) = estimate["remarks"]
-    assert (
-        f"up to {estimate['load_beside_readers_max_s']:,.0f} s, at floor_mib_s (16 MiB/s)" in remark
-    )
+    assert f"up to {estimate['load_beside_readers_max_s']:,.0f} s, at floor_mib_s (16 MiB/s)" in remark
     assert "raise load_timeout_s and verify_timeout_s in [dag]" in remark
     assert json.loads(plan(config, "--json").stdout)["remarks"] == []
 
@@ -189,9 +182,7 @@ def test_a_redis_that_may_evict_pages_refuses_before_anything_is_drawn(config):
     completed_process = plan(config)
 
     assert completed_process.returncode == 1
-    assert (
-        "maxmemory-policy allkeys-lru" in completed_process.stderr and not completed_process.stdout
-    )
+    assert "maxmemory-policy allkeys-lru" in completed_process.stderr and not completed_process.stdout
 
 
 def test_a_redis_that_does_not_answer_is_named_before_anything_is_drawn(config, own_redis):
@@ -216,11 +207,7 @@ def test_room_that_is_stated_counts_instead_of_what_is_here(config, option, rule
 
     assert completed_process.returncode == 1
     assert re.search(rf"^refused: .*{rule}", completed_process.stderr)
-    failed = [
-        verdict["rule"]
-        for verdict in json.loads(completed_process.stdout)["verdicts"]
-        if not verdict["passed"]
-    ]
+    failed = [verdict["rule"] for verdict in json.loads(completed_process.stdout)["verdicts"] if not verdict["passed"]]
     assert failed == [rule]
 
 

@@ -15,9 +15,7 @@ def test_pages_are_read_back_at_the_pace_of_the_governor(
     config = prepare(tmp_path, redis_url, users=60, items=40)
     generation = build_verified(config, DATA_UNTIL)
     paced: list[int] = []
-    monkeypatch.setattr(
-        "precompute.releases.replication.run_ids", lambda _client: {"primary": "restarted"}
-    )
+    monkeypatch.setattr("precompute.releases.replication.run_ids", lambda _client: {"primary": "restarted"})
     monkeypatch.setattr(Governor, "pace", lambda _governor, size: paced.append(size))
 
     publish.run(config, {"generation": generation}, attempt="a")

@@ -25,9 +25,7 @@ def begun_with(config: NightConfig, cut: str) -> tuple[str, list[str]]:
     return str(report["bundle_digest"]), list(report["remarks"])
 
 
-def test_the_model_that_was_left_is_told_by_the_roll_back_and_by_the_night(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_the_model_that_was_left_is_told_by_the_roll_back_and_by_the_night(tmp_path: Path, redis_url: str) -> None:
     # Given a generation of one model, and then one of another
     config = replace(prepare(tmp_path / "n", redis_url, users=80, items=50), gates=LENIENT)
     store = config.store()

@@ -41,18 +41,14 @@ async def test_a_night_that_ran_is_there_and_one_that_did_not_is_missed_without_
         generation = body["generation"]
 
         assert body["ready"] and not body["schedule"]["missing"]
-        assert body["schedule"]["due"].endswith(
-            ("23:00:00Z", "22:00:00Z", "11:00:00Z", "10:00:00Z")
-        )
+        assert body["schedule"]["due"].endswith(("23:00:00Z", "22:00:00Z", "11:00:00Z", "10:00:00Z"))
         assert await gauge(app, MISSING) == 0.0
         assert 0 <= time.time() - await gauge(app, DUE) <= 12 * 3_600
         age_s = await gauge(app, "larder_generation_age_seconds")
         assert abs(age_s - body["schedule"]["age_seconds"]) < 60
 
     store = night.store()
-    old = dataclasses.replace(
-        read_manifest(store, generation), created_at=int(time.time()) - 13 * 3_600
-    )
+    old = dataclasses.replace(read_manifest(store, generation), created_at=int(time.time()) - 13 * 3_600)
     store.write(generation_path(generation, "manifest.json"), old.to_bytes())
     async with serving(night, **plan) as app:
         body = await app.get("/readyz")

@@ -123,9 +123,7 @@ def test_a_night_may_stop_before_its_publish(folder):
 
     assert completed_process.returncode == 0, completed_process
     assert "is verified, and not published: `larder canary start" in output
-    assert "publish" not in [
-        line.split()[0] for line in completed_process.stdout.splitlines() if line.split()
-    ]
+    assert "publish" not in [line.split()[0] for line in completed_process.stdout.splitlines() if line.split()]
 
 
 def test_single_steps_work_one_by_one_without_a_redis(folder):
@@ -147,9 +145,7 @@ def test_single_steps_work_one_by_one_without_a_redis(folder):
     back = run_here(folder, "roll-back", "--to", generation, "--reason", "x")
     assert back.returncode == 0 and generation in back.stdout, back
     refused_publish = run_here(folder, "publish", second)
-    assert refused_publish.returncode == 1 and "rolled_back" in refused_publish.stderr, (
-        refused_publish
-    )
+    assert refused_publish.returncode == 1 and "rolled_back" in refused_publish.stderr, refused_publish
     assert not processes_naming(folder)
 
 
@@ -194,11 +190,7 @@ def on_a_terminal(folder, *arguments, columns=100, interrupt_at=None):
 def test_a_night_on_a_terminal_fits_a_hundred_columns(folder):
     code, terminal_output = on_a_terminal(folder, "night")
     assert code == 0
-    table = (
-        terminal_output[terminal_output.rindex("┏") :]
-        if "┏" in terminal_output
-        else terminal_output
-    )
+    table = terminal_output[terminal_output.rindex("┏") :] if "┏" in terminal_output else terminal_output
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in table.splitlines()]
     assert max(map(len, lines)) <= 100
     assert "read interactions" in terminal_output and "/?" not in terminal_output
@@ -235,17 +227,14 @@ def test_an_interrupt_at_any_moment_shows_no_traceback(folder, after_s):
 @pytest.fixture
 def handlers():
     handler_by_signal = {
-        signal_number: signal.getsignal(signal_number)
-        for signal_number in (signal.SIGINT, signal.SIGTERM)
+        signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGINT, signal.SIGTERM)
     }
     yield
     for signal_number, handler in handler_by_signal.items():
         signal.signal(signal_number, handler)
 
 
-def test_an_unknown_exception_is_one_line_unless_debug_is_asked(
-    folder, monkeypatch, capsys, handlers
-):
+def test_an_unknown_exception_is_one_line_unless_debug_is_asked(folder, monkeypatch, capsys, handlers):
     def breaks(*_arguments, **_settings):
         raise ZeroDivisionError("[bold] division")
 
@@ -262,7 +251,5 @@ def test_an_unknown_exception_is_one_line_unless_debug_is_asked(
 
 
 def test_the_help_says_where_the_cut_and_the_state_come_from(folder):
-    assert "newest change of an input" in " ".join(
-        run_here(folder, "night", "--help").stdout.split()
-    )
+    assert "newest change of an input" in " ".join(run_here(folder, "night", "--help").stdout.split())
     assert "keep their state in Redis" in " ".join(run_here(folder, "--help").stdout.split())

@@ -29,9 +29,7 @@ BLANK = ("", "  ", None)
 
 
 @pytest.fixture(scope="module")
-def nights_of(
-    tmp_path_factory: pytest.TempPathFactory, redis_url: str
-) -> tuple[NightConfig, str, str]:
+def nights_of(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[NightConfig, str, str]:
     """A superseded night and the live one after it."""
     config = prepare(tmp_path_factory.mktemp("shell") / "n", redis_url, users=150, items=60)
     generations = []
@@ -101,9 +99,7 @@ def test_a_reason_that_says_nothing_is_refused_everywhere(
 
 
 @pytest.mark.parametrize("days", ["0", "-1", "nan", "inf"])
-def test_a_pin_lasts_for_a_time_above_nothing(
-    nights_of: tuple[NightConfig, str, str], days: str
-) -> None:
+def test_a_pin_lasts_for_a_time_above_nothing(nights_of: tuple[NightConfig, str, str], days: str) -> None:
     config, old, _ = nights_of
     with pytest.raises(ConfigError, match="days"):
         run(config, "pin", old, "--reason", "x", f"--days={days}")
@@ -121,16 +117,10 @@ def test_verify_says_what_it_did_not_run(nights_of: tuple[NightConfig, str, str]
     config, old, live = nights_of
     verify_result = verify.run(config, {"generation": live})
     assert (
-        verify_result["verified"]
-        and verify_result["gates"] == 0
-        and "every page was read" in verify_result["not_run"]
+        verify_result["verified"] and verify_result["gates"] == 0 and "every page was read" in verify_result["not_run"]
     )
     verify_result = verify.run(config, {"generation": old})
-    assert (
-        not verify_result["verified"]
-        and verify_result["gates"] == 0
-        and "superseded" in verify_result["not_run"]
-    )
+    assert not verify_result["verified"] and verify_result["gates"] == 0 and "superseded" in verify_result["not_run"]
 
     page = config.keyspace().page(live, "user_topk", 0)
     with connect(config.redis_url, 5.0) as client:
@@ -184,9 +174,7 @@ def test_the_commands_are_those_of_the_parser() -> None:
     assert build_command_parser().parse_args(["warm", "x"]).run.import_command() is commands.warm
 
 
-def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(tmp_path: Path, own_redis: RedisServer) -> None:
     config = prepare(tmp_path / "n", own_redis.url, users=150, items=60)
     first = build_verified(config, DATA_UNTIL)
     publish(config, first)

@@ -60,9 +60,7 @@ def make_report(config: NightConfig) -> dict[str, Any]:
 
 
 def find_generation(status_report: dict[str, Any], generation: str) -> dict[str, Any]:
-    (generation_report,) = [
-        row for row in status_report["generations"] if row["generation"] == generation
-    ]
+    (generation_report,) = [row for row in status_report["generations"] if row["generation"] == generation]
     return dict(generation_report)
 
 
@@ -100,11 +98,7 @@ def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(
         names: list[bytes] = client.keys(f"larder:1:{config.namespace}:g:{second}:*")  # type: ignore[assignment]
         pages = [name for name in names if name.rpartition(b":")[2].isdigit()]
         redis_bytes = sum(client.strlen(name) for name in pages)
-    assert (
-        live["redis_bytes"]
-        == redis_bytes
-        == sum(table["bytes"] for table in live["tables"].values())
-    )
+    assert live["redis_bytes"] == redis_bytes == sum(table["bytes"] for table in live["tables"].values())
     files = Path(config.base, "artifacts", config.namespace, "generations", second)
     on_disk = sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
     assert 0.3 * on_disk < live["store_bytes"] <= on_disk
@@ -122,10 +116,7 @@ def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) ->
         status_report = make_report(config)
 
     assert not status_report["well"] and status_report["live"] == live
-    assert (
-        len(status_report["problems"]) == 1
-        and f"{coming} was refused" in status_report["problems"][0]
-    )
+    assert len(status_report["problems"]) == 1 and f"{coming} was refused" in status_report["problems"][0]
 
     later_state = replace(read_state(config), read_at=read_state(config).read_at + 3 * 86_400)
     problems = report_status(config, later_state)["problems"]
@@ -137,9 +128,7 @@ def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
 ) -> None:
     live = publish_night(config, DATA_UNTIL)
     older = f"20200101T000000Z-{'0' * 12}"
-    earlier_generation = (
-        f"{live[:CUT_CHARS]}-{'0' * 12}"  # in `status` it stands below the live one
-    )
+    earlier_generation = f"{live[:CUT_CHARS]}-{'0' * 12}"  # in `status` it stands below the live one
     with open_releases(config) as releases:
         for generation in (earlier_generation, older):
             releases.note(generation, GenerationState.LOADED)
@@ -160,15 +149,10 @@ def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConf
             "holds": [first],
             "failed": {second: "no disk"},
         }
-        releases.control.client.zadd(
-            config.keyspace().replicas, {orjson.dumps(beat): releases.control.time()}
-        )
+        releases.control.client.zadd(config.keyspace().replicas, {orjson.dumps(beat): releases.control.time()})
         status_report = make_report(config)
         releases.control.client.delete(config.keyspace().live)
-    assert any(
-        "slow cannot load" in problem and "no disk" in problem
-        for problem in status_report["problems"]
-    )
+    assert any("slow cannot load" in problem and "no disk" in problem for problem in status_report["problems"])
     assert any(f"slow answers from {first}" in problem for problem in status_report["problems"])
     report_without_pointer = make_report(config)
     assert (
@@ -226,9 +210,7 @@ def test_events_are_reported_up_to_where_nights_and_the_live_one_have_them(
 
     assert status_report["events"] == {"taken_until": "1769860800391-4", "live_until": "0-0"}
     (line,) = [
-        output_line
-        for output_line in map(str, render_status(status_report)[1:])
-        if output_line.startswith("events:")
+        output_line for output_line in map(str, render_status(status_report)[1:]) if output_line.startswith("events:")
     ]
     assert line == (
         "events: the live one has them up to none; nights took them over up to 2026-01-31T12:00:00Z (1769860800391-4)"
@@ -240,9 +222,7 @@ def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None
     status_report = make_report(config)
 
     (problem,) = status_report["problems"]
-    assert problem.startswith(
-        f"nothing is live: the artefact store {config.store().url} tells of no"
-    )
+    assert problem.startswith(f"nothing is live: the artefact store {config.store().url} tells of no")
     assert "run `larder night`" in problem
     assert status_report["generations"] == [] and status_report["schedule"]["missing"]
 
@@ -255,9 +235,7 @@ def test_where_no_redis_is_configured_none_is_started_and_no_replica_is_not_well
 
     assert (status_report["redis"]["state"], status_report["live"]) == ("absent", live)
     (problem,) = status_report["problems"]
-    assert problem.startswith(
-        f"no replica serves {live}: no Redis is configured and none runs here"
-    )
+    assert problem.startswith(f"no replica serves {live}: no Redis is configured and none runs here")
 
 
 def test_against_another_store_it_says_what_store_and_redis_know_and_nothing_else(

@@ -56,9 +56,7 @@ def files_of(config: NightConfig, build: BuildId) -> dict[str, bytes]:
 def elsewhere(config: NightConfig, folder: Path) -> NightConfig:
     """The same inputs in a store and a namespace of its own."""
     namespace = f"streaming-{uuid.uuid4().hex}"
-    return replace(
-        config, namespace=namespace, artifacts=str(folder / "a"), state=str(folder / "s")
-    )
+    return replace(config, namespace=namespace, artifacts=str(folder / "a"), state=str(folder / "s"))
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +66,7 @@ def one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected_files(
-    prepared: NightConfig, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, bytes]:
+def expected_files(prepared: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     config = elsewhere(prepared, tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.model.tower.CPU_TILE", Tile(1, 1 << 21))
@@ -119,15 +115,9 @@ def test_chunks_and_slices_do_not_show_in_the_files(
     ]
     assert files_of(config, build) == expected_files
     for shard in range(SHARDS):
-        steps = [
-            progress_call
-            for progress_call in progress_calls
-            if progress_call[0] == f"score shard {shard}"
-        ]
+        steps = [progress_call for progress_call in progress_calls if progress_call[0] == f"score shard {shard}"]
         assert len(steps) >= scored[shard]["users"] // chunk
-        assert [completed for _, completed, _ in steps] == sorted(
-            completed for _, completed, _ in steps
-        )
+        assert [completed for _, completed, _ in steps] == sorted(completed for _, completed, _ in steps)
         assert all(completed <= total for _, completed, total in steps)
     assert not list(Path(config.artifacts).rglob(".*.part"))
 
@@ -196,9 +186,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
     assert [shard_report["shard"] for shard_report in scored] == build["shards"]
     whats = [label for label, _, _ in progress_calls if label.startswith("score")]
     first, second = (f"score shard {shard}" for shard in range(SHARDS))
-    assert whats.index(second) < len(whats) - whats[::-1].index(
-        first
-    )  # neither waited for the other
+    assert whats.index(second) < len(whats) - whats[::-1].index(first)  # neither waited for the other
     repeated_reports = score.run(config, build, build["shards"])
     assert repeated_reports == scored
 

@@ -33,9 +33,7 @@ UNKNOWN_SCORE = 0.5
 TEXT_BYTES = 5_000
 LONG_TEXT = "x" * (TEXT_BYTES + 1)
 # `tests.regressions` runs these tests at commits without this setting.
-LIMIT: dict[str, Any] = (
-    {"feature_text_bytes": TEXT_BYTES} if hasattr(NightConfig, "feature_text_bytes") else {}
-)
+LIMIT: dict[str, Any] = {"feature_text_bytes": TEXT_BYTES} if hasattr(NightConfig, "feature_text_bytes") else {}
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,7 @@ def value_model(width: int | None) -> ModelFile:
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 2)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     onnx.checker.check_model(model)
-    spec = TowerSpec(
-        (InputSpec("text", "feature", "string", column="text", width=width),), "risk", 1
-    )
+    spec = TowerSpec((InputSpec("text", "feature", "string", column="text", width=width),), "risk", 1)
     return ModelFile(OnnxModel(model.SerializeToString()), spec, labels=("risk",))
 
 
@@ -111,17 +107,14 @@ class World:
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.name)
-def world(
-    tmp_path_factory: pytest.TempPathFactory, redis_url: str, request: pytest.FixtureRequest
-) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory, redis_url: str, request: pytest.FixtureRequest) -> World:
     shape: Shape = request.param
     folder = tmp_path_factory.mktemp("texts")
     night = nights.prepare(folder, redis_url, users=120, items=60)
     users = sorted(nights.histories(night))
     count = shape.width or 1
     tokens_by_user = {
-        user: [[*TOKENS, "new"][(row + index) % 4] for index in range(count)]
-        for row, user in enumerate(users)
+        user: [[*TOKENS, "new"][(row + index) % 4] for index in range(count)] for row, user in enumerate(users)
     }
     long_user = users[7]
     texts = [shape.value(tokens_by_user[user]) for user in users]
@@ -285,9 +278,7 @@ async def test_a_table_of_features_is_enough_for_a_classifier(
             assert answer["values"] == [score([token])] and answer["producer"] == "batch"
 
 
-def test_features_alone_are_refused_for_a_model_of_histories(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_features_alone_are_refused_for_a_model_of_histories(tmp_path: Path, redis_url: str) -> None:
     night = nights.prepare(tmp_path, redis_url, users=20, items=20)
     users = pa.table({"user": ["a", "b"], "country": pa.array([0, 1], pa.int64())})
     pq.write_table(users, tmp_path / "users.parquet")

@@ -75,9 +75,7 @@ def scored(config):
 
 def published_bytes(root):
     """All that readers see: pages, directories, items and defaults."""
-    files = [
-        path for folder in ("tables", "directory", "items") for path in (root / folder).rglob("*")
-    ]
+    files = [path for folder in ("tables", "directory", "items") for path in (root / folder).rglob("*")]
     files.append(root / "defaults.json")
     return {str(path.relative_to(root)): path.read_bytes() for path in files if path.is_file()}
 
@@ -102,9 +100,7 @@ def mixed_in(folder, name, rng, garbage):
 def after(folder, name, rows):
     """Rows at the end of a Parquet file."""
     table = pq.read_table(folder / name)
-    pq.write_table(
-        pa.concat_tables([table, pa.Table.from_pylist(rows, table.schema)]), folder / name
-    )
+    pq.write_table(pa.concat_tables([table, pa.Table.from_pylist(rows, table.schema)]), folder / name)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -165,9 +161,9 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
         "rows": 1,
         "cases": [{"user": known_user}],
     }
-    assert unusable_counts["user_features.mood"]["reasons"]["mood: not finite as float32"][
-        "cases"
-    ] == [{"user": "ghost"}]
+    assert unusable_counts["user_features.mood"]["reasons"]["mood: not finite as float32"]["cases"] == [
+        {"user": "ghost"}
+    ]
     assert {"ghost", "broken-2"} <= ids_named_in(unusable_counts)
 
 
@@ -187,9 +183,7 @@ def spoilt(folder, user, mood):
         ([1.0, 1e-20], "records of user_mood", "does not fit its table's precision"),
     ],
 )
-def test_a_value_that_cannot_be_used_costs_its_user_one_table(
-    config, tmp_path, mood, source, reason
-):
+def test_a_value_that_cannot_be_used_costs_its_user_one_table(config, tmp_path, mood, source, reason):
     users = pq.read_table(tmp_path / "users.parquet")["user"].to_pylist()
     spoilt(tmp_path, users[7], mood)
 
@@ -230,20 +224,12 @@ def test_a_vector_that_is_not_finite_costs_its_users_their_lists(config, tmp_pat
     lost_users = {user for user, history in histories.items() if rare in history[-64:]}
     for name in ("user_topk", "user_vector"):
         records = nights.raw_records(config, generation, sorted(histories), name)
-        assert {
-            user for user, record in records.items() if record[14] == ABSENT_FLAGS
-        } == lost_users
-    unusable_counts = open_generation(config.store(), generation)[0].facts["unusable"][
-        "outputs of user_tower"
-    ]
-    assert unusable_counts["left_out"] == len(lost_users) and lost_users >= ids_named_in(
-        {"": unusable_counts}
-    )
+        assert {user for user, record in records.items() if record[14] == ABSENT_FLAGS} == lost_users
+    unusable_counts = open_generation(config.store(), generation)[0].facts["unusable"]["outputs of user_tower"]
+    assert unusable_counts["left_out"] == len(lost_users) and lost_users >= ids_named_in({"": unusable_counts})
 
 
-def test_an_item_whose_vector_is_not_finite_is_not_in_the_catalogue_and_costs_no_other(
-    config, tmp_path
-):
+def test_an_item_whose_vector_is_not_finite_is_not_in_the_catalogue_and_costs_no_other(config, tmp_path):
     table = pq.read_table(tmp_path / "items.parquet")
     lost_item = table["item"][5].as_py()
     remaining_table = table.filter(pa.array([row != 5 for row in range(len(table))]))
@@ -289,9 +275,7 @@ def test_an_item_that_loses_its_vector_after_begin_ends_the_night_by_name(config
 def test_more_than_the_share_is_refused_by_reason_and_may_be_overridden(config, tmp_path):
     mixed_in(tmp_path, "users.parquet", random.Random(0), [{"country": 1}] * 3)
     build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
-    with pytest.raises(
-        Refused, match=r"unusable_rows is 0\.0\d+, the threshold 0\.001 .*user: no id: 3"
-    ) as caught:
+    with pytest.raises(Refused, match=r"unusable_rows is 0\.0\d+, the threshold 0\.001 .*user: no id: 3") as caught:
         nights.publish_night(config, nights.DATA_UNTIL)
     assert caught.value.details["rule"] == "unusable_rows"
     with open_releases(config) as releases:
@@ -311,9 +295,7 @@ def test_more_than_the_share_is_refused_by_reason_and_may_be_overridden(config, 
         ("users.parquet", "user", lambda n: pa.array([1.5] * n), "'user' is double.*Int64"),
     ],
 )  # fmt: skip
-def test_what_no_row_can_be_read_from_is_refused_in_begin(
-    config, tmp_path, file, column, values, message
-):
+def test_what_no_row_can_be_read_from_is_refused_in_begin(config, tmp_path, file, column, values, message):
     table = pq.read_table(tmp_path / file)
     column_index = table.column_names.index(column)
     pq.write_table(table.set_column(column_index, column, values(len(table))), tmp_path / file)

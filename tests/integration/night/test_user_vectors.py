@@ -56,16 +56,11 @@ def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(confi
     lists = nights.top_lists(config, generation, [*user_vectors, *nights.histories(config)])
     histories = nights.histories(config)
     for user, vector in user_vectors.items():
-        assert np.allclose(
-            decode_record(layout, stored_records[user]).numbers, vector, rtol=2**-10, atol=1e-6
-        )
+        assert np.allclose(decode_record(layout, stored_records[user]).numbers, vector, rtol=2**-10, atol=1e-6)
         scores = np.asarray(items.vectors) @ vector
         ranked_items = [names[at] for at in np.argsort(-scores, kind="stable")]
         seen_items = set(histories.get(user, []))
-        assert (
-            lists[user]
-            == tuple(item for item in ranked_items if item not in seen_items)[: nights.K]
-        )
+        assert lists[user] == tuple(item for item in ranked_items if item not in seen_items)[: nights.K]
     assert set(histories) <= lists.keys()
     assert SKEW_RULE in {gate["rule"] for gate in manifest.gates if gate["passed"]}
 
@@ -78,9 +73,7 @@ def test_the_probe_holds_those_who_were_scored_by_the_tower_and_no_others(config
     artefact = Artefact(**manifest.facts[PROBE_FACT])
     probe = Probe.open(root / artefact.path, ItemTable.open(root, manifest))
     seed, histories = manifest.entity_sets["user"].seed, nights.histories(config)
-    probed = {
-        user for user in histories if probe.input_of(hash_id(user.encode(), seed)) is not None
-    }
+    probed = {user for user in histories if probe.input_of(hash_id(user.encode(), seed)) is not None}
     assert probed == histories.keys() - user_vectors.keys()
 
 
@@ -120,9 +113,7 @@ def test_vectors_that_say_nothing_are_noted_and_their_users_left_to_the_tower(co
 )
 def test_a_table_that_holds_no_vector_of_the_bundles_dimensions_is_named(config, vectors, message):
     if vectors is None:
-        pq.write_table(
-            pa.table({"user": ["a"], "vector": [1.5]}), config.path("user_vectors.parquet")
-        )
+        pq.write_table(pa.table({"user": ["a"], "vector": [1.5]}), config.path("user_vectors.parquet"))
     elif vectors != "missing":
         write(config, ["a", "b"], vectors)
 

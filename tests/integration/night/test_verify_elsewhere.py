@@ -18,9 +18,7 @@ from tests.integration.corpus import build
 from tests.integration.nights import DATA_UNTIL, NEXT, prepare, publish_night
 
 
-def test_another_host_compares_with_the_live_generation_from_the_store(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_another_host_compares_with_the_live_generation_from_the_store(tmp_path: Path, redis_url: str) -> None:
     config = prepare(tmp_path, redis_url, users=150, items=60)
     config = replace(config, artifacts=f"memory://verify-{uuid.uuid4().hex}")
     live = publish_night(config, DATA_UNTIL)
@@ -33,9 +31,7 @@ def test_another_host_compares_with_the_live_generation_from_the_store(
     with connect(config.redis_url, 5.0) as client:
         current_run_ids = run_ids(client)
     report = Build(elsewhere, elsewhere.store(), generation).read_report(VERIFY_REPORT)
-    assert (
-        report is not None and report["run_ids"] == current_run_ids and current_run_ids["primary"]
-    )
+    assert report is not None and report["run_ids"] == current_run_ids and current_run_ids["primary"]
     verdicts = read_manifest(config.store(), generation).gates
     compared = {gate["rule"] for gate in verdicts if gate.get("baseline") == live}
     assert {"list_jaccard", "score_psi", "coverage_of_live", "stale_lists"} <= compared

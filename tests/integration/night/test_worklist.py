@@ -66,9 +66,7 @@ async def test_what_is_asked_for_in_vain_is_listed_most_asked_first(night: Night
 async def test_blocked_and_erased_ids_are_neither_kept_nor_listed(night: NightConfig) -> None:
     async with serving(night, quality_s=0.05) as app:
         await look_up(app, ["stays", "blocked", "erased"])
-        assert await eventually(
-            lambda: has_read_counts(night, {"stays": 1, "blocked": 1, "erased": 1})
-        )
+        assert await eventually(lambda: has_read_counts(night, {"stays": 1, "blocked": 1, "erased": 1}))
 
         change_blocklist(night.store(), block_users=[b"blocked"])
         begin_erasing(night.store(), b"erased", "user", requested_at=1.0)
@@ -106,9 +104,7 @@ def test_the_command_shows_and_exports_the_standing_of_every_id(
             client.zincrby(keys.cold_names(counted_day), count, f"user_topk:{name}")
     path = tmp_path / "worklist.csv"
 
-    table, summary = worklist(
-        night, argparse.Namespace(limit=2, export=str(path), json=False), quiet
-    )
+    table, summary = worklist(night, argparse.Namespace(limit=2, export=str(path), json=False), quiet)
 
     assert getattr(table, "row_count", None) == 2 and str(summary).startswith("3 ids: ")
     with path.open(encoding="utf-8", newline="") as file:

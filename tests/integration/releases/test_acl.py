@@ -101,9 +101,7 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     loader.set(KEYS.page("g1", "user_topk", 0), b"0123456789")
     loader.set(KEYS.live, b"{}")
     assert reader.exists(KEYS.live)
-    remote = RemoteTier(
-        RemoteConfig(f"unix://larder-reader:reads@{socket}", deadline_s=5.0), KEYS, Breaker()
-    )
+    remote = RemoteTier(RemoteConfig(f"unix://larder-reader:reads@{socket}", deadline_s=5.0), KEYS, Breaker())
     overlay = OverlayRead("g1", "user_topk", "ab")
 
     await remote.control.execute("PING")
@@ -123,9 +121,7 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert await remote.write_overlays([marked, marked._replace(lease_mark=None)]) == [None, None]
     assert await remote.lease(LeaseTake(*lease_mark, 60_000)) == b"done:replica/1"
     assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.token, 60_000)) is None
-    await SharedHotKeys(remote.control).add_report(
-        HotKeyReport(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")])
-    )
+    await SharedHotKeys(remote.control).add_report(HotKeyReport(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")]))
     assert await SharedHotKeys(remote.control).fetch_names(5) == [("user_topk", b"u1")]
     cold = HotKeyReport(5, [(("user_topk", b"u3"), 2)], [("user_topk", b"u4")], COLD_WINDOW)
     await SharedHotKeys(remote.control).add_report(cold)
@@ -154,9 +150,7 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
         {b"g1": b"{}"},
     ]
     assert await remote.control.execute_all([("HDEL", KEYS.workers, "w")]) == [1]
-    assert [server_info["maxmemory_policy"] for server_info in await remote.control.infos()] == [
-        "volatile-lru"
-    ]
+    assert [server_info["maxmemory_policy"] for server_info in await remote.control.infos()] == ["volatile-lru"]
     loader.hdel(KEYS.generations, "g1")
     await remote.control.heartbeat(b"{}", 1.0)
     await remote.control.heartbeat(b'{"holds":[]}', 2.0, b"{}")
@@ -254,9 +248,7 @@ def test_a_script_of_the_service_reaches_no_further_than_the_service(
     assert loader.get(KEYS.live) == b"{}"
 
 
-def test_status_counts_replicas_with_the_loaders_rights(
-    reader: redis.Redis, loader: redis.Redis
-) -> None:
+def test_status_counts_replicas_with_the_loaders_rights(reader: redis.Redis, loader: redis.Redis) -> None:
     control = Control(loader, KEYS)
     now_s = control.time()
     reader.zadd(KEYS.replicas, {b"silent": now_s - 3_600.0, b"forgotten": now_s - 2 * 86_400.0})
@@ -297,9 +289,7 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     assert loader.unlink(page, KEYS.loaded("g1")) == 2
 
 
-def test_the_night_takes_an_erased_entity_out_of_the_sketch(
-    loader: redis.Redis, reader: redis.Redis
-) -> None:
+def test_the_night_takes_an_erased_entity_out_of_the_sketch(loader: redis.Redis, reader: redis.Redis) -> None:
     for key in (KEYS.hot_names(7), KEYS.cold_names(7)):
         reader.zincrby(key, 1.0, "user_topk:u1")
 
@@ -332,18 +322,14 @@ def test_the_night_removes_an_overlay_that_it_can_neither_read_nor_write(
     ],
     ids=lambda command: " ".join(command[:2]),
 )
-def test_the_night_stays_within_its_namespace(
-    loader: redis.Redis, command: tuple[str, ...]
-) -> None:
+def test_the_night_stays_within_its_namespace(loader: redis.Redis, command: tuple[str, ...]) -> None:
     with pytest.raises(redis.exceptions.NoPermissionError):
         loader.execute_command(*command)
 
 
 def test_a_connection_without_a_password_is_refused(socket: Path) -> None:
     with (
-        redis.Redis(
-            unix_socket_path=str(socket), protocol=2, retry=Retry(NoBackoff(), 0)
-        ) as anonymous,
+        redis.Redis(unix_socket_path=str(socket), protocol=2, retry=Retry(NoBackoff(), 0)) as anonymous,
         pytest.raises(redis.exceptions.RedisError, match=r"[Aa]uthentication|NOAUTH"),
     ):
         anonymous.get(KEYS.live)

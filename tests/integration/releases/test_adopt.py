@@ -28,9 +28,7 @@ FUTURE = 9_999_999_999_999
 
 
 @pytest.fixture(scope="module")
-def verified_nights(
-    tmp_path_factory: pytest.TempPathFactory, redis_url: str
-) -> tuple[NightConfig, str, str]:
+def verified_nights(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[NightConfig, str, str]:
     """Two verified nights, one of them published."""
     config = prepare(tmp_path_factory.mktemp("adopt") / "n", redis_url, users=150, items=60)
     first = build_verified(config, DATA_UNTIL)
@@ -78,9 +76,7 @@ def test_what_the_store_says_is_live_is_live_again_above_the_stray_epoch(
     assert adoption["generation"] == first == pointer.generation
     if stray == "newer":
         assert pointer.epoch > FUTURE
-        adoption_records = [
-            release for release in all_releases(config.store()) if "put back" in release.reason
-        ]
+        adoption_records = [release for release in all_releases(config.store()) if "put back" in release.reason]
         assert adoption_records and adoption_records[0].expected == FUTURE
     begin.run(config, data_until="2026-02-01T00:00:00Z", run_after=None)
     with pytest.raises(Conflict, match="without --adopt"):
@@ -110,9 +106,7 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
     assert publish_night(config, NEXT) == live(config).generation
 
 
-def test_there_is_nothing_to_adopt_where_there_is_no_pointer(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_there_is_nothing_to_adopt_where_there_is_no_pointer(tmp_path: Path, redis_url: str) -> None:
     config = replace(prepare(tmp_path / "n", redis_url, users=120, items=60), namespace="nothing")
     with pytest.raises(Conflict, match="nothing to adopt"):
         adopt(config, reason="x", attempt="a")

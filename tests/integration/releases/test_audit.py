@@ -50,10 +50,7 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
         "",
         "done",
     )
-    assert (
-        latest_audit_records(night)[0].found == {"changed": True}
-        and latest_audit_records(night)[0].attempt
-    )
+    assert latest_audit_records(night)[0].found == {"changed": True} and latest_audit_records(night)[0].attempt
     publish(night, first)  # again: written down as well, and that it changed nothing
     assert latest_audit_records(night)[0].found == {"changed": False}
     unknown = f"20260101T000000Z-{'0' * 12}"

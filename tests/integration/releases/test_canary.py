@@ -36,9 +36,7 @@ def served(
     folder = tmp_path_factory.mktemp("canary")
     config = replace(
         build_night(folder / "night", redis_url, users=200, items=60),
-        canary=CanaryConfig(
-            wait_s=1.0, requests_min=20, keys_min=20, source_shift_max=0.5, score_psi_max=2.0
-        ),
+        canary=CanaryConfig(wait_s=1.0, requests_min=20, keys_min=20, source_shift_max=0.5, score_psi_max=2.0),
     )
     with fleet(config, folder / "logs") as services:
         yield config, services
@@ -109,9 +107,7 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
     # Stable over replicas, and exactly the keys that the split names.
     split = KeySplit.of(tried, PERCENT)
     assert generations_by_replica[0] == generations_by_replica[1] == generations_by_replica[2]
-    assert generations_by_replica[0] == {
-        key: tried if split.has_key(key.encode()) else live for key in KEYS
-    }
+    assert generations_by_replica[0] == {key: tried if split.has_key(key.encode()) else live for key in KEYS}
     canary_fraction = PERCENT / 100
     canary_key_count = Counter(generations_by_replica[0].values())[tried]
     bound = 5 * math.sqrt(len(KEYS) * canary_fraction * (1 - canary_fraction))
@@ -119,9 +115,7 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
     # By default the user decides; several users have no key; a pin wins; the header counts too.
     user = next(user_id for user_id in sorted(histories(config)) if split.has_key(user_id.encode()))
     assert (await look_up(services[0], [user]))[0]["generation"] == tried
-    assert {answer["generation"] for answer in await look_up(services[0], [user, users[0]])} == {
-        live
-    }
+    assert {answer["generation"] for answer in await look_up(services[0], [user, users[0]])} == {live}
     assert (await look_up(services[0], [user], generation=live))[0]["generation"] == live
     assert (await look_up(services[0], users, generation=tried))[0]["generation"] == tried
     # Feedback finds its arm.
@@ -139,17 +133,13 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
 
     assert set((await generations(services[1], users)).values()) == {live}
     assert await look_up(services[1], users, 409, generation=tried) == []
-    assert poll_until(
-        lambda: all(tried not in replica.held_generations for replica in beating(config))
-    )
+    assert poll_until(lambda: all(tried not in replica.held_generations for replica in beating(config)))
     with control_of(config) as control:
         assert control.rows()[tried].state is GenerationState.ABANDONED
     with pytest.raises(Conflict):
         publish(config, tried)
     # A retry finds its own work; anybody else is told that there is none to abandon.
-    repeated_abandon = await asyncio.to_thread(
-        trial.abandon, config, reason="a test", attempt="abandon"
-    )
+    repeated_abandon = await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="abandon")
     assert repeated_abandon["generation"] == tried
     with pytest.raises(Conflict, match="no canary"):
         await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="another")
@@ -172,9 +162,7 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
     assert await asyncio.to_thread(poll_until, lambda: trial.is_over(config, tried))
     print(trial.status(config))
 
-    conclusion = await asyncio.to_thread(
-        trial.publish_or_abandon, config, tried, attempt="conclude"
-    )
+    conclusion = await asyncio.to_thread(trial.publish_or_abandon, config, tried, attempt="conclude")
     await asyncio.to_thread(follow, config)
 
     assert conclusion["published"] and live_of(config) == tried
@@ -206,14 +194,10 @@ async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_nam
     await asyncio.to_thread(start, config, tried)
 
     repeated_start = await asyncio.to_thread(trial.start, config, None, attempt="again")
-    ten_percent_start = await asyncio.to_thread(
-        trial.start, config, tried, percent=10.0, attempt="other"
-    )
+    ten_percent_start = await asyncio.to_thread(trial.start, config, tried, percent=10.0, attempt="other")
 
     assert repeated_start == {"generation": tried, "percent": PERCENT}
-    assert (
-        ten_percent_start["percent"] == 10.0 and "counting starts anew" in ten_percent_start["note"]
-    )
+    assert ten_percent_start["percent"] == 10.0 and "counting starts anew" in ten_percent_start["note"]
     with control_of(config) as control:
         pointer = control.read_pointer()
         assert pointer is not None and pointer.canary is not None

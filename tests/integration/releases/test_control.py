@@ -27,9 +27,7 @@ def beat(control: Control, name: str, at: float) -> None:
     control.client.zadd(control.keyspace.replicas, {orjson.dumps({"replica": name}): at})
 
 
-def test_a_beat_from_the_future_is_nobodys_and_is_pruned_with_the_dead(
-    redis_url: str, keyspace: Keyspace
-) -> None:
+def test_a_beat_from_the_future_is_nobodys_and_is_pruned_with_the_dead(redis_url: str, keyspace: Keyspace) -> None:
     with connect(redis_url, 5.0) as client:
         control = Control(client, keyspace)
         now_s = control.time()
@@ -58,9 +56,7 @@ def test_what_is_no_heartbeat_is_skipped_and_logged_once(
 
 
 @pytest.mark.parametrize("row", [b"junk", b"{}", b"3", b'{"state": "odd", "at": 1}'])
-def test_a_row_that_cannot_be_read_is_named_with_what_to_do(
-    redis_url: str, keyspace: Keyspace, row: bytes
-) -> None:
+def test_a_row_that_cannot_be_read_is_named_with_what_to_do(redis_url: str, keyspace: Keyspace, row: bytes) -> None:
     with connect(redis_url, 5.0) as client:
         client.hset(keyspace.generations, A, row.decode())
         with pytest.raises(CorruptArtefact) as caught:
@@ -71,9 +67,7 @@ def test_a_row_that_cannot_be_read_is_named_with_what_to_do(
 
 
 @pytest.mark.parametrize("raw", [b"garbage", b"{}", b"[]", b'{"epoch": 1, "canary": 3}'])
-def test_a_pointer_that_cannot_be_read_is_named_with_what_to_do(
-    redis_url: str, keyspace: Keyspace, raw: bytes
-) -> None:
+def test_a_pointer_that_cannot_be_read_is_named_with_what_to_do(redis_url: str, keyspace: Keyspace, raw: bytes) -> None:
     with connect(redis_url, 5.0) as client:
         client.set(keyspace.live, raw)
         with pytest.raises(CorruptArtefact, match="--adopt") as caught:
@@ -83,9 +77,7 @@ def test_a_pointer_that_cannot_be_read_is_named_with_what_to_do(
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b'{"epoch": 1}', b"\xff", "another's"])
-def test_a_release_record_that_cannot_be_read_is_named_with_what_to_do(
-    world: World, raw: bytes | str
-) -> None:
+def test_a_release_record_that_cannot_be_read_is_named_with_what_to_do(world: World, raw: bytes | str) -> None:
     world.publish(A)
     (record,) = all_releases(world.store)
     number = record.number + 1

@@ -114,9 +114,7 @@ def test_the_pointer_moves_once_every_replica_holds_the_generation_ready(nights:
         nights.config,
         {"generation": generation},
         attempt="ready",
-        progress=lambda label, completed_count, total: progress_reports.append(
-            (label, completed_count, total)
-        ),
+        progress=lambda label, completed_count, total: progress_reports.append((label, completed_count, total)),
     )
     warmed = warm.run(nights.config, {"generation": generation})
 
@@ -172,9 +170,7 @@ def test_a_replica_that_cannot_load_it_holds_the_publish_up_until_a_minimum_is_e
 
 def test_without_replicas_a_publish_does_not_wait(tmp_path: Path, redis_url: str) -> None:
     config = build_night(tmp_path / "night", redis_url, users=100, items=40)
-    generation = build_verified(
-        config, (datetime.fromisoformat(DATA_UNTIL) + timedelta(1)).isoformat()
-    )
+    generation = build_verified(config, (datetime.fromisoformat(DATA_UNTIL) + timedelta(1)).isoformat())
     started_at = time.monotonic()
 
     publish(config, generation)

@@ -55,24 +55,18 @@ def take_back(client: Any, saved: dict[bytes, bytes]) -> None:
 def moved(folder: Path) -> int:
     """Publishes and roll backs that readers saw; a restore moves nobody on."""
     history = all_releases(ArtefactStore(str(folder)))
-    return sum(
-        release.is_done and release.action in ("publish", "roll_back") for release in history
-    )
+    return sum(release.is_done and release.action in ("publish", "roll_back") for release in history)
 
 
 def sum_racer_counts(racing: Any) -> dict[str, int]:
     """What all racers did, and what they were told."""
     counts: dict[str, int] = {}
-    for name, count in itertools.chain.from_iterable(
-        future.result(60).items() for future in racing
-    ):
+    for name, count in itertools.chain.from_iterable(future.result(60).items() for future in racing):
         counts[name] = counts.get(name, 0) + count
     return dict(sorted(counts.items()))
 
 
-def race_for(
-    seconds: float, url: str, folder: Path, keys: Keyspace, disasters: int
-) -> tuple[dict[str, int], Any]:
+def race_for(seconds: float, url: str, folder: Path, keys: Keyspace, disasters: int) -> tuple[dict[str, int], Any]:
     """What racers did and what readers followed, while Redis is emptied or taken back between times.
 
     Raises AssertionError when the pointer does not move on after the last time, which nobody but racers repair.
@@ -122,9 +116,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         assert list(ledger.state_by_generation.values()).count(GenerationState.LIVE) == 1
         assert view.pointer is not None and view.pointer.generation == ledger.live_generation
         assert view.pointer.previous in (None, ledger.previous)
-        assert (
-            ledger.previous is None or ledger.state(ledger.previous) is GenerationState.SUPERSEDED
-        )
+        assert ledger.previous is None or ledger.state(ledger.previous) is GenerationState.SUPERSEDED
         _check_history(history)
         _check_pages(client, keys, store, view)
         # The next night finds nothing in its way.
@@ -168,12 +160,8 @@ def _check_history(history: Any) -> None:
 
 
 def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -> None:
-    page_generations = {
-        key.decode().split(":")[4] for key in client.keys(f"larder:1:{keys.namespace}:g:*")
-    }
-    assert page_generations <= set(view.rows), (
-        f"pages of {page_generations - set(view.rows)} belong to nobody"
-    )
+    page_generations = {key.decode().split(":")[4] for key in client.keys(f"larder:1:{keys.namespace}:g:*")}
+    assert page_generations <= set(view.rows), f"pages of {page_generations - set(view.rows)} belong to nobody"
     live = view.ledger.live_generation
     assert store.read(generation_path(live, "manifest.json")) is not None
     assert len(pages_of(World(store, client, keys), live)) == 10
@@ -183,19 +171,13 @@ def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -
 def test_racing_processes_break_no_rule(redis_url: str, tmp_path: Path, keyspace: Keyspace) -> None:
     racing, followed = race_for(4.0, redis_url, tmp_path, keyspace, disasters=0)
     check(redis_url, tmp_path, keyspace, followed, 0)
-    assert all(action in racing for action in ("_night", "_roll_back", "_retire", "_canary")), (
-        racing
-    )
+    assert all(action in racing for action in ("_night", "_roll_back", "_retire", "_canary")), racing
 
 
-def test_racing_processes_break_no_rule_while_redis_forgets(
-    own_redis: Any, tmp_path: Path, keyspace: Keyspace
-) -> None:
+def test_racing_processes_break_no_rule_while_redis_forgets(own_redis: Any, tmp_path: Path, keyspace: Keyspace) -> None:
     racing, followed = race_for(6.0, own_redis.url, tmp_path, keyspace, disasters=2)
     check(own_redis.url, tmp_path, keyspace, followed, 2)
-    actions = {
-        release.action for release in all_releases(ArtefactStore(str(tmp_path))) if release.is_done
-    }
+    actions = {release.action for release in all_releases(ArtefactStore(str(tmp_path))) if release.is_done}
     assert {"publish", "roll_back", "restore"} <= actions, racing
 
 
@@ -211,6 +193,4 @@ def test_minutes_of_races_break_no_rule(
     racing, followed = race_for(120.0, own_redis.url, tmp_path, keyspace, disasters)
     move_count = check(own_redis.url, tmp_path, keyspace, followed, disasters)
     with capsys.disabled():
-        print(
-            f"seed {SEED}: {move_count} moves of the pointer, {disasters} times forgotten, {racing}"
-        )
+        print(f"seed {SEED}: {move_count} moves of the pointer, {disasters} times forgotten, {racing}")

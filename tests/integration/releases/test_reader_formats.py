@@ -34,9 +34,7 @@ def test_a_heartbeat_without_formats_is_of_the_first_release(world: World) -> No
     beat(world, "new", release="0.3.0", reads=served_formats() | {MANIFEST: (1, 2)})
 
     demand_readers_of_night(world.control)
-    with pytest.raises(
-        Refused, match=r"replica old \(Larder 0\.1\.0\) reads manifest format 1"
-    ) as refusal:
+    with pytest.raises(Refused, match=r"replica old \(Larder 0\.1\.0\) reads manifest format 1") as refusal:
         demand_readers(world.control, {MANIFEST: 2}, "g has")
 
     assert "upgrade the services first" in refusal.value.message
@@ -45,9 +43,7 @@ def test_a_heartbeat_without_formats_is_of_the_first_release(world: World) -> No
 def test_a_replica_that_reads_only_newer_ones_is_named_with_its_release(world: World) -> None:
     beat(world, "new", release="0.3.0", reads={MANIFEST: (2, 3)})
 
-    with pytest.raises(
-        Refused, match=r"reads manifest format 2 to 3, .* run a night with Larder 0\.3\.0"
-    ):
+    with pytest.raises(Refused, match=r"reads manifest format 2 to 3, .* run a night with Larder 0\.3\.0"):
         demand_readers(world.control, {MANIFEST: 1}, "g has")
 
 

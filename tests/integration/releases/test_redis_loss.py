@@ -105,9 +105,7 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
     with ServiceProcess(tmp_path / "service.log", environ) as service:
         # given: a service that has answered some users, so that they are in L1
         caller = CountingCaller(service.url)
-        first_answer_by_id = {
-            answer["id"]: answer for answer in caller.look_up([{"id": user} for user in hot_users])
-        }
+        first_answer_by_id = {answer["id"]: answer for answer in caller.look_up([{"id": user} for user in hot_users])}
         assert {answer["source"] for answer in first_answer_by_id.values()} == {"l2"}
         epoch = caller.ready()["epoch"]
 
@@ -151,10 +149,7 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
             assert caller.ready()["generation"] == first_answer_by_id[hot_users[0]]["generation"]
             assert poll_until(
                 lambda: (
-                    {
-                        entity["source"]
-                        for entity in caller.look_up([{"id": entity} for entity in cold[20:]])
-                    }
+                    {entity["source"] for entity in caller.look_up([{"id": entity} for entity in cold[20:]])}
                     <= {"l1", "l2"}
                 )
             )

@@ -68,11 +68,7 @@ def test_p19_older_data_is_never_published_over_newer(world):
 
 @pytest.mark.parametrize(
     "state",
-    [
-        state
-        for state in GenerationState
-        if state not in (GenerationState.VERIFIED, GenerationState.LIVE)
-    ],
+    [state for state in GenerationState if state not in (GenerationState.VERIFIED, GenerationState.LIVE)],
 )
 def test_only_a_verified_generation_is_published(world, state):
     world.publish(A)
@@ -95,9 +91,7 @@ def test_p4_and_p21_rolling_back_twice_never_meets_a_bad_generation(world):
         moves.roll_back(world.releases, to=None, reason="", attempt=world.attempt())
     for rolled_back_generation in (B, C):
         with pytest.raises(Conflict, match="rolled_back"):
-            moves.roll_back(
-                world.releases, to=rolled_back_generation, reason="", attempt=world.attempt()
-            )
+            moves.roll_back(world.releases, to=rolled_back_generation, reason="", attempt=world.attempt())
         with pytest.raises(Conflict, match="rolled_back"):
             moves.publish(world.releases, rolled_back_generation, attempt=world.attempt())
 
@@ -121,9 +115,7 @@ def test_a_later_night_can_be_published_after_a_rollback(world):
 def test_a_refused_generation_cannot_be_published(world):
     world.publish(A)
     world.load(B)
-    moves.refuse(
-        world.releases, B, reason="coverage is 0.4, the threshold 0.95", attempt=world.attempt()
-    )
+    moves.refuse(world.releases, B, reason="coverage is 0.4, the threshold 0.95", attempt=world.attempt())
     assert world.control.rows()[B].reason == "coverage is 0.4, the threshold 0.95"
     with pytest.raises(Conflict, match="refused"):
         moves.publish(world.releases, B, attempt=world.attempt())
@@ -261,9 +253,7 @@ def test_a_roll_back_loads_what_is_missing_before_it_moves(world, monkeypatch, d
     world.client.delete(page)
     if damage == "cut short":
         world.client.set(page, sound[:-1])
-    monkeypatch.setattr(
-        Control, "move_pointer", lambda *_arguments, **_options: pytest.fail("moved")
-    )
+    monkeypatch.setattr(Control, "move_pointer", lambda *_arguments, **_options: pytest.fail("moved"))
     with pytest.raises(pytest.fail.Exception, match="moved"):
         moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert world.client.get(page) == sound
@@ -273,9 +263,7 @@ def strlens(world):
     return world.client.info("commandstats").get("cmdstat_strlen", {"calls": 0})["calls"]
 
 
-def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_one(
-    world, monkeypatch
-):
+def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_one(world, monkeypatch):
     world.publish(A, B)
     monkeypatch.setattr("precompute.bulk.reload.PROBED_PAGES_MAX", 4)
     pages = sorted(pages_of(world, A), key=lambda page_key: int(page_key.rsplit(":", 1)[1]))
@@ -296,9 +284,7 @@ def test_a_roll_back_that_misses_one_page_looks_at_all(world, monkeypatch):
     monkeypatch.setattr("precompute.bulk.reload.PROBED_PAGES_MAX", 2)
     pages = pages_of(world, A)
     world.client.delete(*pages)
-    monkeypatch.setattr(
-        Control, "move_pointer", lambda *_arguments, **_options: pytest.fail("moved")
-    )
+    monkeypatch.setattr(Control, "move_pointer", lambda *_arguments, **_options: pytest.fail("moved"))
 
     with pytest.raises(pytest.fail.Exception, match="moved"):
         moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
@@ -341,10 +327,7 @@ def test_what_is_live_is_neither_refused_nor_marked_verified(world):
         moves.refuse(world.releases, A, reason="late gate", attempt=world.attempt())
     world.releases.mark_verified(A, attempt=world.attempt())
     assert world.control.rows()[A].state is GenerationState.LIVE
-    assert (
-        world.releases.ledger().live_generation == A
-        and world.releases.state(A) is GenerationState.LIVE
-    )
+    assert world.releases.ledger().live_generation == A and world.releases.state(A) is GenerationState.LIVE
 
 
 def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(world):
@@ -353,11 +336,7 @@ def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(
     world.publish(C)
     pointer_before = world.live()
     repeated_move = moves.roll_back(world.releases, to=None, reason="bad", attempt="run-1")
-    assert (
-        not repeated_move.has_moved
-        and repeated_move.pointer == first.pointer
-        and world.live() == pointer_before
-    )
+    assert not repeated_move.has_moved and repeated_move.pointer == first.pointer and world.live() == pointer_before
 
 
 def test_a_repeated_publish_changes_nothing_however_far_the_pointer_has_moved(world):
@@ -365,11 +344,7 @@ def test_a_repeated_publish_changes_nothing_however_far_the_pointer_has_moved(wo
     first = moves.publish(world.releases, A, attempt="run-1")
     world.publish(B)
     repeated_move = moves.publish(world.releases, A, attempt="run-1")
-    assert (
-        not repeated_move.has_moved
-        and repeated_move.pointer == first.pointer
-        and world.live().generation == B
-    )
+    assert not repeated_move.has_moved and repeated_move.pointer == first.pointer and world.live().generation == B
 
 
 def test_a_cleared_run_publishes_again_what_was_verified_again(world):
@@ -466,9 +441,7 @@ def test_a_folder_that_was_listed_while_it_grew_is_listed_again(world, monkeypat
 
     def newest_first(path):
         listed_paths.append(path)
-        return [
-            file_name for file_name in names(path) if file_name != "2.json" or len(listed_paths) > 1
-        ]
+        return [file_name for file_name in names(path) if file_name != "2.json" or len(listed_paths) > 1]
 
     monkeypatch.setattr(world.store, "names", newest_first)
     assert [record.attempt for record in all_releases(world.store)] == ["one", "two", "three"]

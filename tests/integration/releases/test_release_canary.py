@@ -41,10 +41,7 @@ def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tri
         live.epoch,
         live.canary,
     )
-    assert (
-        tried.releases.state(C) is GenerationState.VERIFIED
-        and tried.control.rows()[C].state == "verified"
-    )
+    assert tried.releases.state(C) is GenerationState.VERIFIED and tried.control.rows()[C].state == "verified"
     newest_record = newest_release(tried.store)
     assert newest_record is not None and (newest_record.generation, newest_record.action) == (
         B,
@@ -54,14 +51,8 @@ def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tri
 
 def test_a_repeated_start_changes_nothing_and_another_share_does(tried):
     pointer_before = tried.live()
-    assert (
-        not moves.start_canary(tried.releases, C, 5.0, "try").has_moved
-        and tried.live() == pointer_before
-    )
-    assert (
-        not moves.start_canary(tried.releases, C, 5.0, "other").has_moved
-        and tried.live() == pointer_before
-    )
+    assert not moves.start_canary(tried.releases, C, 5.0, "try").has_moved and tried.live() == pointer_before
+    assert not moves.start_canary(tried.releases, C, 5.0, "other").has_moved and tried.live() == pointer_before
     assert moves.start_canary(tried.releases, C, 10.0, "try").has_moved
     assert tried.live().canary.percent == 10.0 and tried.live().epoch > pointer_before.epoch
 
@@ -174,9 +165,7 @@ def test_an_override_is_kept_with_its_reason_until_its_generation_is_rolled_back
     moves.refuse(world.releases, B, reason="score_psi", attempt="gate")
     world.releases.override(B, rule="score_psi", reason=" retrained ", attempt="operator")
     assert world.releases.ledger().overrides_by_generation == {B: {"score_psi": "retrained"}}
-    assert world.releases.state(B) is GenerationState.REFUSED, (
-        "only another verification lifts a refusal"
-    )
+    assert world.releases.state(B) is GenerationState.REFUSED, "only another verification lifts a refusal"
     world.releases.mark_verified(B, attempt="again")
     moves.publish(world.releases, B, attempt="publish")
     assert world.releases.ledger().overrides_by_generation == {B: {"score_psi": "retrained"}}

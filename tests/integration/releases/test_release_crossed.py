@@ -64,9 +64,7 @@ def test_two_restores_at_once_end_with_one_pointer(world, monkeypatch):
     assert pointer == world.live() and pointer.attempt == "other"
 
 
-def test_older_data_is_not_published_over_newer_by_a_publisher_that_looked_earlier(
-    world, monkeypatch
-):
+def test_older_data_is_not_published_over_newer_by_a_publisher_that_looked_earlier(world, monkeypatch):
     world.publish(A)
     world.load(B)
     world.load(C)
@@ -107,9 +105,7 @@ def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypa
     assert world.live().generation == A
 
 
-def test_a_refusal_whose_row_redis_lost_holds_off_a_publisher_that_looked_earlier(
-    world, monkeypatch
-):
+def test_a_refusal_whose_row_redis_lost_holds_off_a_publisher_that_looked_earlier(world, monkeypatch):
     world.publish(A)
     world.load(B)
     verified = world.control.rows()[B]
@@ -124,9 +120,7 @@ def test_a_refusal_whose_row_redis_lost_holds_off_a_publisher_that_looked_earlie
     assert world.live().generation == A
 
 
-def test_a_refusal_whose_row_redis_lost_while_it_was_written_down_is_marked_again(
-    world, monkeypatch
-):
+def test_a_refusal_whose_row_redis_lost_while_it_was_written_down_is_marked_again(world, monkeypatch):
     world.publish(A)
     world.load(B)
     verified = world.control.rows()[B]

@@ -84,9 +84,7 @@ def test_a_primary_restarted_between_verify_and_publish_is_noticed(tmp_path, key
             dump_by_key: dict[Any, Any] = {key: client.dump(key) for key in client.keys("*")}
             verified = report(world)
         stack.close()
-        second = stack.enter_context(
-            join_or_start_server(tmp_path / "second", binary=redis_binary())
-        )
+        second = stack.enter_context(join_or_start_server(tmp_path / "second", binary=redis_binary()))
         with connect(second.url, 5.0) as client:
             for key, value in dump_by_key.items():
                 client.restore(key, 0, value)

@@ -94,9 +94,7 @@ def test_what_readers_wait_for_comes_flat_out_and_the_previous_one_makes_way(wor
     world.publish(B)
     world.client.delete(*world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*"))
     governor = Paced()
-    _, loaded, _ = restore_redis(
-        world.releases, attempt="three", chunk_bytes=1000, governor=governor
-    )
+    _, loaded, _ = restore_redis(world.releases, attempt="three", chunk_bytes=1000, governor=governor)
     assert loaded == [B, A] and governor.paced > 0 and len(pages_of(world, A)) == 10
 
 
@@ -105,9 +103,7 @@ def test_pages_missing_before_a_publish_or_a_canary_are_governed_and_before_a_ro
     for generation, act in (
         (
             B,
-            lambda governor: moves.start_canary(
-                world.releases, B, 5.0, "canary", governor=governor
-            ),
+            lambda governor: moves.start_canary(world.releases, B, 5.0, "canary", governor=governor),
         ),
         (
             C,
@@ -152,9 +148,7 @@ def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
     assert pointer.generation == B and pointer.epoch > Pointer.from_bytes(old).epoch
 
 
-def test_an_older_snapshot_after_a_restore_that_died_unconfirmed_leads_readers_on(
-    world, monkeypatch
-):
+def test_an_older_snapshot_after_a_restore_that_died_unconfirmed_leads_readers_on(world, monkeypatch):
     world.publish(A)
     old = world.client.get(world.keys.live)
     lose_redis(world)
@@ -176,9 +170,7 @@ def test_an_older_snapshot_after_a_restore_that_died_unconfirmed_leads_readers_o
 
 
 @pytest.mark.parametrize("overtaken_method", ["record", "move"])
-def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over(
-    world, monkeypatch, overtaken_method
-):
+def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over(world, monkeypatch, overtaken_method):
     """Readers may have followed the other one: nothing that was noted earlier may lead them back."""
     world.publish(A, B)
     pages = world.pages()
@@ -204,11 +196,7 @@ def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over
         pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     other_pointer = overtaken[0]
-    assert (
-        other_pointer is not None
-        and pointer.epoch > other_pointer.epoch
-        and world.live() == pointer
-    )
+    assert other_pointer is not None and pointer.epoch > other_pointer.epoch and world.live() == pointer
     assert world.pages() == pages and world.control.rows()[B].state is GenerationState.LIVE
 
 
@@ -223,9 +211,7 @@ def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
 def test_a_restore_never_replaces_a_pointer_that_no_record_explains(world):
     world.publish(A)
     unknown = Pointer(B, world.live().epoch + 1, A, "elsewhere", 0.0)
-    assert world.control.move_pointer(
-        unknown, expected_epoch=world.live().epoch, row_by_generation={}
-    )
+    assert world.control.move_pointer(unknown, expected_epoch=world.live().epoch, row_by_generation={})
     with pytest.raises(Conflict, match="no release record explains"):
         restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     world.load(C)
@@ -278,9 +264,7 @@ def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_
 
 
 @pytest.mark.parametrize("truncated_manifest", [b"", b'{"format": 1,', b"[]"])
-def test_of_a_manifest_cut_short_the_error_says_so_and_only_what_needs_it_stops(
-    world, truncated_manifest
-):
+def test_of_a_manifest_cut_short_the_error_says_so_and_only_what_needs_it_stops(world, truncated_manifest):
     world.publish(A, B)
     path = generation_path(A, "manifest.json")
     released = world.store.read(path)

@@ -50,9 +50,7 @@ def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
     assert {key.split(":")[4] for key in world.pages()} == {C, D}
     assert world.store.names("generations") == [C, D]
     assert world.control.rows()[A].state is GenerationState.RETIRED
-    world.clock.now_s += (
-        90_000  # no overlay lives any more, but somebody may be bringing pages back
-    )
+    world.clock.now_s += 90_000  # no overlay lives any more, but somebody may be bringing pages back
     assert drop_old_rows(world.releases, overlay_ttl_s=86_400) == 0
     world.clock.now_s += 90_000
     assert drop_old_rows(world.releases, overlay_ttl_s=86_400) == 2
@@ -195,9 +193,7 @@ def test_what_is_being_retired_cannot_be_pinned(world):
     assert not world.releases.ledger().is_pinned(A, world.clock())
 
 
-@pytest.mark.parametrize(
-    "state", [GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED]
-)
+@pytest.mark.parametrize("state", [GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED])
 def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world, state):
     """PITFALLS P9: nothing is left behind for ever."""
     world.load(A)
@@ -234,9 +230,7 @@ def test_a_folder_that_no_row_knows_is_swept_by_its_age(world):
     assert world.store.names("generations") == [B, "notes.txt"]
 
 
-@pytest.mark.parametrize(
-    "state", [GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED]
-)
+@pytest.mark.parametrize("state", [GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED])
 def test_an_unpublished_night_goes_at_once_when_a_newer_one_is_made(world, state):
     """Its pages would take the room of the newer one, and of each one after it."""
     world.publish(A)

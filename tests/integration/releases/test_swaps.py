@@ -56,10 +56,7 @@ class Callers:
         if number % 10 == 0:
             entities: list[dict[str, Any]] = [{"id": f"new-{number % 50}", "history": history}]
         else:
-            entities = [
-                {"id": str(user_id)}
-                for user_id in self.rng.choice(self.users, BATCH, replace=False)
-            ]
+            entities = [{"id": str(user_id)} for user_id in self.rng.choice(self.users, BATCH, replace=False)]
         body = orjson.dumps({"entities": entities, "k": 20})
         status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
         async with self._progress:
@@ -70,9 +67,7 @@ class Callers:
             return
         answers = orjson.loads(raw)["answers"]
         self.entities += len(entities)
-        answering_generations = {
-            answer["generation"] for answer in answers if answer["source"] != "previous"
-        }
+        answering_generations = {answer["generation"] for answer in answers if answer["source"] != "previous"}
         if len(answering_generations) > 1 or len(answers) != len(entities):
             self.wrong.append(f"{len(answers)} answers from {answering_generations}")
         for entity, answer in zip(entities, answers, strict=False):
@@ -83,9 +78,7 @@ class Callers:
         async with self._progress:
             await self._progress.wait_for(lambda: self.answered_requests >= request_count)
 
-    def _judge(
-        self, entity: dict[str, Any], answer: dict[str, Any], forbidden_generations: set[str]
-    ) -> None:
+    def _judge(self, entity: dict[str, Any], answer: dict[str, Any], forbidden_generations: set[str]) -> None:
         generation, items = answer["generation"], tuple(answer["items"])
         self.sources[answer["source"]] += 1
         self.generations[generation] += 1
@@ -125,9 +118,7 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
     expected = {generation: top_lists(config, generation, users) for generation in (live, *coming)}
     assert all(
         previous_lists != two
-        for previous_lists, two in itertools.pairwise(
-            expected[generation] for generation in (live, *coming)
-        )
+        for previous_lists, two in itertools.pairwise(expected[generation] for generation in (live, *coming))
     )
     rng = np.random.default_rng(SEED)
     items = sorted({item for history in histories(config).values() for item in history})

@@ -65,9 +65,7 @@ async def read_predicted_ratios(app: Running) -> dict[str, float]:
     return {size: value for (size,), value in readings[-1].items()}
 
 
-async def test_its_prediction_is_what_l1_of_that_size_does(
-    night: NightConfig, requested_ids: list[str]
-) -> None:
+async def test_its_prediction_is_what_l1_of_that_size_does(night: NightConfig, requested_ids: list[str]) -> None:
     measured_by_size: dict[str, float] = {}
     predicted: dict[str, float] = {}
     for size, times in (("half", 0.5), ("now", 1.0), ("double", 2.0)):
@@ -84,9 +82,7 @@ async def test_its_prediction_is_what_l1_of_that_size_does(
     assert predicted["half"] == pytest.approx(measured_by_size["half"], abs=0.08)
 
 
-async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
-    tmp_path: Path, redis_url: str
-) -> None:
+async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(tmp_path: Path, redis_url: str) -> None:
     night = build_night(tmp_path, redis_url, users=200, items=60)
     users = sorted(histories(night))
     later = (datetime.fromisoformat(DATA_UNTIL) + timedelta(minutes=30)).isoformat()
@@ -116,10 +112,7 @@ async def test_switched_off_nothing_is_sampled_and_ready_answers_are_not_counted
     async with serving(night, observe=False) as app:
         await look_up(app, requested_ids[:100] * 3)
 
-        assert (
-            attached(app.service, Dashboard).advisor() is None
-            and not app.service.tiers.access_trace
-        )
+        assert attached(app.service, Dashboard).advisor() is None and not app.service.tiers.access_trace
         answers = await app.scrape_samples("larder_answers_total")
         sampled = await app.scrape_samples("larder_l1_advisor_sampling_rate")
     assert sum(answers.values()) < 300

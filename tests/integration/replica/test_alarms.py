@@ -64,9 +64,7 @@ PATIENCE_S = 40.0
 
 
 @contextmanager
-def watched(
-    folder: Path, night: NightConfig, *, module: str = "serving", **more: str
-) -> Iterator[Prometheus]:
+def watched(folder: Path, night: NightConfig, *, module: str = "serving", **more: str) -> Iterator[Prometheus]:
     """A service under load, scraped."""
     environ = environment(night, LARDER_FIGURES_S="0.3", **more)
     with (
@@ -80,15 +78,11 @@ def watched(
 def stays(server: Prometheus, expected: set[str]) -> bool:
     """Whether exactly these fire before long, and go on to."""
     begins = poll_until(lambda: server.firing() - PACE == expected, PATIENCE_S, every_s=LOOK_S)
-    changes = begins and poll_until(
-        lambda: server.firing() - PACE != expected, SILENT_S, every_s=LOOK_S
-    )
+    changes = begins and poll_until(lambda: server.firing() - PACE != expected, SILENT_S, every_s=LOOK_S)
     return begins and not changes
 
 
-def test_killing_redis_raises_what_follows_from_it_and_nothing_else(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+def test_killing_redis_raises_what_follows_from_it_and_nothing_else(tmp_path: Path, own_redis: RedisServer) -> None:
     night = build_night(tmp_path / "night", own_redis.url, users=200, items=60)
     # Nothing stays in memory, so that everybody feels it.
     with watched(tmp_path, night, LARDER_L1_BYTES="1") as server:
@@ -149,9 +143,7 @@ def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published
         override(scaled, generation, rule="score_psi", reason="agreed", attempt="a")
         verify.run(scaled, {"generation": generation})
         publish_step.run(scaled, {"generation": generation}, attempt="b")
-        assert poll_until(
-            lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S
-        )
+        assert poll_until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S)
 
 
 @pytest.mark.slow
@@ -172,13 +164,9 @@ def test_publishing_a_generation_that_its_model_contradicts_raises_drift_until_i
         assert server.fired() - PACE == {"LarderQualityDrift"}
         # What the runbook says to look at.
         (up_series,) = server.run_query("up")
-        explain_url = (
-            f"http://{up_series['metric']['instance']}/v1/explain/user_topk/{min(histories(night))}"
-        )
+        explain_url = f"http://{up_series['metric']['instance']}/v1/explain/user_topk/{min(histories(night))}"
         assert httpx.get(explain_url).json()["page"]["state"] == "damaged"
 
         roll_back(night)
-        over = poll_until(
-            lambda: "LarderQualityDrift" not in server.firing(), PATIENCE_S, every_s=LOOK_S
-        )
+        over = poll_until(lambda: "LarderQualityDrift" not in server.firing(), PATIENCE_S, every_s=LOOK_S)
         assert over, server.firing()

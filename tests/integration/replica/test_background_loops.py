@@ -40,9 +40,7 @@ NOT_LOOPS = ("Server.serve", "LifespanOn.main")
 class Replica:
     """A service on a socket of its own, in this process, with an arm of an experiment beside its own namespace."""
 
-    def __init__(
-        self, night: NightConfig, front: AsgiApp, foreign_tasks: set[asyncio.Task[Any]]
-    ) -> None:
+    def __init__(self, night: NightConfig, front: AsgiApp, foreign_tasks: set[asyncio.Task[Any]]) -> None:
         self.night, self.front, self._foreign_tasks = night, front, foreign_tasks
 
     @property
@@ -124,9 +122,7 @@ async def test_every_background_loop_goes_on_after_an_unexpected_error(replica: 
         iterations_before = loop.iterations
         await _plant_error(loop)
 
-        async def goes_on(
-            loop: BackgroundLoop = loop, iterations_before: int = iterations_before
-        ) -> bool:
+        async def goes_on(loop: BackgroundLoop = loop, iterations_before: int = iterations_before) -> bool:
             return loop.iterations > iterations_before or loop.task.done()
 
         assert await eventually(goes_on), f"{loop.name} neither ended nor began another turn"
@@ -156,9 +152,7 @@ async def _plant_error(loop: BackgroundLoop) -> None:
 async def _assert_work_goes_on(replica: Replica) -> None:
     """Assert that a blocked item is blocked in both namespaces, whose loops have all failed once."""
     arms_held = attached(replica.service, ExperimentRouter)._arm_holder
-    shelves = [
-        service.follower.holder for service in (replica.service, *arms_held.answering_services)
-    ]
+    shelves = [service.follower.holder for service in (replica.service, *arms_held.answering_services)]
     assert len(shelves) == 2
     await asyncio.to_thread(change_blocklist, replica.night.store(), block_items=[b"planted"])
 

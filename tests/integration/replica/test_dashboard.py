@@ -67,9 +67,7 @@ def test_two_replicas_and_two_workers_are_shown_as_one_whole_that_equals_metrics
     night: NightConfig, tmp_path: Path
 ) -> None:
     users = sorted(histories(night))[:30]
-    two_workers = environment(
-        night, tmp_path / "state", REDIS_URL=str(night.redis_url), LARDER_WORKERS="2"
-    )
+    two_workers = environment(night, tmp_path / "state", REDIS_URL=str(night.redis_url), LARDER_WORKERS="2")
     with (
         fleet(night, tmp_path / "fleet", count=1, LARDER_DASHBOARD_S="0.2") as (alone,),
         started(two_workers | {"LARDER_DASHBOARD_S": "0.2"}) as (_, pair),
@@ -94,9 +92,7 @@ def test_two_replicas_and_two_workers_are_shown_as_one_whole_that_equals_metrics
             )
         body = fetch_dashboard(pair)
         assert sorted(replica["workers"] for replica in body["replicas"]) == [1, 2]
-        assert {replica["generation"] for replica in body["replicas"]} == {
-            body["generations"][0]["generation"]
-        }
+        assert {replica["generation"] for replica in body["replicas"]} == {body["generations"][0]["generation"]}
         assert all(replica["ready"] for replica in body["replicas"])
         assert sum(body["breakers"].values()) == 3 == body["breakers"]["closed"]
         assert sum(expected["answers"].values()) == expected["entities"] == 2 * (30 + 1 + 7)

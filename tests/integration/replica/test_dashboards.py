@@ -58,9 +58,7 @@ def without_data(server: Prometheus) -> list[str]:
     queries_without_data = []
     for query, element_name in sorted(QUERIES.items()):
         expanded_query = query.replace("$__rate_interval", RATE_INTERVAL).replace("$table", ".*")
-        if all(
-            math.isnan(float(series["value"][1])) for series in server.run_query(expanded_query)
-        ):
+        if all(math.isnan(float(series["value"][1])) for series in server.run_query(expanded_query)):
             queries_without_data.append(f"{element_name}: {query}")
     return queries_without_data
 
@@ -75,9 +73,7 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
         events=EventsConfig(enabled=True),
     )
     publish_night(night, DATA_UNTIL)
-    (tmp_path / "larder.toml").write_text(
-        "[events]\nenabled = true\n[serving.near.user_topk]\nerror = 0.5\n"
-    )
+    (tmp_path / "larder.toml").write_text("[events]\nenabled = true\n[serving.near.user_topk]\nerror = 0.5\n")
     next_, tried = build_verified(night, later(night, 30)), ""
     more = {
         "LARDER_CONFIG": str(tmp_path / "larder.toml"),
@@ -103,9 +99,7 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
             strange = {"entities": [{"id": "odd", "history": ["no-such-item"]}]}
             http.post("/v1/lookup/user_topk", json=strange)
             path = f"/v1/lookup/user_topk/{quote(user := next(users), safe='')}"
-            if (
-                items := http.get(path).json().get("items")
-            ):  # none while it has more to do than it can
+            if items := http.get(path).json().get("items"):  # none while it has more to do than it can
                 click = {"id": "click", "user": user, "item": items[0]}
                 http.post("/v1/events", json={"events": [click, click, {"id": "no-event"}]})
                 poll_until(lambda: http.get(path).json().get("events") == 1, 2.0)

@@ -18,9 +18,7 @@ from tests.integration.serving_app import eventually, serving
 
 def read_series() -> set[str]:
     """The series that some rule or panel reads, recorded ones left out."""
-    rules = [
-        yaml.safe_load(file.read_text()) for file in (INFRA / "prometheus/rules").glob("*.yml")
-    ]
+    rules = [yaml.safe_load(file.read_text()) for file in (INFRA / "prometheus/rules").glob("*.yml")]
     groups: list[Any] = [group for rule_file in rules for group in rule_file["groups"]]
     queries = [rule["expr"] for group in groups for rule in group["rules"]]
     panels = [panel for board in BOARDS for panel in board["panels"]]
@@ -28,9 +26,7 @@ def read_series() -> set[str]:
     return {name for query in queries for name in re.findall(r"\blarder_\w+", query)}
 
 
-async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
-    tmp_path: Path, redis_url: str
-) -> None:
+async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(tmp_path: Path, redis_url: str) -> None:
     night = build_night(tmp_path, redis_url, users=200, items=60)
     later = (datetime.fromisoformat(DATA_UNTIL) + timedelta(minutes=30)).isoformat()
     next_ = await asyncio.to_thread(build_verified, night, later)

@@ -14,26 +14,18 @@ SECONDS = 1.5
 """In each trouble, at least."""
 
 
-async def test_no_trouble_costs_a_request_its_answer_or_its_mark(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+async def test_no_trouble_costs_a_request_its_answer_or_its_mark(tmp_path: Path, own_redis: RedisServer) -> None:
     config = prepare(tmp_path / "night", own_redis.url, seed=SEED, users=300)
     live = publish_night(config, DATA_UNTIL)
     users = sorted(histories(config))
     items = sorted({item for history in histories(config).values() for item in history})
-    answer_judge = AnswerJudge(
-        {live: top_lists(config, live, users)}, users, items, np.random.default_rng(SEED)
-    )
+    answer_judge = AnswerJudge({live: top_lists(config, live, users)}, users, items, np.random.default_rng(SEED))
     async with ordeal(config, tmp_path, answer_judge) as service:
         late = []
         for trouble in TROUBLES:
             sources_before = dict(answer_judge.sources)
             print(await service.endure(trouble, requests=REQUESTS, seconds=SECONDS))
-            fresh = {
-                name
-                for name in answer_judge.sources
-                if answer_judge.sources[name] > sources_before.get(name, 0)
-            }
+            fresh = {name for name in answer_judge.sources if answer_judge.sources[name] > sources_before.get(name, 0)}
 
             if trouble == Trouble("slow"):  # slower than usual, and still well within a read's time
                 assert "l2" in fresh

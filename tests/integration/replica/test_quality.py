@@ -95,9 +95,7 @@ async def test_a_sound_generation_agrees_with_its_model_in_every_table(sound: Ni
 
     by = {(group["table"], group["source"]): group for group in report["by"]}
     assert {table for table, _ in by} == set(sound.tables)
-    assert (
-        report["samples"] == sum(group["samples"] for group in report["by"]) == sum(text.values())
-    )
+    assert report["samples"] == sum(group["samples"] for group in report["by"]) == sum(text.values())
     assert report["overlap"]["low"] <= report["overlap"]["mean"] <= report["overlap"]["high"]
     assert report["overlap"]["mean"] > 0.9 and report["score_error"]["mean"] < 0.1
     assert not report["drift"] and "came out the same" in report["sentence"]

@@ -27,9 +27,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
     return build_night(tmp_path_factory.mktemp("night"), redis_url, users=60, items=40)
 
 
-def settings(
-    night: NightConfig, token_file: TokenPlace, folder: Path, workers: int
-) -> dict[str, str]:
+def settings(night: NightConfig, token_file: TokenPlace, folder: Path, workers: int) -> dict[str, str]:
     return environment(
         night, folder / "state", REDIS_URL=str(night.redis_url), LARDER_WORKERS=str(workers),
         LARDER_TOKENS_FILE=str(token_file.path),
@@ -108,17 +106,11 @@ def test_four_workers_let_through_what_one_quota_has_within_a_percent(
     # After the first burst every second has its share: no worker keeps one to itself.
     steady = [answered_at for answered_at in through if answered_at > through[0] + 1.5]
     assert abs(len(steady) - PER_S * (steady[-1] - steady[0])) <= 0.02 * len(steady)
-    counter_lines = {
-        line for line in text.splitlines() if line.startswith("larder_token_requests_total{")
-    }
-    assert (
-        sum(not line.endswith(" 0.0") for line in counter_lines) >= 2
-    )  # several workers took part
+    counter_lines = {line for line in text.splitlines() if line.startswith("larder_token_requests_total{")}
+    assert sum(not line.endswith(" 0.0") for line in counter_lines) >= 2  # several workers took part
 
 
-def test_what_a_killed_worker_had_in_flight_is_free_again(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_what_a_killed_worker_had_in_flight_is_free_again(night: NightConfig, tmp_path: Path) -> None:
     token_file = TokenPlace(tmp_path / "tokens.json")
     header = token_file.add("narrow", "read", in_flight=2)["Authorization"]
     head = (
@@ -143,9 +135,7 @@ def test_what_a_killed_worker_had_in_flight_is_free_again(
         connections = [socket.create_connection((parts.hostname, parts.port)) for _ in range(2)]
         for connection in connections:
             connection.sendall(head)
-        assert poll_until(
-            lambda: [status() for _ in range(5)] == [429] * 5, 10
-        )  # whichever worker is asked
+        assert poll_until(lambda: [status() for _ in range(5)] == [429] * 5, 10)  # whichever worker is asked
         workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for worker in workers:
             os.kill(int(worker), signal.SIGKILL)

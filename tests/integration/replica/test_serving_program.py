@@ -63,31 +63,22 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     completed_process = run(environment(night, tmp_path, **more), *arguments)
 
     assert completed_process.returncode == 2 and says in completed_process.stderr
-    assert (
-        completed_process.stderr.startswith("larder: ")
-        and "Traceback" not in completed_process.stderr
-    )
+    assert completed_process.stderr.startswith("larder: ") and "Traceback" not in completed_process.stderr
 
 
-def test_a_redis_that_may_evict_published_pages_is_refused(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_a_redis_that_may_evict_published_pages_is_refused(night: NightConfig, tmp_path: Path) -> None:
     import redis
 
     with join_or_start_server(tmp_path / "other") as evicting_redis:
         client = redis.Redis.from_url(evicting_redis.url, protocol=2)
         client.config_set("maxmemory-policy", "allkeys-lru")
-        completed_process = run(
-            environment(night, tmp_path, REDIS_URL=evicting_redis.url), "--port", "0"
-        )
+        completed_process = run(environment(night, tmp_path, REDIS_URL=evicting_redis.url), "--port", "0")
         client.close()
 
     assert completed_process.returncode == 2 and "volatile-lru" in completed_process.stderr
 
 
-def test_it_serves_on_a_free_port_and_stops_cleanly_on_a_signal(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_it_serves_on_a_free_port_and_stops_cleanly_on_a_signal(night: NightConfig, tmp_path: Path) -> None:
     assert night.redis_url is not None
     user = min(histories(night))
     with started(environment(night, tmp_path, REDIS_URL=night.redis_url)) as (process, url):
@@ -105,18 +96,11 @@ def test_it_serves_on_a_free_port_and_stops_cleanly_on_a_signal(
     assert set(scores.items) == set(answer.items)
 
 
-def test_requests_that_were_sent_before_the_stop_signal_are_answered(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_requests_that_were_sent_before_the_stop_signal_are_answered(night: NightConfig, tmp_path: Path) -> None:
     history_by_user = histories(night)
-    entities = [
-        {"id": f"new-{user}", "history": history_by_user[user]}
-        for user in sorted(history_by_user)[:40]
-    ]
+    entities = [{"id": f"new-{user}", "history": history_by_user[user]} for user in sorted(history_by_user)[:40]]
     body = orjson.dumps({"entities": entities})
-    head = b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(
-        body
-    )
+    head = b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     environ = environment(night, tmp_path, REDIS_URL=str(night.redis_url))
     with started(environ) as (process, url), contextlib.ExitStack() as stack:
         address = (httpx.URL(url).host, httpx.URL(url).port or 0)
@@ -161,19 +145,13 @@ def everything(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
-def test_a_real_server_takes_odd_ids_as_they_are_and_stops_long_bodies(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_a_real_server_takes_odd_ids_as_they_are_and_stops_long_bodies(night: NightConfig, tmp_path: Path) -> None:
     assert night.redis_url is not None
     odd = ["007", "a/b", "..", "../x", "50% + ü", "?k=1#x", "ü" * 128]
-    environ = environment(
-        night, tmp_path, REDIS_URL=night.redis_url, LARDER_BODY_BYTES="50000", LARDER_TOKEN="secret"
-    )
+    environ = environment(night, tmp_path, REDIS_URL=night.redis_url, LARDER_BODY_BYTES="50000", LARDER_TOKEN="secret")
     with started(environ) as (_, url), Client(url, token="secret") as client:
         by_url = [client.lookup("user_topk", entity_id, Options(k=1)).id for entity_id in odd]
-        refused = httpx.get(
-            f"{url}/v1/lookup/user_topk/%FF", headers={"Authorization": "Bearer secret"}
-        )
+        refused = httpx.get(f"{url}/v1/lookup/user_topk/%FF", headers={"Authorization": "Bearer secret"})
         long = httpx.post(
             f"{url}/v1/lookup/user_topk",
             content=(b"x" * 10_000 for _ in range(1_000)),
@@ -221,12 +199,8 @@ def test_its_own_redis_that_is_killed_comes_back_filled(night: NightConfig, tmp_
         assert redis_pid is not None
         os.kill(redis_pid, signal.SIGKILL)
 
-        assert poll_until(
-            lambda: running_redis(tmp_path / "state") not in (None, redis_pid), timeout_s=60
-        )
-        assert poll_until(
-            lambda: "stale" not in answer(first) and pages_are_back(url), timeout_s=60
-        )
+        assert poll_until(lambda: running_redis(tmp_path / "state") not in (None, redis_pid), timeout_s=60)
+        assert poll_until(lambda: "stale" not in answer(first) and pages_are_back(url), timeout_s=60)
         assert poll_until(lambda: answer(second)["source"] == "l2", timeout_s=60)
         again = answer(second)
         process.send_signal(signal.SIGINT)
@@ -240,9 +214,7 @@ def pages_are_back(url: str) -> bool:
     return bool(body["epoch"] > 0 and not body.get("stale"))
 
 
-def test_two_stop_signals_end_it_at_once_and_without_a_traceback(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_two_stop_signals_end_it_at_once_and_without_a_traceback(night: NightConfig, tmp_path: Path) -> None:
     assert night.redis_url is not None
     log = tmp_path / "log.txt"
     with started(environment(night, tmp_path, REDIS_URL=night.redis_url), log) as (process, _):

@@ -105,16 +105,12 @@ async def test_a_request_that_began_before_the_swap_ends_on_its_own_generation(
     second = await asyncio.to_thread(publish_night, night, NEXT)
     assert await follows(app, second)
 
-    assert (
-        captured.live.generation == first and app.service.capture_served().live.generation == second
-    )
+    assert captured.live.generation == first and app.service.capture_served().live.generation == second
     pinned = await app.get(f"/v1/lookup/user_topk/{user}", generation=first)
     assert (pinned["generation"], pinned["source"]) == (first, "l2")
 
 
-async def test_what_callers_asked_most_is_in_l1_before_the_swap(
-    app: Running, night: NightConfig
-) -> None:
+async def test_what_callers_asked_most_is_in_l1_before_the_swap(app: Running, night: NightConfig) -> None:
     users = sorted(histories(night))[:20]
     await app.post("/v1/lookup/user_topk", {"entities": users})
 
@@ -141,9 +137,7 @@ async def test_the_heartbeat_names_what_is_held(app: Running, night: NightConfig
     assert await eventually(has_both_generations)
 
 
-async def test_a_block_is_effective_everywhere_within_seconds(
-    app: Running, night: NightConfig
-) -> None:
+async def test_a_block_is_effective_everywhere_within_seconds(app: Running, night: NightConfig) -> None:
     user, blocked_user = sorted(histories(night))[:2]
     items = (await app.get(f"/v1/lookup/user_topk/{user}"))["items"]
     popular = (await app.get("/v1/lookup/user_topk/nobody", k=3))["items"]
@@ -170,9 +164,7 @@ async def test_a_block_is_effective_everywhere_within_seconds(
     assert refused["reason"] == vector["reason"] == "entity_blocked" and vector["vector"] is None
 
 
-async def test_a_redis_that_loses_everything_is_survived_and_restored(
-    app: Running, night: NightConfig
-) -> None:
+async def test_a_redis_that_loses_everything_is_survived_and_restored(app: Running, night: NightConfig) -> None:
     users = sorted(histories(night))[:5]
     await app.post("/v1/lookup/user_topk", {"entities": users[:2]})
     history = histories(night)[users[0]]
@@ -183,9 +175,7 @@ async def test_a_redis_that_loses_everything_is_survived_and_restored(
 
     assert await eventually(marked)
     entities = [*users[:2], {"id": users[2], "history": history}, users[3]]
-    answers_without_redis = (await app.post("/v1/lookup/user_topk", {"entities": entities}))[
-        "answers"
-    ]
+    answers_without_redis = (await app.post("/v1/lookup/user_topk", {"entities": entities}))["answers"]
     assert [answer["source"] for answer in answers_without_redis] == ["l1", "l1", "live", "default"]
     assert [answer.get("reason") for answer in answers_without_redis[2:]] == ["page_missing"] * 2
     assert {answer["stale"] for answer in answers_without_redis} == {"pointer_vanished"}
@@ -240,9 +230,7 @@ async def test_without_redis_a_replica_starts_from_the_newest_release(
     assert known_user_answer["reason"] in ("l2_down", "breaker_open") and live["source"] == "live"
 
 
-async def test_before_anything_is_published_the_service_says_so(
-    tmp_path: Path, own_redis: RedisServer
-) -> None:
+async def test_before_anything_is_published_the_service_says_so(tmp_path: Path, own_redis: RedisServer) -> None:
     from tests.integration.nights import prepare
 
     night = prepare(tmp_path / "night", own_redis.url)
@@ -271,9 +259,7 @@ def damage(night: NightConfig, generation: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("damaged_part", ["index", "model"])
-async def test_a_damaged_model_or_index_leaves_the_pages_answering(
-    night: NightConfig, damaged_part: str
-) -> None:
+async def test_a_damaged_model_or_index_leaves_the_pages_answering(night: NightConfig, damaged_part: str) -> None:
     user = min(histories(night))
     async with serving(night) as app:
         generation = (await app.get("/readyz"))["generation"]
@@ -324,9 +310,7 @@ async def test_a_damaged_newest_generation_leaves_the_previous_answering_at_a_re
     assert answer["stale"] == "load_failed"
 
 
-async def test_the_store_is_read_in_threads_of_its_own(
-    night: NightConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_store_is_read_in_threads_of_its_own(night: NightConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     threads_by_method: dict[str, set[str]] = {}
 
     def wrap_method(name: str) -> Callable[..., Any]:
@@ -345,9 +329,7 @@ async def test_the_store_is_read_in_threads_of_its_own(
         async with serving(night) as app:
             await app.get(f"/v1/explain/user_topk/{user}")
             await app.get("/dashboard/data")
-            second = await asyncio.get_running_loop().run_in_executor(
-                apart, publish_night, night, NEXT
-            )
+            second = await asyncio.get_running_loop().run_in_executor(apart, publish_night, night, NEXT)
             assert await follows(app, second)
 
     assert {"read", "fetch", "names"} <= threads_by_method.keys()
@@ -355,9 +337,7 @@ async def test_the_store_is_read_in_threads_of_its_own(
     # nor asyncio's threads, in which all else runs.
     threads = {thread_name for names in threads_by_method.values() for thread_name in names}
     assert any(thread_name.startswith("larder-store") for thread_name in threads)
-    assert not any(thread_name.startswith(("MainThread", "asyncio")) for thread_name in threads), (
-        threads_by_method
-    )
+    assert not any(thread_name.startswith(("MainThread", "asyncio")) for thread_name in threads), threads_by_method
 
 
 async def test_a_damaged_newest_blocklist_unblocks_nothing_at_a_restart(night: NightConfig) -> None:
@@ -430,12 +410,8 @@ async def test_openapi_promises_what_the_service_keeps(night: NightConfig) -> No
         headers == ["X-Deadline-Ms", "X-Larder-Canary-Key", "X-Larder-Arm"]
         and "503" in paths["/readyz"]["get"]["responses"]
     )
-    generations_content = paths["/v1/generations"]["get"]["responses"]["200"]["content"][
-        "application/json"
-    ]
+    generations_content = paths["/v1/generations"]["get"]["responses"]["200"]["content"]["application/json"]
     documented_fields = resolved(document, generations_content["schema"])["properties"]
     assert set(documented_fields) == set(generations)
-    assert set(resolved(document, documented_fields["live"])["properties"]) == set(
-        generations["live"]
-    )
+    assert set(resolved(document, documented_fields["live"])["properties"]) == set(generations["live"])
     assert "securitySchemes" not in document["components"]

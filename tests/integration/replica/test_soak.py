@@ -92,10 +92,7 @@ async def quiet(service: Ordeal, night: NightConfig) -> ResourceUsage:
             )
             await asyncio.sleep(0.05)
     return ResourceUsage(
-        *(
-            min(getattr(observation, name) for observation in observations)
-            for name in ResourceUsage.__slots__
-        )
+        *(min(getattr(observation, name) for observation in observations) for name in ResourceUsage.__slots__)
     )
 
 

@@ -63,9 +63,7 @@ def test_once_prints_what_the_dashboard_knows(url: str) -> None:
         (("--url", "http://127.0.0.1:nine"), "cannot be reached"),
     ],
 )
-def test_what_cannot_be_shown_is_said_in_a_line(
-    url: str, arguments: tuple[str, ...], expected_error: str
-) -> None:
+def test_what_cannot_be_shown_is_said_in_a_line(url: str, arguments: tuple[str, ...], expected_error: str) -> None:
     completed_process = top("--once", "--url", url, *arguments)
 
     assert (
@@ -84,10 +82,7 @@ def test_without_rich_the_extra_is_named(url: str, tmp_path: Path) -> None:
     )
     completed_process = top("--once", "--url", url, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
 
-    assert (
-        completed_process.returncode == 2
-        and "pip install 'larder-predictions[top]'" in completed_process.stderr
-    )
+    assert completed_process.returncode == 2 and "pip install 'larder-predictions[top]'" in completed_process.stderr
 
 
 def test_it_goes_on_until_ctrl_c_which_ends_it_cleanly(url: str) -> None:

@@ -79,9 +79,7 @@ async def test_an_answer_tells_its_stages_and_a_plain_single_lookup_if_asked(
 ) -> None:
     async with serving(night) as service:
         timing_headers = {"X-Larder-Timing": "1"}
-        first, second = [
-            await service.http.get(PATH + users[0], headers=timing_headers) for _ in range(2)
-        ]
+        first, second = [await service.http.get(PATH + users[0], headers=timing_headers) for _ in range(2)]
         untimed_response = await service.http.get(PATH + users[1])
         ready = [await service.http.get(PATH + users[0]) for _ in range(2)][1]
         timed_response = await service.http.get(PATH + users[0], headers=timing_headers)
@@ -95,23 +93,16 @@ async def test_an_answer_tells_its_stages_and_a_plain_single_lookup_if_asked(
     assert stages(first)["stored"] <= stages(first)["total"]
     assert second.json()["source"] == "l1" and set(stages(second)) == {"total"}
     assert ready.json()["source"] == "l1" and "server-timing" not in ready.headers
-    assert (
-        untimed_response.json()["source"] == "l2"
-        and "server-timing" not in untimed_response.headers
-    )
+    assert untimed_response.json()["source"] == "l2" and "server-timing" not in untimed_response.headers
     assert timed_response.json()["source"] == "l1" and set(stages(timed_response)) == {"total"}
-    assert (
-        set(stages(unknown)) == {"parse", "stored", "total"} and "x-request-id" in unknown.headers
-    )
+    assert set(stages(unknown)) == {"parse", "stored", "total"} and "x-request-id" in unknown.headers
     assert live.json()["answers"][0]["source"] == "live"
     assert set(stages(live)) == {"parse", "stored", "live", "total"}
     assert set(stages(batch)) == {"stored", "total"} and "total" in stages(score)
     assert {**timed_response.json(), "age_seconds": 0} == {**ready.json(), "age_seconds": 0}
 
 
-async def test_stage_times_can_be_kept_back_and_strangers_get_none(
-    night: NightConfig, users: list[str]
-) -> None:
+async def test_stage_times_can_be_kept_back_and_strangers_get_none(night: NightConfig, users: list[str]) -> None:
     async with serving(night, server_timing=False) as service:
         response = await service.http.get(PATH + users[0], headers={"X-Larder-Timing": "1"})
         assert response.status_code == 200 and "server-timing" not in response.headers
@@ -120,9 +111,7 @@ async def test_stage_times_can_be_kept_back_and_strangers_get_none(
         assert refused.status_code == 401 and "server-timing" not in refused.headers
 
 
-async def test_a_request_keeps_its_id_if_a_log_can_hold_it(
-    night: NightConfig, users: list[str]
-) -> None:
+async def test_a_request_keeps_its_id_if_a_log_can_hold_it(night: NightConfig, users: list[str]) -> None:
     async with serving(night) as service:
 
         async def id_of(request_id: str) -> str:
@@ -134,9 +123,7 @@ async def test_a_request_keeps_its_id_if_a_log_can_hold_it(
         assert len(set(generated_ids)) == 3 and not {"two words", ""} & set(generated_ids)
 
 
-async def test_only_who_asks_for_times_is_sure_to_hear_its_id(
-    night: NightConfig, users: list[str]
-) -> None:
+async def test_only_who_asks_for_times_is_sure_to_hear_its_id(night: NightConfig, users: list[str]) -> None:
     """As docs/how-to/find-out-why.md has it: what lies ready is sent past whoever would tell the id."""
     mine = {"X-Request-Id": "mine"}
     async with serving(night) as service:
@@ -209,9 +196,7 @@ async def test_a_share_of_the_others_begins_a_trace_whatever_broken_header_came(
 ) -> None:
     async with serving(night, traces=True, traces_share=1.0) as service:
         for traceparent in ("", "00-broken", SAMPLED.upper(), f"ff{SAMPLED[2:]}"):
-            await service.http.get(
-                PATH + users[0], headers={"traceparent": traceparent, "tracestate": "a=1"}
-            )
+            await service.http.get(PATH + users[0], headers={"traceparent": traceparent, "tracestate": "a=1"})
         await service.http.get("/metrics")
         await service.http.get("/healthz")
     requests = [span for span in exporter.get_finished_spans() if span.kind == SpanKind.SERVER]
@@ -271,9 +256,7 @@ async def test_spans_travel_over_the_wire_before_the_service_is_gone(
 
     assert request.trace_id.hex() == TRACE and request.parent_span_id.hex() == SPAN
     assert {span.name for _, span in spans} == {"GET /v1/lookup/{table}/{entity}", "larder.stored"}
-    resource_attributes = {
-        attribute.key: attribute.value.string_value for attribute in spans[0][0].resource.attributes
-    }
+    resource_attributes = {attribute.key: attribute.value.string_value for attribute in spans[0][0].resource.attributes}
     assert resource_attributes["service.name"] == "of-the-test"
 
 
@@ -299,9 +282,7 @@ def test_while_it_is_off_no_span_and_no_exporter_is_even_imported() -> None:
 
     # redis-py imports OpenTelemetry's API by itself where it is installed.
     assert "serving.tracing.observer" in imported and "serving.tracing.otel_spans" not in imported
-    assert not [
-        module_name for module_name in imported if module_name.startswith("opentelemetry.exporter")
-    ]
+    assert not [module_name for module_name in imported if module_name.startswith("opentelemetry.exporter")]
 
 
 async def test_a_server_error_is_logged_with_its_request_and_its_trace(
@@ -319,11 +300,7 @@ async def test_a_server_error_is_logged_with_its_request_and_its_trace(
             response = await service.http.get(f"/v1/explain/user_topk/{users[0]}", headers=headers)
     request_records = [record for record in caplog.records if record.name == request_log.name]
 
-    assert (
-        response.status_code == 500
-        and len(request_records) == 1
-        and request_records[0].levelname == "ERROR"
-    )
+    assert response.status_code == 500 and len(request_records) == 1 and request_records[0].levelname == "ERROR"
     fields = request_records[0].larder_fields  # type: ignore[attr-defined]
     assert (fields["request_id"], fields["trace_id"], fields["status"]) == ("mine", TRACE, 500)
     assert users[0] not in str(fields) + request_records[0].getMessage()

@@ -49,9 +49,7 @@ def scrape_sums_by_worker(url: str, name: str) -> Counter[str]:
     return sum_by_worker
 
 
-def test_two_workers_serve_one_address_and_any_tells_the_counts_of_both(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_two_workers_serve_one_address_and_any_tells_the_counts_of_both(night: NightConfig, tmp_path: Path) -> None:
     users = sorted(histories(night))
     with started(settings(night, tmp_path / "state")) as (process, url):
         pids = workers_of(process)
@@ -74,24 +72,18 @@ def test_two_workers_serve_one_address_and_any_tells_the_counts_of_both(
     assert beating(night) == []
 
 
-def test_a_publish_waits_for_every_worker_and_all_of_them_flip(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_a_publish_waits_for_every_worker_and_all_of_them_flip(night: NightConfig, tmp_path: Path) -> None:
     later = (datetime.fromisoformat(DATA_UNTIL) + timedelta(minutes=30)).isoformat()
     with started(settings(night, tmp_path / "state")) as (_, _):
         assert poll_until(lambda: len(beating(night)) == 2)
         next_ = build_verified(night, later)
         publish(night, next_)
 
-        assert poll_until(
-            lambda: [replica.served_generation for replica in beating(night)] == [next_] * 2
-        )
+        assert poll_until(lambda: [replica.served_generation for replica in beating(night)] == [next_] * 2)
         assert all(replica.warm_s is not None for replica in beating(night))
 
 
-def test_a_killed_worker_gets_a_successor_while_the_others_answer(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_a_killed_worker_gets_a_successor_while_the_others_answer(night: NightConfig, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with started(settings(night, tmp_path / "state"), log) as (process, url):
         pids_before = workers_of(process)
@@ -101,9 +93,7 @@ def test_a_killed_worker_gets_a_successor_while_the_others_answer(
 
         def replaced() -> bool:
             assert httpx.get(f"{url}/v1/lookup/user_topk/nobody").status_code == 200
-            return len(workers_of(process)) == 2 and set(
-                scrape_sums_by_worker(url, "larder_ready")
-            ) == {"0", "1"}
+            return len(workers_of(process)) == 2 and set(scrape_sums_by_worker(url, "larder_ready")) == {"0", "1"}
 
         assert poll_until(replaced)
         after = workers_of(process)
@@ -112,9 +102,7 @@ def test_a_killed_worker_gets_a_successor_while_the_others_answer(
     assert f"(process {victim}) ended with code -9: another starts in" in log.read_text()
 
 
-def test_a_rolling_restart_replaces_all_workers_and_refuses_no_request(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_a_rolling_restart_replaces_all_workers_and_refuses_no_request(night: NightConfig, tmp_path: Path) -> None:
     log = tmp_path / "log"
     codes: Counter[int | str] = Counter()
     finished = threading.Event()
@@ -128,9 +116,7 @@ def test_a_rolling_restart_replaces_all_workers_and_refuses_no_request(
 
     with started(settings(night, tmp_path / "state"), log) as (process, url):
         pids_before = workers_of(process)
-        threads = [
-            threading.Thread(target=send_requests, args=(url,), daemon=True) for _ in range(4)
-        ]
+        threads = [threading.Thread(target=send_requests, args=(url,), daemon=True) for _ in range(4)]
         for thread in threads:
             thread.start()
         process.send_signal(signal.SIGHUP)
@@ -152,9 +138,7 @@ def test_a_second_signal_ends_all_of_it_at_once(night: NightConfig, tmp_path: Pa
             unfinished.sendall(head)  # someone is still asking
             assert httpx.get(f"{url}/healthz").status_code == 200
             process.send_signal(signal.SIGTERM)
-            assert poll_until(
-                lambda: len(workers_of(process)) == 1
-            )  # the other one has nothing to do
+            assert poll_until(lambda: len(workers_of(process)) == 1)  # the other one has nothing to do
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 0
     assert not any(map(alive, pids))
@@ -169,16 +153,12 @@ def test_workers_do_not_outlive_their_parent(night: NightConfig, tmp_path: Path)
     assert len(pids) == 2 and poll_until(lambda: not any(map(alive, pids)))
 
 
-def test_settings_that_no_worker_can_use_are_refused_before_any_starts(
-    night: NightConfig, tmp_path: Path
-) -> None:
+def test_settings_that_no_worker_can_use_are_refused_before_any_starts(night: NightConfig, tmp_path: Path) -> None:
     from tests.integration.replica.test_serving_program import run
 
     completed_process = run(settings(night, tmp_path), "--workers", "0")
 
-    assert (
-        completed_process.returncode == 2 and "workers must be above 0" in completed_process.stderr
-    )
+    assert completed_process.returncode == 2 and "workers must be above 0" in completed_process.stderr
 
 
 @pytest.mark.parametrize(("program", "code", "starts"), [("3", 1, 10), ("2", 2, 2)])
@@ -187,12 +167,8 @@ async def test_workers_that_never_start_are_given_up(
 ) -> None:
     announced: list[bool] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        spawn = WorkerSpawner(
-            listener, tmp_path, "", "info", ("-c", f"import os; os._exit({program})")
-        )
-        parent = WorkerSupervisor(
-            2, spawn, 1.0, lambda: announced.append(True), lambda _failures: 0.0
-        )
+        spawn = WorkerSpawner(listener, tmp_path, "", "info", ("-c", f"import os; os._exit({program})"))
+        parent = WorkerSupervisor(2, spawn, 1.0, lambda: announced.append(True), lambda _failures: 0.0)
         async with asyncio.timeout(60):
             assert await parent.run() == code
 

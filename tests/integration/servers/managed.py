@@ -40,9 +40,7 @@ class ManagedServer:
         text += f'\n{ADMIN}\nport 0\ntls-port {self.port}\ndir {folder}\nrename-command CONFIG ""\n'
         text += "".join(f"{name} {value}\n" for name, value in tls.items())
         (folder / "redis.conf").write_text(text)
-        self.process = GuardedCommand(
-            [redis_binary(), folder / "redis.conf"], log_path=folder / "log"
-        )
+        self.process = GuardedCommand([redis_binary(), folder / "redis.conf"], log_path=folder / "log")
 
     def url(self, user: str, password: str) -> str:
         """As a deployment would write it."""
@@ -51,9 +49,7 @@ class ManagedServer:
 
     def client(self) -> redis.Redis:
         """With all rights."""
-        return redis.Redis.from_url(
-            self.url("admin", "administers"), protocol=2, socket_timeout=None
-        )
+        return redis.Redis.from_url(self.url("admin", "administers"), protocol=2, socket_timeout=None)
 
     def answers(self) -> bool:
         """True once it can be asked."""
@@ -70,9 +66,7 @@ def managed_server(folder: Path, namespace: str) -> Iterator[ManagedServer]:
     folder.mkdir(parents=True)
     server = ManagedServer(folder / "server", namespace, self_signed(folder))
     try:
-        assert poll_until(lambda: server.answers() or not server.process.is_running), (
-            server.process.log_tail()
-        )
+        assert poll_until(lambda: server.answers() or not server.process.is_running), server.process.log_tail()
         if not server.answers() and "tls" in server.process.log_tail():
             pytest.skip(f"this server was built without TLS: {server.process.log_tail(3)}")
         assert server.answers(), server.process.log_tail()

@@ -39,9 +39,7 @@ def failed_over(pair: WatchedPair, load: Load) -> WatchedServer:
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.storm)])
-def test_a_killed_primary_costs_no_answer_and_the_next_one_is_followed(
-    tmp_path: Path, times: int
-) -> None:
+def test_a_killed_primary_costs_no_answer_and_the_next_one_is_followed(tmp_path: Path, times: int) -> None:
     night = prepare(tmp_path / "night", "redis://nowhere", users=100, items=60)
     with watched_pair(tmp_path / "redis", night.namespace) as pair, contextlib.ExitStack() as stack:
         config = replace(night, redis_url=pair.url("larder-loader"))

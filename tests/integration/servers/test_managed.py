@@ -51,9 +51,7 @@ def test_a_night_and_the_service_work_within_the_limits_of_managed_offerings(
         with server.client() as client:
             with pytest.raises(Exception, match="unknown command"):
                 client.config_get("maxmemory")
-            keys_and_commands = [
-                (keys, command) for keys, commands in log.scripts() for command in commands
-            ]
+            keys_and_commands = [(keys, command) for keys, commands in log.scripts() for command in commands]
             assert {command[0].upper() for _, command in keys_and_commands} >= {
                 b"GET",
                 b"HGET",

@@ -39,9 +39,7 @@ def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServ
     with redis.Redis.from_url(redis_server.url, protocol=2) as client:
         server_kind = inspect_redis(client)
 
-    assert server_kind.name in ("Redis", "Valkey") and re.fullmatch(
-        r"\d+\.\d+\.\d+", server_kind.version
-    )
+    assert server_kind.name in ("Redis", "Valkey") and re.fullmatch(r"\d+\.\d+\.\d+", server_kind.version)
     assert (server_kind.missing, server_kind.without) == ((), ())
     state, check_message = CHECK_BY_SUBJECT["redis"](NightConfig(redis_url=redis_server.url))
     assert state == "ok" and check_message.endswith(f"; {server_kind}")
@@ -53,17 +51,13 @@ def test_the_check_asks_for_missing_commands_and_names_those_that_larder_does_wi
     with lacking(tmp_path / "eval", "EVAL", "XAUTOCLAIM") as client:
         server_kind = inspect_redis(client)
         port = client.connection_pool.connection_kwargs["port"]
-        state, check_message = CHECK_BY_SUBJECT["redis"](
-            NightConfig(redis_url=f"redis://127.0.0.1:{port}")
-        )
+        state, check_message = CHECK_BY_SUBJECT["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
     with lacking(tmp_path / "config", "CONFIG") as client:
         without = inspect_redis(client)
 
     assert server_kind.missing[0].startswith("scripts with flags")
     assert set(server_kind.missing[1:]) == {"EVAL", "XAUTOCLAIM"}
-    assert (
-        state == "to do" and str(server_kind) in check_message and "no XAUTOCLAIM" in check_message
-    )
+    assert state == "to do" and str(server_kind) in check_message and "no XAUTOCLAIM" in check_message
     assert without.missing == () and without.without[0].startswith("CONFIG (")
 
 
@@ -80,9 +74,7 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
     with lacking(tmp_path / "none") as client:
         client.execute_command(*command)
         port = client.connection_pool.connection_kwargs["port"]
-        state, check_message = CHECK_BY_SUBJECT["redis"](
-            NightConfig(redis_url=f"redis://127.0.0.1:{port}")
-        )
+        state, check_message = CHECK_BY_SUBJECT["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
 
     assert state == "to do" and text in check_message and "scripts with flags" not in check_message
 
@@ -97,9 +89,7 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
         ({}, "Redis"),
     ],
 )  # fmt: skip
-def test_servers_that_call_themselves_redis_are_distinguished(
-    server_info: dict[str, Any], expected: str
-) -> None:
+def test_servers_that_call_themselves_redis_are_distinguished(server_info: dict[str, Any], expected: str) -> None:
     name, version = check._product_and_version(server_info)
 
     assert f"{name} {version}".strip() == expected
@@ -115,6 +105,4 @@ def test_the_commands_looked_for_are_those_that_the_users_may_send() -> None:
     }
 
     # Where a user may read settings, no event has to wait for the disk.
-    assert granted - CONNECTING - OF_THE_RUNBOOK == {*NEEDED_COMMANDS, *LACK_EFFECT_BY_COMMAND} - {
-        "waitaof"
-    }
+    assert granted - CONNECTING - OF_THE_RUNBOOK == {*NEEDED_COMMANDS, *LACK_EFFECT_BY_COMMAND} - {"waitaof"}

@@ -50,18 +50,13 @@ async def test_server_and_sentinel_are_reached_over_tls_with_their_own_passwords
     url = f"rediss+sentinel://:pages@127.0.0.1:{sentinel}/pages?{options}&sentinel_password=watches"
     wrong = url.replace("password=watches", "password=wrong")
     with (
-        GuardedCommand(
-            [redis_binary(), tmp_path / "server/conf"], log_path=tmp_path / "server/log"
-        ) as first,
+        GuardedCommand([redis_binary(), tmp_path / "server/conf"], log_path=tmp_path / "server/log") as first,
         GuardedCommand(
             [redis_binary(), tmp_path / "sentinel/conf", "--sentinel"],
             log_path=tmp_path / "sentinel/log",
         ) as second,
     ):
-        if (
-            not poll_until(lambda: can_ask(url), 10)
-            and "tls" in first.log_tail() + second.log_tail()
-        ):
+        if not poll_until(lambda: can_ask(url), 10) and "tls" in first.log_tail() + second.log_tail():
             pytest.skip(f"this server was built without TLS: {first.log_tail(3)}")
         assert can_ask(url), second.log_tail()
         assert not can_ask(wrong)

@@ -28,15 +28,11 @@ PASSWORDS = {"READER": "reads", "LOADER": "loads", "SENTINEL": "watches", "REPLI
 def settings(namespace: str) -> str:
     """`infra/redis.conf` with the lines that the documents add, for this namespace."""
     text = (ROOT / "infra/redis.conf").read_text()
-    text += "\n".join(
-        re.findall(r"^(?:user|masteruser|masterauth) .+$", PAGE.read_text(), re.MULTILINE)
-    )
+    text += "\n".join(re.findall(r"^(?:user|masteruser|masterauth) .+$", PAGE.read_text(), re.MULTILINE))
     for name, password in PASSWORDS.items():
         digest = hashlib.sha256(password.encode()).hexdigest()
         text = text.replace(f"{name}_PASSWORD_SHA256", digest).replace(f"{name}_PASSWORD", password)
-    return (
-        text.replace("{default}", f"{{{namespace}}}").replace(":default:", f":{namespace}:") + "\n"
-    )
+    return text.replace("{default}", f"{{{namespace}}}").replace(":default:", f":{namespace}:") + "\n"
 
 
 class WatchedServer:
@@ -54,12 +50,8 @@ class WatchedServer:
     def client(self) -> redis.Redis:
         """With the sentinels' rights."""
         is_server = not self._more or self._more[0] != "--sentinel"
-        user: dict[str, Any] = (
-            {"username": "sentinel", "password": PASSWORDS["SENTINEL"]} if is_server else {}
-        )
-        return redis.Redis(
-            port=self.port, protocol=2, socket_timeout=5.0, retry=Retry(NoBackoff(), 0), **user
-        )
+        user: dict[str, Any] = {"username": "sentinel", "password": PASSWORDS["SENTINEL"]} if is_server else {}
+        return redis.Redis(port=self.port, protocol=2, socket_timeout=5.0, retry=Retry(NoBackoff(), 0), **user)
 
     def has_replica(self) -> bool:
         """True if it is a primary whose replica is up to date."""

@@ -78,22 +78,16 @@ class MixedLoad:
 
     def missing(self) -> list[str]:
         """Complaints about what did not happen: a kind that was not asked, a source that never answered."""
-        complaints = [
-            f"no request of kind {kind}" for kind in SHARE_BY_KIND if not self.kinds[kind]
-        ]
+        complaints = [f"no request of kind {kind}" for kind in SHARE_BY_KIND if not self.kinds[kind]]
         complaints += [
-            f"no answer from {source}"
-            for source in (*STORED_SOURCES, Source.LIVE)
-            if not self.sources[source]
+            f"no answer from {source}" for source in (*STORED_SOURCES, Source.LIVE) if not self.sources[source]
         ]
         defaulted, answers = (
             self.known_entity_sources[Source.DEFAULT],
             self.known_entity_sources.total(),
         )
         if defaulted > DEFAULTED_MAX * answers:
-            complaints.append(
-                f"{defaulted} of {answers} answers about what the night knows are `default`"
-            )
+            complaints.append(f"{defaulted} of {answers} answers about what the night knows are `default`")
         return complaints
 
     def _arrivals(self, rate: float) -> Iterator[float]:
@@ -129,9 +123,7 @@ class MixedLoad:
         """Count what came of a lookup, and note what is wrong with it."""
         answers = response["answers"] if body else [response]
         # One answer is of one generation, also in a batch while a flip is under way; a lower rung says so itself.
-        answering_generations = {
-            answer["generation"] for answer in answers if answer["source"] != Source.PREVIOUS
-        }
+        answering_generations = {answer["generation"] for answer in answers if answer["source"] != Source.PREVIOUS}
         if len(answering_generations) > 1:
             self.wrong.append(f"{kind}: an answer of {sorted(answering_generations)}")
         for answer in answers:
@@ -144,22 +136,14 @@ class MixedLoad:
             elif answer["source"] not in STORED_SOURCES and not answer.get("reason"):
                 self.wrong.append(f"{kind} {answer['id']}: {answer['source']} without a reason")
             elif answer.get("reason") == MissReason.INTERNAL_ERROR:
-                self.wrong.append(
-                    f"{kind} {answer['id']}: {answer['source']} after an internal error"
-                )
+                self.wrong.append(f"{kind} {answer['id']}: {answer['source']} after an internal error")
             elif answer["table"] == "user_topk":
                 self._judge_items(kind, body, answer)
 
     def _judge_items(self, kind: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         items = tuple(answer["items"])
-        if (
-            answer["source"] in STORED_SOURCES
-            and answer.get("producer") != "batch"
-            and not answer.get("events")
-        ):
-            self.wrong.append(
-                f"{kind} {answer['id']}: {answer['source']} by {answer.get('producer')}"
-            )
+        if answer["source"] in STORED_SOURCES and answer.get("producer") != "batch" and not answer.get("events"):
+            self.wrong.append(f"{kind} {answer['id']}: {answer['source']} by {answer.get('producer')}")
         elif kind == "filtered":
             filtered_category = body["filter"]["=="][1]
             if any(self.category[item] != filtered_category for item in items):

@@ -73,9 +73,7 @@ class Soak:
         self.nights += 1
         self.load.newest_us = round(cut.timestamp() * 1e6)
         recent_generations = list(self.load.lists)[-LISTS_KEPT:]
-        self.load.lists = {
-            generation: self.load.lists[generation] for generation in recent_generations
-        }
+        self.load.lists = {generation: self.load.lists[generation] for generation in recent_generations}
         return generation
 
     def _lists(self, generation: str) -> dict[str, tuple[str, ...]]:
@@ -147,9 +145,7 @@ def format_log_line(
     )
 
 
-async def soaked(
-    soak: Soak, *, seconds: float, rate: float, nights: int, look_s: float
-) -> dict[str, float]:
+async def soaked(soak: Soak, *, seconds: float, rate: float, nights: int, look_s: float) -> dict[str, float]:
     """Load for so long, that many nights meanwhile, a look at what is held every `look_s`: growth of each.
 
     Fails for an answer that is wrong, one that never came, or a night that nobody was answered from.
@@ -188,13 +184,9 @@ async def soaked(
             await asyncio.sleep(look_s)
 
     following = asyncio.create_task(follow_nights())
-    await asyncio.gather(
-        following, log_samples(), load.drive(soak.service.url, rate=rate, is_over=is_over)
-    )
+    await asyncio.gather(following, log_samples(), load.drive(soak.service.url, rate=rate, is_over=is_over))
     print(f"kinds {dict(load.kinds)}\nsources {dict(load.sources)}")
-    print(
-        f"{len(load.generations)} generations answered, {len(load.wrong)} wrong: {load.wrong[:20]}"
-    )
+    print(f"{len(load.generations)} generations answered, {len(load.wrong)} wrong: {load.wrong[:20]}")
     grown = {}
     for name, growth_max in GROWTH_MAX.items():
         values = [resource_usage[name] for _, resource_usage in timed_samples]
@@ -214,9 +206,7 @@ async def test_nights_under_mixed_load_fail_no_request_and_mix_no_generations(so
 
 
 @pytest.mark.storm
-async def test_hours_of_nights_under_mixed_load_leave_nothing_behind(
-    soak: Soak, soak_s: float
-) -> None:
+async def test_hours_of_nights_under_mixed_load_leave_nothing_behind(soak: Soak, soak_s: float) -> None:
     grown = await soaked(soak, seconds=soak_s, rate=100, nights=12, look_s=min(10.0, soak_s / 100))
 
     assert {name for name, more in grown.items() if more > GROWTH_MAX[name]} == set()

@@ -25,9 +25,7 @@ def seed() -> int:
 @pytest.fixture(params=["reference", "features"])
 def month(request: Any, tmp_path: Path, redis_url: str, seed: int) -> Month:
     """Month of each kind of bundle."""
-    drawn_month = WORLDS[request.param](
-        tmp_path / "night", redis_url, seed, users=USERS, items=ITEMS
-    )
+    drawn_month = WORLDS[request.param](tmp_path / "night", redis_url, seed, users=USERS, items=ITEMS)
     return with_events(drawn_month, redis_url)
 
 

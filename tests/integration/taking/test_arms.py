@@ -31,8 +31,5 @@ def test_nights_of_an_arm_have_the_events_of_its_control(featured: Month) -> Non
     mine, arm_events = (read_manifest(build.store, build.generation).events for build in builds)
     assert mine is not None and arm_events is not None and mine.until == arm_events.until
     assert (mine.namespace, arm_events.namespace) == ("", control_config.namespace)
-    assert (
-        builds[0].need_report(BEGIN_REPORT)["events"]
-        == builds[1].need_report(BEGIN_REPORT)["events"]
-    )
+    assert builds[0].need_report(BEGIN_REPORT)["events"] == builds[1].need_report(BEGIN_REPORT)["events"]
     assert builds[0].need_report(BEGIN_REPORT)["events"]["files"] == 2

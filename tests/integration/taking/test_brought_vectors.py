@@ -36,13 +36,9 @@ def find_brought_vectors(config: NightConfig, generation: str, users: list[str])
     directory = Directory.open(root, manifest.entity_sets["user"])
     seen_items = SeenItems.open(root, manifest, directory)
     assert seen_items is not None
-    position_by_user = {
-        user: directory.find(hash_id(user.encode(), directory.seed)) for user in users
-    }
+    position_by_user = {user: directory.find(hash_id(user.encode(), directory.seed)) for user in users}
     return {
-        user: seen_items.has_brought_vector(position)
-        for user, position in position_by_user.items()
-        if position >= 0
+        user: seen_items.has_brought_vector(position) for user, position in position_by_user.items() if position >= 0
     }
 
 
@@ -56,9 +52,9 @@ def test_nights_say_who_brought_a_vector_and_copies_say_the_same(month: Month) -
         assert month.differences(generation, scored(full, month.cut)) == []
         has_vector_by_user = find_brought_vectors(month.config, generation, month.ids("user"))
         users_with_vector = with_vector(month.config)
-        assert has_vector_by_user == {
-            user: user in users_with_vector for user in has_vector_by_user
-        } and {*has_vector_by_user.values()} == {
+        assert has_vector_by_user == {user: user in users_with_vector for user in has_vector_by_user} and {
+            *has_vector_by_user.values()
+        } == {
             True,
             False,
         }
@@ -70,13 +66,9 @@ async def test_lists_of_those_without_are_those_of_the_next_night(month: Month) 
     users = month.ids("user")
     users_with_vector = with_vector(month.config)
     has_vector_by_user = find_brought_vectors(month.config, generation, users)
-    users_without_vector = [user for user in has_vector_by_user if user not in users_with_vector][
-        :5
-    ]
+    users_without_vector = [user for user in has_vector_by_user if user not in users_with_vector][:5]
     theirs = [user for user in has_vector_by_user if user in users_with_vector][:5]
-    async with serving(
-        month.config, events=month.config.events, events_url=month.config.events_url
-    ) as app:
+    async with serving(month.config, events=month.config.events, events_url=month.config.events_url) as app:
         path = "/v1/lookup/user_topk"
         answers_before = (await app.post(path, {"entities": theirs}))["answers"]
         events = [
@@ -87,9 +79,7 @@ async def test_lists_of_those_without_are_those_of_the_next_night(month: Month) 
         assert response.json()["accepted"] == len(events), response.text
 
         async def all_count() -> bool:
-            answers = (await app.post(path, {"entities": [*users_without_vector, *theirs]}))[
-                "answers"
-            ]
+            answers = (await app.post(path, {"entities": [*users_without_vector, *theirs]}))["answers"]
             return all(answer.get("events") == 1 for answer in answers)
 
         assert await eventually(all_count)
@@ -155,22 +145,16 @@ def assert_same(day: dict[str, Any], night: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rerank", [None, RERANK], ids=["plain", "reranked"])
-async def test_searches_under_a_filter_count_the_events_that_the_answer_tells_of(
-    filtered: Month, rerank: Any
-) -> None:
+async def test_searches_under_a_filter_count_the_events_that_the_answer_tells_of(filtered: Month, rerank: Any) -> None:
     month = filtered
     generation = month.publish()
     users = month.ids("user")
     users_with_vector = with_vector(month.config)
     has_vector_by_user = find_brought_vectors(month.config, generation, users)
-    users_without_vector = [user for user in has_vector_by_user if user not in users_with_vector][
-        :5
-    ]
+    users_without_vector = [user for user in has_vector_by_user if user not in users_with_vector][:5]
     theirs = [user for user in has_vector_by_user if user in users_with_vector][:5]
     options = {"filter": IN_STOCK} | ({} if rerank is None else {"rerank": rerank})
-    async with serving(
-        month.config, events=month.config.events, events_url=month.config.events_url
-    ) as app:
+    async with serving(month.config, events=month.config.events, events_url=month.config.events_url) as app:
         answers_before = await look_up(app, [*users_without_vector, *theirs], **options)
         clicks = {answer["id"]: answer["items"][0] for answer in answers_before}
         await send_clicks(app, clicks)
@@ -185,9 +169,7 @@ async def test_searches_under_a_filter_count_the_events_that_the_answer_tells_of
     async with serving(month.config) as app:
         night = await look_up(app, [*users_without_vector, *theirs], **options)
 
-    for user, mine, next_, old in zip(
-        [*users_without_vector, *theirs], day, night, answers_before, strict=True
-    ):
+    for user, mine, next_, old in zip([*users_without_vector, *theirs], day, night, answers_before, strict=True):
         assert mine["events"] == 1, user
         assert_same(mine, next_)
         if user in users_without_vector:
@@ -205,9 +187,7 @@ async def test_a_strangers_search_under_a_filter_counts_what_was_sent_and_then_t
     month.publish()
     items = month.ids("item")
     stranger_entity = {"id": "a-stranger", "history": items[10:13]}
-    async with serving(
-        month.config, events=month.config.events, events_url=month.config.events_url
-    ) as app:
+    async with serving(month.config, events=month.config.events, events_url=month.config.events_url) as app:
         answer_before = (await look_up(app, [stranger_entity], filter=IN_STOCK))[0]
         await send_clicks(app, {"a-stranger": items[20]})
         (answer_with_event,) = await look_up(app, [stranger_entity], filter=IN_STOCK)

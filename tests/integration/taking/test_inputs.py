@@ -29,10 +29,7 @@ def inputs_of(config: NightConfig, generation: str) -> tuple[ItemTable, dict[int
     seen_items = SeenItems.open(root, manifest, users)
     assert seen_items is not None
     hashes = users.hashes()
-    input_by_hash = {
-        user_hash: seen_items.input_of(position)
-        for position, user_hash in enumerate(hashes.tolist())
-    }
+    input_by_hash = {user_hash: seen_items.input_of(position) for position, user_hash in enumerate(hashes.tolist())}
     return ItemTable.open(root, manifest), input_by_hash
 
 

@@ -13,9 +13,7 @@ from tests.integration.taking.clicking import click, microseconds, take_all_even
 def lose(month: Month, item: str) -> None:
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
-    pq.write_table(
-        table.filter(pa.array([item_scalar.as_py() != item for item_scalar in table["item"]])), path
-    )
+    pq.write_table(table.filter(pa.array([item_scalar.as_py() != item for item_scalar in table["item"]])), path)
 
 
 def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Month) -> None:

@@ -68,9 +68,7 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(
 
     # The one that is in the table is not one that leaves.
     assert Build(config, config.store(), second).need_report(BEGIN_REPORT)["unlisted_items"] == 1
-    manifest_before, after = (
-        read_manifest(config.store(), generation) for generation in (first, second)
-    )
+    manifest_before, after = (read_manifest(config.store(), generation) for generation in (first, second))
     unusable_by_source = after.facts["unusable"]
     assert {
         name: unusable_rows["left_out"]
@@ -89,9 +87,7 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(
 def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
     config: NightConfig,
 ) -> None:
-    click(
-        config, [make_vector_event("gone", [0.25] * DIMS), make_vector_event("new", [0.5] * DIMS)]
-    )
+    click(config, [make_vector_event("gone", [0.25] * DIMS), make_vector_event("new", [0.5] * DIMS)])
     take_events.run(config)
     nights.publish_night(config, FIRST)
     store, row = config.store(), np.full(DIMS, 0.25, np.float32).tobytes()

@@ -149,9 +149,7 @@ def test_without_events_a_night_is_as_it_was(month: Month) -> None:
     assert "events" not in build.need_report(BEGIN_REPORT)
     assert not (build.root / "seen/0000.times").exists()
     with pytest.raises(ConfigError, match="enabled is false"):
-        begin.run(
-            month.config, data_until=month.cut.isoformat(), run_after=None, events_until="0-0"
-        )
+        begin.run(month.config, data_until=month.cut.isoformat(), run_after=None, events_until="0-0")
 
 
 def test_a_night_without_a_cut_is_as_new_as_its_events(month: Month) -> None:

@@ -19,16 +19,11 @@ def odd(month: Month, number: int) -> list[Event]:
         (0, {"country": 2**40}), (1, {"country": -77, "mood": [0.5, 0.25]}), (2, {"country": 3}),
         (3, {"mood": [HUGE, 1e-30]}), (4 + number, {"country": 5}),
     ]  # fmt: skip
-    events = [
-        Event("", 0, users[row].encode(), None, attributes=attributes)
-        for row, attributes in user_attributes
-    ]
+    events = [Event("", 0, users[row].encode(), None, attributes=attributes) for row, attributes in user_attributes]
     more: list[tuple[int, dict[str, Any]]] = [
         (0, {"scent": [HUGE] * 4}), (1, {"scent": [1.0] * 4}), (2 + number, {"looks": [HUGE] * 16}),
     ]  # fmt: skip
-    events += [
-        Event("", 0, None, items[row].encode(), attributes=attributes) for row, attributes in more
-    ]
+    events += [Event("", 0, None, items[row].encode(), attributes=attributes) for row, attributes in more]
     return [
         Event(f"odd-{number}-{at}", 0, event.user, event.item, attributes=event.attributes)
         for at, event in enumerate(events)
@@ -44,14 +39,9 @@ def test_nights_with_odd_values_copy_as_full_nights_compute(featured: Month) -> 
         generation = month.publish()
 
         assert month.differences(generation, scored(full, month.cut)) == []
-        unusable_by_source = Build(month.config, month.config.store(), generation).need_report(
-            BEGIN_REPORT
-        )["unusable"]
+        unusable_by_source = Build(month.config, month.config.store(), generation).need_report(BEGIN_REPORT)["unusable"]
         assert (
-            unusable_by_source["events.user_tower"]["reasons"][event_trials.MODEL_RAISES_REASON][
-                "rows"
-            ]
-            == 3 + number
+            unusable_by_source["events.user_tower"]["reasons"][event_trials.MODEL_RAISES_REASON]["rows"] == 3 + number
         )
         assert unusable_by_source["events.item_tower"]["left_out"] == 1 + number
         assert unusable_by_source["events.worth"]["left_out"] == 1

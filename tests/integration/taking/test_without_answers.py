@@ -46,9 +46,7 @@ def test_users_with_a_history_are_published_without_an_answer(featured: Month) -
         assert set(table.ids_of(published.item_ordinals.astype("u4"))) == {*histories[user]}
         assert published.features == {}
     records = nights.raw_records(month.config, generation, users_without_features, "user_topk")
-    assert {raw_record[14] for raw_record in records.values()} == {ABSENT_FLAGS} and len(
-        records
-    ) == 3
+    assert {raw_record[14] for raw_record in records.values()} == {ABSENT_FLAGS} and len(records) == 3
     # and: the next night, which copies, says the same
     month.night = 1
     full = scored(month.full, month.cut)
@@ -64,9 +62,7 @@ class Shop:
     items: list[str]
     history_items_by_user: dict[str, set[str]]
 
-    async def look_up(
-        self, entity: Any, table: str = "user_topk", **options: Any
-    ) -> dict[str, Any]:
+    async def look_up(self, entity: Any, table: str = "user_topk", **options: Any) -> dict[str, Any]:
         """The answer for one entity."""
         body = {"entities": [entity], **options}
         (answer,) = (await self.app.post(f"/v1/lookup/{table}", body))["answers"]
@@ -89,14 +85,10 @@ async def shop(featured: Month) -> AsyncIterator[Shop]:
     month, users_without_features = featured, featured.ids("user")[:4]
     without_features(month, users_without_features)
     items = pq.read_table(month.config.path("items.parquet"))["item"].to_pylist()
-    add_columns(
-        month.config, "items.parquet", title=items, half=[at % 2 for at in range(len(items))]
-    )
+    add_columns(month.config, "items.parquet", title=items, half=[at % 2 for at in range(len(items))])
     month.configure(sources=replace(month.config.sources, item_attributes=("title", "half")))
     month.publish()
-    history_items_by_user = {
-        user: {*history} for user, history in nights.histories(month.config).items()
-    }
+    history_items_by_user = {user: {*history} for user, history in nights.histories(month.config).items()}
     config = month.config
     async with serving(config, events=config.events, events_url=config.events_url) as app:
         yield Shop(app, users_without_features, items, history_items_by_user)
@@ -122,14 +114,10 @@ async def test_a_click_leaves_who_has_no_record_the_answer_that_is_computed_from
     option_sets: list[dict[str, Any]] = [options, options | {"filter": half}]
     for option_set in option_sets:
         mine = await shop.look_up({"id": user, **caller_input}, **option_set)
-        theirs = await shop.look_up(
-            {"id": "stranger", **caller_input}, exclude=had_items, **option_set
-        )
+        theirs = await shop.look_up({"id": "stranger", **caller_input}, exclude=had_items, **option_set)
         assert (mine["source"], mine["events"]) == ("live", 1) and "approximate" not in mine
         common_items = [item for item in mine["items"] if item in theirs["items"]]
-        assert common_items == theirs["items"][: len(common_items)] and len(common_items) >= len(
-            theirs["items"]
-        )
+        assert common_items == theirs["items"][: len(common_items)] and len(common_items) >= len(theirs["items"])
         assert not {*had_items, *new[:3]} & {*mine["items"]}
     vectors = [
         await shop.look_up({"id": entity_id, **caller_input}, "user_vector", fresh=fresh)
@@ -138,12 +126,8 @@ async def test_a_click_leaves_who_has_no_record_the_answer_that_is_computed_from
     assert answer_before["source"] == "live" and answer_before["reason"] == "not_in_generation"
     assert vectors[0]["events"] == 1 and np.array_equal(vectors[0]["vector"], vectors[1]["vector"])
     # What one caller sends is no answer for who sends something else, or nothing.
-    answer_to_other_input = await shop.look_up(
-        {"id": user, "history": new[4:6], "features": {"country": 2}}
-    )
-    assert (
-        answer_to_other_input["source"] == "live" and new[4] not in answer_to_other_input["items"]
-    )
+    answer_to_other_input = await shop.look_up({"id": user, "history": new[4:6], "features": {"country": 2}})
+    assert answer_to_other_input["source"] == "live" and new[4] not in answer_to_other_input["items"]
     assert (await shop.look_up(user))["source"] in ("default", "l1")
 
 
@@ -153,9 +137,7 @@ async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_it
     user = shop.users_without_features[1]
     new = [item for item in shop.items if item not in shop.history_items_by_user[user]]
     caller_input: dict[str, Any] = {"history": new[:2], "features": {"country": 3}}
-    answer_before = await shop.look_up(
-        {"id": None, **caller_input}, exclude=sorted(shop.history_items_by_user[user])
-    )
+    answer_before = await shop.look_up({"id": None, **caller_input}, exclude=sorted(shop.history_items_by_user[user]))
     await shop.click(user, answer_before["items"][0])
     holder = shop.app.service.follower.holder
     served = holder.served
@@ -173,9 +155,7 @@ async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_it
 
 
 @pytest.mark.parametrize("history", [None, 3], ids=["nothing sent", "sent"])
-async def test_what_was_had_by_the_night_is_left_out_of_who_has_no_record(
-    shop: Shop, history: int | None
-) -> None:
+async def test_what_was_had_by_the_night_is_left_out_of_who_has_no_record(shop: Shop, history: int | None) -> None:
     user = shop.users_without_features[2]
     new = [item for item in shop.items if item not in shop.history_items_by_user[user]]
     caller_input = {} if history is None else {"history": new[:history], "features": {"country": 3}}
@@ -224,9 +204,7 @@ async def moods(featured: Month) -> AsyncIterator[Moods]:
     month.configure(sources=replace(config.sources, user_vectors="user_vectors.parquet"))
     month.publish()
     items = pq.read_table(config.path("items.parquet"))["item"].to_pylist()
-    history_items_by_user = {
-        user: {*history} for user, history in nights.histories(month.config).items()
-    }
+    history_items_by_user = {user: {*history} for user, history in nights.histories(month.config).items()}
     config = month.config
     async with serving(config, events=config.events, events_url=config.events_url) as app:
         yield Moods(Shop(app, [lacks], items, history_items_by_user), brings, clicks, lacks)
@@ -249,12 +227,7 @@ async def test_a_click_leaves_who_has_a_record_of_values_that_record_whatever_is
     explained = await moods.shop.app.post("/v1/explain/user_mood", body)
 
     # Then both are what the night stored, and say so
-    assert (
-        answer_before["values"]
-        == answer_without_mood["values"]
-        == answer_with_mood["values"]
-        != [9.0, -9.0]
-    )
+    assert answer_before["values"] == answer_without_mood["values"] == answer_with_mood["values"] != [9.0, -9.0]
     for answer in (answer_without_mood, answer_with_mood):
         assert (answer["producer"], answer["live"]) == ("batch", "no_usable_input")
         assert answer["approximate"] is True and answer["events"] == 1

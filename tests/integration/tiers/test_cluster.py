@@ -80,38 +80,28 @@ async def test_a_batch_from_all_masters_is_what_the_night_computed(
     assert single_answer["source"] == "l2" and single_answer["items"] == answers[users[0]]["items"]
 
 
-async def test_pages_of_all_masters_can_be_looked_at(
-    app: Running, night: NightConfig, servers: TestCluster
-) -> None:
+async def test_pages_of_all_masters_can_be_looked_at(app: Running, night: NightConfig, servers: TestCluster) -> None:
     users = users_of(night)[:20]
     owners = {servers.of_slot(key_slot(page_key_of(night, user).encode())) for user in users}
 
     explanations = [await app.get(f"/v1/explain/user_topk/{user}") for user in users]
 
-    assert len(owners) == 3 and {explanation["page"]["state"] for explanation in explanations} == {
-        "ok"
-    }
+    assert len(owners) == 3 and {explanation["page"]["state"] for explanation in explanations} == {"ok"}
 
 
-async def test_replicas_are_seen_and_a_roll_back_reaches_them(
-    app: Running, night: NightConfig
-) -> None:
+async def test_replicas_are_seen_and_a_roll_back_reaches_them(app: Running, night: NightConfig) -> None:
     users, generation_before = users_of(night)[:100], live(night)
     with open_releases(night) as releases:
 
         async def beating() -> bool:
-            return [replica.served_generation for replica in releases.control.replicas()] == [
-                generation_before
-            ]
+            return [replica.served_generation for replica in releases.control.replicas()] == [generation_before]
 
         assert await eventually(beating)
 
     generation_after = roll_back(night)
 
     async def moved() -> bool:
-        return {answer["generation"] for answer in (await look_up_users(app, users)).values()} == {
-            generation_after
-        }
+        return {answer["generation"] for answer in (await look_up_users(app, users)).values()} == {generation_after}
 
     assert generation_after != generation_before and await eventually(moved)
     answers = await look_up_users(app, users)
@@ -127,11 +117,7 @@ async def test_a_killed_master_costs_only_its_own_keys(
     users = users_of(night)
     home = servers.of_slot(key_slot(night.keyspace().live.encode()))
     victim = home if victim_role != "a master of pages" else other_than(servers, home)
-    affected_users = {
-        user
-        for user in users
-        if servers.of_slot(key_slot(page_key_of(night, user).encode())) is victim
-    }
+    affected_users = {user for user in users if servers.of_slot(key_slot(page_key_of(night, user).encode())) is victim}
 
     async def ready() -> bool:
         return await all_from_l2(app, users)
@@ -141,9 +127,7 @@ async def test_a_killed_master_costs_only_its_own_keys(
     victim.kill()
     for _ in range(20):
         answers = await look_up_users(app, users)
-        assert {
-            name for name, answer in answers.items() if answer["source"] != "l2"
-        } == affected_users
+        assert {name for name, answer in answers.items() if answer["source"] != "l2"} == affected_users
     if victim is home:
 
         async def is_marked_stale() -> bool:
@@ -177,12 +161,8 @@ async def test_a_master_that_hangs_costs_only_its_own_keys(
     with victim.frozen():
         for _ in range(8):
             answers = await look_up_users(app, users)
-            assert {
-                name for name, answer in answers.items() if answer["source"] != "l2"
-            } == affected_users
-        assert (await app.scrape_samples("larder_breaker_state"))[()] > 0, (
-            "its own; the others' are shut"
-        )
+            assert {name for name, answer in answers.items() if answer["source"] != "l2"} == affected_users
+        assert (await app.scrape_samples("larder_breaker_state"))[()] > 0, "its own; the others' are shut"
 
     async def healed() -> bool:
         return await all_from_l2(app, users)
@@ -195,9 +175,7 @@ async def test_a_master_that_hangs_costs_only_its_own_keys(
     assert await eventually(back, 30.0)
 
 
-async def test_reads_follow_a_slot_on_its_way(
-    app: Running, night: NightConfig, servers: TestCluster
-) -> None:
+async def test_reads_follow_a_slot_on_its_way(app: Running, night: NightConfig, servers: TestCluster) -> None:
     users = users_of(night)
     slot = key_slot(page_key_of(night, users[0]).encode())
     to = other_than(servers, servers.of_slot(slot))
@@ -218,9 +196,7 @@ async def test_reads_follow_a_slot_on_its_way(
         assert releases.control.client.exists(*page_keys(night.keyspace(), manifest)) > 0
 
 
-async def test_the_control_keys_may_move(
-    app: Running, night: NightConfig, servers: TestCluster
-) -> None:
+async def test_the_control_keys_may_move(app: Running, night: NightConfig, servers: TestCluster) -> None:
     slot = key_slot(night.keyspace().live.encode())
     to = other_than(servers, servers.of_slot(slot))
 
@@ -266,10 +242,7 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
 
         async def is_usage_reported() -> bool:
             report = attached(app.service, QualityMonitor).to_json() or {}
-            return (
-                report.get("worklist") == 1
-                and abs((report["read_share"] or 0) - expected_share) < 0.02
-            )
+            return report.get("worklist") == 1 and abs((report["read_share"] or 0) - expected_share) < 0.02
 
         manifest = read_manifest(night.store(), live(night))
         counts = {name: entity_set.count for name, entity_set in manifest.entity_sets.items()}

@@ -50,9 +50,7 @@ async def tier(servers: TestCluster, keyspace: Keyspace) -> AsyncIterator[Cluste
     await cluster_tier.aclose()
 
 
-def test_pages_spread_evenly_over_slots_and_masters(
-    servers: TestCluster, tmp_path: Path, keyspace: Keyspace
-) -> None:
+def test_pages_spread_evenly_over_slots_and_masters(servers: TestCluster, tmp_path: Path, keyspace: Keyspace) -> None:
     with connect(servers.url, 5.0) as client:
         world = World(ArtefactStore(str(tmp_path)), client, keyspace)
         manifest = world.make(A, records=20_000)
@@ -64,9 +62,7 @@ def test_pages_spread_evenly_over_slots_and_masters(
         assert len(names) == 4_000 and client.exists(*names) == 4_000
         # Binomial, four standard deviations; a hash tag in the keys would put all of them on one node.
         spread = 4 * np.sqrt(4_000 * (1 / 3) * (2 / 3))
-        assert len(key_counts) == 3 and all(
-            abs(key_count - 4_000 / 3) < spread for key_count in key_counts
-        )
+        assert len(key_counts) == 3 and all(abs(key_count - 4_000 / 3) < spread for key_count in key_counts)
         slots = Counter(key_slot(name.encode()) for name in names)
         # 3,552 if drawn at random; CRC16 of numbers in sequence gives 3,090 to 4,000, at most 3 in one, by namespace.
         assert len(slots) > 3_000 and max(slots.values()) < 8
@@ -116,29 +112,21 @@ def opened(url: str, keys: list[str]) -> None:
 async def test_overlays_and_leases_on_their_own_nodes(tier: ClusterTier) -> None:
     writes = []
     for number in range(30):
-        lease_mark = LeaseMark(
-            tier.control.keyspace.lease("g1", "user_topk", f"{number:016x}", b"input"), b"me/1"
-        )
+        lease_mark = LeaseMark(tier.control.keyspace.lease("g1", "user_topk", f"{number:016x}", b"input"), b"me/1")
         assert await tier.lease(LeaseTake(lease_mark.key, lease_mark.token, 60_000)) is None
-        writes.append(
-            OverlayWrite("g1", "user_topk", f"{number:016x}", b"payload", 60.0, lease_mark)
-        )
+        writes.append(OverlayWrite("g1", "user_topk", f"{number:016x}", b"payload", 60.0, lease_mark))
 
     assert await tier.write_overlays(writes) == [None] * 30
 
     overlays = await answers_of(tier, [OverlayRead(*write[:3]) for write in writes])
-    assert [overlay.payload for overlay in overlays if isinstance(overlay, Overlay)] == [
-        b"payload"
-    ] * 30
+    assert [overlay.payload for overlay in overlays if isinstance(overlay, Overlay)] == [b"payload"] * 30
     for write in writes:
         assert write.lease_mark is not None
         lease_reply = await tier.lease(LeaseTake(write.lease_mark.key, b"you/1", 60_000))
         assert lease_reply == LEASE_DONE_PREFIX + b"me/1"
 
 
-async def test_an_overlay_on_its_way_is_read_where_it_is(
-    tier: ClusterTier, servers: TestCluster
-) -> None:
+async def test_an_overlay_on_its_way_is_read_where_it_is(tier: ClusterTier, servers: TestCluster) -> None:
     write = OverlayWrite("g1", "user_topk", "ab", b"payload", 60.0)
     key = tier.control.keyspace.overlay("g1", "user_topk", "ab")
     slot = key_slot(key.encode())
@@ -159,6 +147,4 @@ async def test_an_overlay_on_its_way_is_read_where_it_is(
 
 def patient(servers: TestCluster) -> RemoteConfig:
     """For a machine on which others are at work."""
-    return RemoteConfig(
-        servers.url, deadline_s=10.0, connect_timeout_s=20.0, control_timeout_s=20.0
-    )
+    return RemoteConfig(servers.url, deadline_s=10.0, connect_timeout_s=20.0, control_timeout_s=20.0)

@@ -45,22 +45,16 @@ def list_known_users(night: NightConfig) -> list[str]:
 async def look_up_sources(app: Running, users: list[str]) -> list[str]:
     """Where the answers came from."""
     body = {"entities": [{"id": user} for user in users], "k": 10}
-    return [
-        answer["source"] for answer in (await app.post("/v1/lookup/user_topk", body))["answers"]
-    ]
+    return [answer["source"] for answer in (await app.post("/v1/lookup/user_topk", body))["answers"]]
 
 
 async def event(app: Running, name: str) -> float:
     return (await app.scrape_samples(f"larder_{name}_total"))[()]
 
 
-async def test_reports_add_up_over_replicas_and_hours(
-    tier: RemoteTier, client: redis.asyncio.Redis
-) -> None:
+async def test_reports_add_up_over_replicas_and_hours(tier: RemoteTier, client: redis.asyncio.Redis) -> None:
     await SharedHotKeys(tier.control).add_report(HotKeyReport(9, [(("t", b"a"), 3)]))
-    await SharedHotKeys(tier.control).add_report(
-        HotKeyReport(10, [(("t", b"a"), 1), (("t", b"b:c"), 2)])
-    )
+    await SharedHotKeys(tier.control).add_report(HotKeyReport(10, [(("t", b"a"), 1), (("t", b"b:c"), 2)]))
     await SharedHotKeys(tier.control).add_report(HotKeyReport(10, [(("u", b"\xff"), 9)]))
 
     assert await SharedHotKeys(tier.control).fetch_names(10) == [
@@ -70,14 +64,10 @@ async def test_reports_add_up_over_replicas_and_hours(
     ]
     assert await SharedHotKeys(tier.control).fetch_names(12) == []
     for hour in (9, 10):
-        assert (
-            HOT_LIFE_S - 10 < await client.ttl(tier.control.keyspace.hot_names(hour)) <= HOT_LIFE_S
-        )
+        assert HOT_LIFE_S - 10 < await client.ttl(tier.control.keyspace.hot_names(hour)) <= HOT_LIFE_S
 
 
-async def test_an_hour_is_bounded_and_keeps_what_was_asked_most(
-    tier: RemoteTier, client: redis.asyncio.Redis
-) -> None:
+async def test_an_hour_is_bounded_and_keeps_what_was_asked_most(tier: RemoteTier, client: redis.asyncio.Redis) -> None:
     await SharedHotKeys(tier.control).add_report(HotKeyReport(1, [(("t", b"hot"), 5)]))
     for start in range(0, MEMBERS_MAX + 500, 500):
         counts = [(("t", b"%d" % number), 1) for number in range(start, start + 500)]
@@ -90,18 +80,14 @@ async def test_an_hour_is_bounded_and_keeps_what_was_asked_most(
 
 async def test_what_must_go_goes_from_both_hours(tier: RemoteTier) -> None:
     for hour in (3, 4):
-        await SharedHotKeys(tier.control).add_report(
-            HotKeyReport(hour, [(("t", b"a"), 3), (("t", b"b"), 1)])
-        )
+        await SharedHotKeys(tier.control).add_report(HotKeyReport(hour, [(("t", b"a"), 3), (("t", b"b"), 1)]))
 
     await SharedHotKeys(tier.control).add_report(HotKeyReport(4, [], [("t", b"a")]))
 
     assert await SharedHotKeys(tier.control).fetch_names(4) == [("t", b"b")]
 
 
-async def test_a_damaged_key_is_an_outage_of_the_sketch_only(
-    tier: RemoteTier, client: redis.asyncio.Redis
-) -> None:
+async def test_a_damaged_key_is_an_outage_of_the_sketch_only(tier: RemoteTier, client: redis.asyncio.Redis) -> None:
     await client.set(tier.control.keyspace.hot_names(2), b"not a sorted set", ex=60)
 
     with pytest.raises(TierUnavailable):

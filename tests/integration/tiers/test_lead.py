@@ -45,8 +45,7 @@ async def test_two_processes_compute_once_while_the_leader_lives(
     async with AsyncExitStack() as stack:
         names = ("one", "two")
         first_process, two = [
-            await stack.enter_async_context(Process(redis_url, keyspace.namespace, name, LONG_MS))
-            for name in names
+            await stack.enter_async_context(Process(redis_url, keyspace.namespace, name, LONG_MS)) for name in names
         ]
         for process in (first_process, two):
             for _ in range(10):
@@ -57,10 +56,7 @@ async def test_two_processes_compute_once_while_the_leader_lives(
             # The lease may be won by a question that then joins another of its own process: given back, it is taken
             # over by whoever waits, who counts twice.
             return all(
-                lease_counts["leases_led"]
-                + lease_counts["leases_waited"]
-                - lease_counts["leases_taken_over"]
-                == 1
+                lease_counts["leases_led"] + lease_counts["leases_waited"] - lease_counts["leases_taken_over"] == 1
                 for lease_counts in counts
             )
 
@@ -116,9 +112,7 @@ async def test_a_killed_leader_costs_at_most_one_more_inference(
         three.start_request("stranger")
 
         async def both_wait() -> bool:
-            return [
-                (await process.take_answers(0))["leases_waited"] for process in (two, three)
-            ] == [1, 1]
+            return [(await process.take_answers(0))["leases_waited"] for process in (two, three)] == [1, 1]
 
         assert await eventually(both_wait)
         await leader.kill()

@@ -33,9 +33,7 @@ RECORDS = 32
 
 def page_bytes(page: int) -> bytes:
     """Records that say which they are, with line ends in them."""
-    return b"".join(
-        f"page {page} record {slot}\r\n".encode().ljust(SIZE, b"\n") for slot in range(RECORDS)
-    )
+    return b"".join(f"page {page} record {slot}\r\n".encode().ljust(SIZE, b"\n") for slot in range(RECORDS))
 
 
 def read_of(page: int, slot: int) -> PageRead:
@@ -112,9 +110,7 @@ async def test_a_record_is_exactly_its_bytes_of_the_page(remote: RemoteTier) -> 
     assert answers == [record_of(page, slot) for page in range(4) for slot in range(RECORDS)]
 
 
-async def test_an_absent_page_and_a_short_one_hold_no_record(
-    remote: RemoteTier, client: redis.Redis
-) -> None:
+async def test_an_absent_page_and_a_short_one_hold_no_record(remote: RemoteTier, client: redis.Redis) -> None:
     """Redis answers GETRANGE on a missing key with an empty string."""
     client.set(remote.control.keyspace.page("g", "t", 8), page_bytes(8)[: SIZE + 5])
 
@@ -135,14 +131,10 @@ async def test_all_reads_of_one_turn_travel_in_one_pipeline_on_one_connection(
     assert remote.stats.batches == 1 and remote.stats.commands == 2 * RECORDS
 
 
-async def test_a_turn_too_large_for_one_pipeline_is_split_between_callers(
-    redis_url: str, loaded: Keyspace
-) -> None:
+async def test_a_turn_too_large_for_one_pipeline_is_split_between_callers(redis_url: str, loaded: Keyspace) -> None:
     remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0, batch_commands_max=10), loaded)
 
-    answers = await asyncio.gather(
-        *(answers_of(remote, [read_of(0, slot)] * 4) for slot in range(RECORDS))
-    )
+    answers = await asyncio.gather(*(answers_of(remote, [read_of(0, slot)] * 4) for slot in range(RECORDS)))
     await remote.aclose()
 
     assert answers == [[record_of(0, slot)] * 4 for slot in range(RECORDS)]
@@ -158,32 +150,24 @@ async def test_an_overlay_is_written_with_its_expiry_and_read_with_what_is_left(
 
     assert await remote.write_overlays([write]) == [None]
     client.pexpire(remote.control.keyspace.overlay("g", "t", "00ff"), 9_000)
-    overlay, none = await answers_of(
-        remote, [OverlayRead("g", "t", "00ff"), OverlayRead("g", "t", "00fe")]
-    )
+    overlay, none = await answers_of(remote, [OverlayRead("g", "t", "00ff"), OverlayRead("g", "t", "00fe")])
 
     assert isinstance(overlay, Overlay) and overlay.payload == payload
     assert 8.0 < overlay.ttl_s <= 9.0
     assert none is None
 
 
-async def test_every_overlay_written_expires_however_short_its_life(
-    remote: RemoteTier, client: redis.Redis
-) -> None:
+async def test_every_overlay_written_expires_however_short_its_life(remote: RemoteTier, client: redis.Redis) -> None:
     writes = [OverlayWrite("g", "t", f"{n:04x}", b"x", ttl_s) for n, ttl_s in enumerate([1e-9, 60])]
 
     await remote.write_overlays(writes)
 
-    lives = [
-        client.pttl(remote.control.keyspace.overlay("g", "t", write.hash_hex)) for write in writes
-    ]
+    lives = [client.pttl(remote.control.keyspace.overlay("g", "t", write.hash_hex)) for write in writes]
     assert all(life != -1 for life in lives)
     assert 0 < lives[1] <= 60_000
 
 
-async def test_an_overlay_without_expiry_has_no_life_left(
-    remote: RemoteTier, client: redis.Redis
-) -> None:
+async def test_an_overlay_without_expiry_has_no_life_left(remote: RemoteTier, client: redis.Redis) -> None:
     """C1: somebody else's key is not promoted for ever."""
     client.set(remote.control.keyspace.overlay("g", "t", "aa"), b"x")
 
@@ -209,9 +193,7 @@ async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(
         assert page == record_of(1, number) and written == [None]
 
 
-async def test_a_key_of_the_wrong_type_is_an_error_of_that_read_alone(
-    remote: RemoteTier, client: redis.Redis
-) -> None:
+async def test_a_key_of_the_wrong_type_is_an_error_of_that_read_alone(remote: RemoteTier, client: redis.Redis) -> None:
     client.hset(remote.control.keyspace.page("g", "t", 9), "a", "b")
 
     good, failed_answer = await answers_of(remote, [read_of(0, 0), read_of(9, 0)])
@@ -231,22 +213,15 @@ async def test_cancelled_callers_never_leave_another_one_their_answer(remote: Re
         assert await answers_of(remote, [read_of(page, slot)]) == [record_of(page, slot)], seed
 
     for _ in range(30):
-        callers = [
-            asyncio.create_task(read_record(rng.randrange(4), rng.randrange(RECORDS)))
-            for _ in range(30)
-        ]
+        callers = [asyncio.create_task(read_record(rng.randrange(4), rng.randrange(RECORDS))) for _ in range(30)]
         for caller in rng.sample(callers, 10):
             for _ in range(rng.randrange(4)):
                 await asyncio.sleep(0)
             caller.cancel()
         outcomes = await asyncio.gather(*callers, return_exceptions=True)
-        assert all(
-            outcome is None or isinstance(outcome, asyncio.CancelledError) for outcome in outcomes
-        )
+        assert all(outcome is None or isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
 
-    assert remote.pool.opened <= remote.config.connections_max, (
-        "a caller that leaves costs no connection"
-    )
+    assert remote.pool.opened <= remote.config.connections_max, "a caller that leaves costs no connection"
 
 
 async def elapsed_after(seconds: float) -> float:
@@ -307,9 +282,7 @@ async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection
     own_redis: RedisServer,
 ) -> None:
     """C10, C16."""
-    remote = RemoteTier(
-        RemoteConfig(own_redis.url, deadline_s=5.0, connections_max=1), Keyspace("a")
-    )
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0, connections_max=1), Keyspace("a"))
     await answers_of(remote, [read_of(0, 0)])
 
     os.kill(own_redis.pid, signal.SIGSTOP)
@@ -370,12 +343,8 @@ async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(
     assert set(reasons[:3]) == {"connection"} and set(reasons[3:]) == {"breaker_open"}
 
     clock[0] = 5.0
-    probes = await asyncio.gather(
-        answers_of(remote, [read_of(0, 0)]), answers_of(remote, [read_of(0, 1)])
-    )
-    assert {reason_of(answer) for (answer,) in probes} == {"connection"}, (
-        "one pipeline is one probe"
-    )
+    probes = await asyncio.gather(answers_of(remote, [read_of(0, 0)]), answers_of(remote, [read_of(0, 1)]))
+    assert {reason_of(answer) for (answer,) in probes} == {"connection"}, "one pipeline is one probe"
     assert reason_of((await answers_of(remote, [read_of(0, 0)]))[0]) == "breaker_open"
     await remote.aclose()
 
@@ -402,9 +371,7 @@ async def test_connections_stay_within_their_bound_and_end_with_the_tier(
     own_redis: RedisServer,
 ) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
-    remote = RemoteTier(
-        RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=2), Keyspace("a")
-    )
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=2), Keyspace("a"))
 
     for _ in range(5):
         await asyncio.gather(*(answers_of(remote, [read_of(0, n)] * 500) for n in range(20)))
@@ -424,9 +391,7 @@ async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_
     own_redis: RedisServer,
 ) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
-    remote = RemoteTier(
-        RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=8), Keyspace("a")
-    )
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=8), Keyspace("a"))
     await answers_of(remote, [read_of(0, 0)])
     client.config_set("maxclients", 2)
     rejected_before = int(client.info("stats")["rejected_connections"])
@@ -454,16 +419,12 @@ async def test_what_is_under_way_ends_when_the_tier_is_closed(own_redis: RedisSe
     assert reason_of((await reading)[0]) == "connection"
 
 
-async def test_more_commands_than_may_be_under_way_are_shed(
-    redis_url: str, loaded: Keyspace
-) -> None:
+async def test_more_commands_than_may_be_under_way_are_shed(redis_url: str, loaded: Keyspace) -> None:
     """C10, C12: a slow Redis does not become a queue in this process."""
     config = RemoteConfig(redis_url, deadline_s=2.0, commands_in_flight_max=10)
     remote = RemoteTier(config, loaded)
 
-    first, second = await asyncio.gather(
-        answers_of(remote, [read_of(0, 0)] * 10), answers_of(remote, [read_of(0, 0)])
-    )
+    first, second = await asyncio.gather(answers_of(remote, [read_of(0, 0)] * 10), answers_of(remote, [read_of(0, 0)]))
 
     assert first == [record_of(0, 0)] * 10
     assert reason_of(second[0]) == "timeout" and remote.stats.shed == 1
@@ -485,9 +446,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
     ],
     ids=["whole", "one-too-many", "cut-off", "garbage", "closed"],
 )
-async def test_a_server_that_breaks_the_protocol_loses_its_connection(
-    reply: bytes, good: bool
-) -> None:
+async def test_a_server_that_breaks_the_protocol_loses_its_connection(reply: bytes, good: bool) -> None:
     """C16: an unasked-for reply would be taken for the next caller's."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -539,9 +498,7 @@ async def test_the_protocol_is_the_one_that_is_named_and_news_arrive_in_both(
 
     assert await eventually(heard)
     assert await asyncio.wait_for(messages.get(), 5) == b"pointer"
-    connections = [
-        client_info["resp"] for client_info in client.client_list() if "resp" in client_info
-    ]
+    connections = [client_info["resp"] for client_info in client.client_list() if "resp" in client_info]
     assert str(protocol) in connections
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
@@ -649,9 +606,7 @@ async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_ans
     own_redis: RedisServer,
 ) -> None:
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
-        client.execute_command(
-            "ACL", "SETUSER", "reader", "on", ">se/cret", "~larder:1:a:*", "+getrange", "+select"
-        )
+        client.execute_command("ACL", "SETUSER", "reader", "on", ">se/cret", "~larder:1:a:*", "+getrange", "+select")
         client.select(3)
         client.set(Keyspace("a").page("g", "t", 0), page_bytes(0))
     address = own_redis.url.removeprefix("redis://").removesuffix("/0")
@@ -700,9 +655,7 @@ def test_the_same_on_the_event_loop_of_production(redis_url: str, loaded: Keyspa
     async def run() -> list[list[L2Result]]:
         remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0), loaded)
         try:
-            return await asyncio.gather(
-                *(answers_of(remote, [read_of(0, n)] * 9) for n in range(RECORDS))
-            )
+            return await asyncio.gather(*(answers_of(remote, [read_of(0, n)] * 9) for n in range(RECORDS)))
         finally:
             await remote.aclose()
 

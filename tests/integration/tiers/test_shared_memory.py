@@ -44,9 +44,7 @@ def test_a_second_process_shares_directory_vectors_and_index(tmp_path: Path) -> 
             )
             for _ in range(2)
         ]  # fmt: skip
-        reader_reports = [
-            json.loads(reader.stdout.readline()) for reader in readers if reader.stdout is not None
-        ]
+        reader_reports = [json.loads(reader.stdout.readline()) for reader in readers if reader.stdout is not None]
         files = [mapped(reader.pid, tmp_path) for reader in readers]
         privates = [private_kb(reader.pid) for reader in readers]
         for reader in readers:
@@ -66,10 +64,7 @@ def test_workers_keep_no_copy_of_what_they_map(tmp_path: Path, redis_url: str) -
     # Every answer is judged, so that both workers open the sample of inputs.
     more = {"REDIS_URL": redis_url, "LARDER_WORKERS": "2", "LARDER_QUALITY_PER_MILLE": "1000"}
     history_by_user = histories(night)
-    live_entities = [
-        {"id": f"new-{user}", "history": history_by_user[user]}
-        for user in sorted(history_by_user)[:50]
-    ]
+    live_entities = [{"id": f"new-{user}", "history": history_by_user[user]} for user in sorted(history_by_user)[:50]]
     artefacts = night.path(night.artifacts)
     with started(environment(night, tmp_path / "state", **more)) as (process, url):
         children = f"/proc/{process.pid}/task/{process.pid}/children"
@@ -82,8 +77,7 @@ def test_workers_keep_no_copy_of_what_they_map(tmp_path: Path, redis_url: str) -
                 httpx.post(f"{url}/v1/lookup/user_topk", json={"entities": live_entities})
             first_usage_by_file, theirs = mapped(first, artefacts), mapped(second, artefacts)
             return set(first_usage_by_file) == set(theirs) and all(
-                usage["Private_Clean"] + usage["Private_Dirty"] == 0
-                and usage["Pss"] * 2 <= usage["Rss"]
+                usage["Private_Clean"] + usage["Private_Dirty"] == 0 and usage["Pss"] * 2 <= usage["Rss"]
                 for usage in (*first_usage_by_file.values(), *theirs.values())
             )
 

@@ -63,9 +63,7 @@ async def replica(own_redis: RedisServer, keyspace: Keyspace) -> AsyncIterator[R
             executor, worker_count=1, max_batch=BATCH, max_queue=2_048, max_queue_bytes=32 << 20, compute=compute
         )  # fmt: skip
         lead = LeaseManager(remote, tiers, keyspace, wait_s=60.0)
-        inferences = LiveInferences(
-            batcher, tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, leases=lead
-        )
+        inferences = LiveInferences(batcher, tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, leases=lead)
         ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=30.0)
         yield Replica(world, tiers, ladder, lead)
     await tiers.aclose()
@@ -76,10 +74,7 @@ def calls(server: RedisServer) -> dict[str, int]:
     """What Redis was asked so far, by command."""
     with redis.Redis.from_url(server.url, protocol=2) as connection:
         stats = connection.info("commandstats")
-    return {
-        name.removeprefix("cmdstat_"): command_stats["calls"]
-        for name, command_stats in stats.items()
-    }
+    return {name.removeprefix("cmdstat_"): command_stats["calls"] for name, command_stats in stats.items()}
 
 
 async def test_ten_thousand_waiters_for_one_cold_answer_cost_one_inference_and_one_read(

@@ -27,9 +27,7 @@ SLACK_S = 0.1
 class Tier(Protocol):
     """One way to keep a live record of an entity that the night did not know."""
 
-    async def put(
-        self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float
-    ) -> None:
+    async def put(self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float) -> None:
         """Keeps `record` for `ttl_s`."""
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
@@ -40,9 +38,7 @@ class Tier(Protocol):
 class L1:
     tier: LocalTier
 
-    async def put(
-        self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float
-    ) -> None:
+    async def put(self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float) -> None:
         expires_at = asyncio.get_running_loop().time() + ttl_s
         entry = Entry(record, peek_fingerprint(record), DIGEST_A, expires_at)
         self.tier.put(LocalKey(generation, night.table.name, night.record_key(id_).key), entry)
@@ -56,9 +52,7 @@ class L1:
 class L2:
     tier: RemoteTier | FakeRemote
 
-    async def put(
-        self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float
-    ) -> None:
+    async def put(self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float) -> None:
         name = hash_hex(night.record_key(id_).key)
         payload = pack_overlay(record, DIGEST_A)
         write = OverlayWrite(generation, night.table.name, name, payload, ttl_s)
@@ -79,9 +73,7 @@ class L2:
 class Tiered:
     tier: TieredCache
 
-    async def put(
-        self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float
-    ) -> None:
+    async def put(self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float) -> None:
         self.tier.put_live(night.view(generation), night.record_key(id_), record, DIGEST_A, ttl_s)
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
@@ -91,9 +83,7 @@ class Tiered:
 
 
 @pytest.fixture(params=["l1", "fake l2", "l2", "tiered", "tiered, another replica"])
-async def tier(
-    request: pytest.FixtureRequest, redis_url: str, keyspace: Keyspace
-) -> AsyncIterator[Tier]:
+async def tier(request: pytest.FixtureRequest, redis_url: str, keyspace: Keyspace) -> AsyncIterator[Tier]:
     timer = asyncio.get_running_loop().time
     remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0), keyspace)
     # Without a negative life: a look-up before the first put is part of the suite.
@@ -108,9 +98,7 @@ async def tier(
         case "tiered":
             yield Tiered(tiered_cache)
         case _:
-            yield Replicas(
-                Tiered(tiered_cache), Tiered(TieredCache(LocalTier(0), NegativeCache(0, 0), remote))
-            )
+            yield Replicas(Tiered(tiered_cache), Tiered(TieredCache(LocalTier(0), NegativeCache(0, 0), remote)))
     await tiered_cache.aclose()
     await remote.aclose()
 
@@ -122,9 +110,7 @@ class Replicas:
     writer: Tiered
     reader: Tiered
 
-    async def put(
-        self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float
-    ) -> None:
+    async def put(self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float) -> None:
         await self.writer.put(night, generation, id_, record, ttl_s)
         await self.writer.tier.aclose()
 

@@ -28,26 +28,18 @@ def test_the_release_is_that_of_the_project() -> None:
     latest_heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
     assert latest_heading is not None
-    assert (
-        project["version"] == THIS_RELEASE
-        and THIS_RELEASE.partition(".dev")[0] == latest_heading[1]
-    )
+    assert project["version"] == THIS_RELEASE and THIS_RELEASE.partition(".dev")[0] == latest_heading[1]
 
 
 def test_what_is_written_is_read() -> None:
-    assert all(
-        format_.oldest_readable <= format_.written <= format_.newest_readable
-        for format_ in FORMATS.values()
-    )
+    assert all(format_.oldest_readable <= format_.written <= format_.newest_readable for format_ in FORMATS.values())
 
 
 def test_the_reference_lists_every_format_with_its_versions() -> None:
     page = (ROOT / "docs/reference/formats.md").read_text()
     rows = re.findall(r"^\| ([\w ]+?) \| (\d+) \| ([\d to]+) \|", page, re.MULTILINE)
 
-    assert rows == [
-        (format_.name, str(format_.written), format_.reads) for format_ in FORMATS.values()
-    ]
+    assert rows == [(format_.name, str(format_.written), format_.reads) for format_ in FORMATS.values()]
 
 
 def test_version_1_is_not_written_and_a_later_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +81,4 @@ def test_a_newer_pointer_is_no_damaged_one() -> None:
 
 
 def test_heartbeats_tell_what_the_service_reads() -> None:
-    assert set(formats.served_formats()) == {
-        format_.name for format_ in FORMATS.values() if format_.is_served
-    }
+    assert set(formats.served_formats()) == {format_.name for format_ in FORMATS.values() if format_.is_served}

@@ -13,8 +13,7 @@ from tests.unit.infra.test_monitoring import ALERTS, INFRA
 from tests.unit.infra.test_prometheus import needs_promtool
 
 CASES: dict[str, list[Any]] = {
-    file.name: yaml.safe_load(file.read_text())["tests"]
-    for file in sorted((INFRA / "prometheus/tests").glob("*.yml"))
+    file.name: yaml.safe_load(file.read_text())["tests"] for file in sorted((INFRA / "prometheus/tests").glob("*.yml"))
 }
 NAMES = [alert["alert"] for alert in ALERTS]
 FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
@@ -34,9 +33,7 @@ def fires(case: Any) -> set[str]:
     """The alerts that a case expects."""
     (expression_test,) = case["promql_expr_test"]
     assert expression_test["expr"] == FIRING
-    return {
-        re.findall(r'"(\w+)"', sample["labels"])[0] for sample in expression_test["exp_samples"]
-    }
+    return {re.findall(r'"(\w+)"', sample["labels"])[0] for sample in expression_test["exp_samples"]}
 
 
 @needs_promtool
@@ -89,18 +86,14 @@ def test_an_alert_points_at_its_section_which_says_all_that_is_needed(alert: Any
 
 
 def test_every_series_that_the_runbook_names_is_one_that_rules_or_dashboards_read() -> None:
-    named_series = {
-        series for text in SECTIONS.values() for series in re.findall(r"\blarder[_:][\w:]+", text)
-    }
+    named_series = {series for text in SECTIONS.values() for series in re.findall(r"\blarder[_:][\w:]+", text)}
     files = [*(INFRA / "prometheus/rules").glob("*.yml"), *(INFRA / "grafana").rglob("*.json")]
     read = "".join(file.read_text() for file in files)
 
     assert {series for series in named_series if series not in read} == set()
 
 
-@pytest.mark.parametrize(
-    "command", [command for command in COMMANDS if re.match("larder |curl|airflow", command)]
-)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if re.match("larder |curl|airflow", command)])
 def test_a_command_of_the_runbook_exists(command: str) -> None:
     arguments = shlex.split(command)
     match arguments[:3]:

@@ -99,22 +99,16 @@ def test_an_acceptance_without_reason_or_end_is_refused(text: str) -> None:
     ([], audit.EXIT_NOT_ASKED), ([CANARY], 0), ([CANARY, WEAK], audit.EXIT_OPEN),
     ([CANARY, {"name": "x", "skip_reason": "?"}], audit.EXIT_OPEN),
 ])  # fmt: skip
-def test_the_exit_code_tells_open_from_not_asked(
-    tool: Path, packages: list[dict[str, Any]], code: int
-) -> None:
+def test_the_exit_code_tells_open_from_not_asked(tool: Path, packages: list[dict[str, Any]], code: int) -> None:
     report(tool, *packages)
 
     assert audit.main() == code
 
 
-def test_an_accepted_advisory_is_not_asked_for(
-    tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accepted_advisory_is_not_asked_for(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accepted.toml").write_text(ENTRY.format("2999-01-01"))
     monkeypatch.setattr(audit, "ACCEPTED_FILE", tmp_path / "accepted.toml")
-    open_text, accepted_text = (
-        json.dumps({"dependencies": packages}) for packages in ([CANARY, WEAK], [CANARY])
-    )
+    open_text, accepted_text = (json.dumps({"dependencies": packages}) for packages in ([CANARY, WEAK], [CANARY]))
     write(
         tool,
         f"case $* in *--ignore-vuln=CVE-2*) echo '{accepted_text}';; *) echo '{open_text}';; esac",
@@ -123,9 +117,7 @@ def test_an_accepted_advisory_is_not_asked_for(
     assert audit.main() == 0
 
 
-def test_a_source_that_hangs_or_is_not_reached_was_not_asked(
-    tool: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_hangs_or_is_not_reached_was_not_asked(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tool, "echo 'requests.exceptions.ConnectionError: no route' >&2; exit 1")
     assert audit.main() == audit.EXIT_NOT_ASKED
 
@@ -142,9 +134,7 @@ def test_a_tool_that_breaks_is_neither(tool: Path) -> None:
 
 
 def test_versions_for_other_machines_are_asked_for_too() -> None:
-    two = make_requirement_files(
-        [Pin("numpy", "1"), Pin("numpy", "2", "python_version > '3.12'"), Pin("a", "1")]
-    )
+    two = make_requirement_files([Pin("numpy", "1"), Pin("numpy", "2", "python_version > '3.12'"), Pin("a", "1")])
 
     assert two == ["a==1\nnumpy==1\n", "numpy==2\n"]
 

@@ -60,9 +60,7 @@ def test_airflows_own_settings_of_the_surroundings_do_not_choose_the_database() 
         "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "5",
     }
 
-    airflow_settings = airflow.celery_settings(
-        "redis://broker", "postgresql+psycopg2://ours", environment
-    )
+    airflow_settings = airflow.celery_settings("redis://broker", "postgresql+psycopg2://ours", environment)
 
     assert airflow_settings["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"] == "postgresql+psycopg2://ours"
     assert airflow_settings["AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT"] == "5"

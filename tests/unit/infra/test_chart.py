@@ -89,9 +89,7 @@ def helm(*arguments: str, values: dict[str, Any]) -> "subprocess.CompletedProces
 @cache
 def rendered(case: str) -> str:
     """What a release called `night` of these values is made of."""
-    completed_process = helm(
-        "template", "night", str(CHART), "--kube-version", "1.37.0", values=CASES[case]
-    )
+    completed_process = helm("template", "night", str(CHART), "--kube-version", "1.37.0", values=CASES[case])
     assert completed_process.returncode == 0, completed_process.stderr
     return completed_process.stdout
 
@@ -124,9 +122,7 @@ def test_helm_finds_nothing_to_complain_of(case: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_everything_rendered_is_as_the_schemas_of_the_api_have_it(
-    tmp_path: Path, version: str
-) -> None:
+def test_everything_rendered_is_as_the_schemas_of_the_api_have_it(tmp_path: Path, version: str) -> None:
     standard_objects = [
         {kind: manifest for kind, manifest in objects(case).items() if kind != "ServiceMonitor"}
         for case in ("everything", "fixed")
@@ -134,9 +130,7 @@ def test_everything_rendered_is_as_the_schemas_of_the_api_have_it(
     planted = json.loads(json.dumps(standard_objects[0]["Deployment"]))
     planted["spec"]["strategy"]["rollingUpdate"]["maxSurgee"] = 1
     good, invalid_file = tmp_path / "good.yaml", tmp_path / "bad.yaml"
-    good.write_text(
-        yaml.safe_dump_all([*standard_objects[0].values(), standard_objects[1]["Deployment"]])
-    )
+    good.write_text(yaml.safe_dump_all([*standard_objects[0].values(), standard_objects[1]["Deployment"]]))
     invalid_file.write_text(yaml.safe_dump(planted))
 
     completed_process = subprocess.run(
@@ -148,9 +142,7 @@ def test_everything_rendered_is_as_the_schemas_of_the_api_have_it(
     assert [line for line in output_lines if line.startswith("ERROR")] == [
         line for line in output_lines if "maxSurgee" in line
     ]
-    assert completed_process.returncode != 0 and any(
-        "maxSurgee" in line for line in output_lines
-    ), output_lines
+    assert completed_process.returncode != 0 and any("maxSurgee" in line for line in output_lines), output_lines
 
 
 def test_every_kind_is_there_when_it_is_asked_for() -> None:
@@ -169,10 +161,7 @@ def test_all_that_selects_selects_the_pods(case: str) -> None:
         object_by_kind["Deployment"]["spec"]["selector"]["matchLabels"],
         object_by_kind["Service"]["spec"]["selector"],
         object_by_kind["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
-        *(
-            constraint["labelSelector"]["matchLabels"]
-            for constraint in pod(case)["topologySpreadConstraints"]
-        ),
+        *(constraint["labelSelector"]["matchLabels"] for constraint in pod(case)["topologySpreadConstraints"]),
     ]
     if "NetworkPolicy" in object_by_kind:
         selectors.append(object_by_kind["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"])
@@ -194,18 +183,14 @@ def test_a_pod_may_do_as_little_as_the_image_needs(case: str) -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert pod(case)["automountServiceAccountToken"] is False
-    writable = {
-        mount["mountPath"] for mount in container(case)["volumeMounts"] if not mount.get("readOnly")
-    }
+    writable = {mount["mountPath"] for mount in container(case)["volumeMounts"] if not mount.get("readOnly")}
     assert writable == {"/state", "/tmp"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_probes_ask_what_the_service_answers(case: str) -> None:
     routes = (ROOT / "serving/http/routes.py").read_text()
-    probes = {
-        kind: container(case)[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")
-    }
+    probes = {kind: container(case)[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
     scheme = "HTTPS" if case == "everything" else "HTTP"
 
     assert {kind: probe["httpGet"]["path"] for kind, probe in probes.items()} == {
@@ -229,11 +214,7 @@ def test_a_pod_has_time_to_leave_the_endpoints_and_to_drain(case: str) -> None:
 
 
 def env(case: str) -> dict[str, str]:
-    return {
-        variable["name"]: variable["value"]
-        for variable in container(case)["env"]
-        if "value" in variable
-    }
+    return {variable["name"]: variable["value"] for variable in container(case)["env"] if "value" in variable}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -258,11 +239,7 @@ def test_the_settings_of_the_pod_are_read_by_the_service(case: str, tmp_path: Pa
     # `LARDER_TOKEN` keeps others out, and the image listens on all addresses.
     read = ServingConfig.load(
         {
-            **{
-                name: text
-                for name, text in env(case).items()
-                if name in variables(ServingConfig).values()
-            },
+            **{name: text for name, text in env(case).items() if name in variables(ServingConfig).values()},
             "LARDER_CONFIG": str(file),
             "REDIS_URL": "redis://larder-reader:x@redis:6379/0",
             "LARDER_TOKEN": "x",
@@ -281,11 +258,7 @@ def test_another_configuration_is_another_revision() -> None:
         annotations = objects(case)["Deployment"]["spec"]["template"]["metadata"]["annotations"]
         return str(annotations["larder/config"])
 
-    assert (
-        read_config_digest("least")
-        == read_config_digest("fixed")
-        != read_config_digest("everything")
-    )
+    assert read_config_digest("least") == read_config_digest("fixed") != read_config_digest("everything")
 
 
 def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_configured() -> None:
@@ -323,9 +296,7 @@ def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_conf
         ({"podLabels": {"app.kubernetes.io/version": "1"}}, "podLabels: app.kubernetes.io/version"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(
-    value_overrides: dict[str, Any], named: str
-) -> None:
+def test_what_cannot_be_used_is_refused_by_name(value_overrides: dict[str, Any], named: str) -> None:
     completed_process = helm("template", "night", str(CHART), values={**NEEDED, **value_overrides})
 
     assert completed_process.returncode != 0 and named in completed_process.stderr
@@ -344,9 +315,7 @@ def test_values_next_to_the_refused_ones_are_accepted(values: dict[str, Any], ki
     needed = {**NEEDED, "artifacts": {}} if "artifacts" in values else NEEDED
     completed_process = helm("template", "night", str(CHART), values={**needed, **values})
 
-    assert completed_process.returncode == 0 and f"kind: {kind}" in completed_process.stdout, (
-        completed_process.stderr
-    )
+    assert completed_process.returncode == 0 and f"kind: {kind}" in completed_process.stdout, completed_process.stderr
 
 
 def test_alerts_know_the_service_by_the_job_that_its_monitor_gives_it() -> None:
@@ -355,18 +324,14 @@ def test_alerts_know_the_service_by_the_job_that_its_monitor_gives_it() -> None:
         rule for group in rules["groups"] for rule in group["rules"] if rule["alert"] == "LarderDown"
     )  # fmt: skip
     (endpoint,) = objects("everything")["ServiceMonitor"]["spec"]["endpoints"]
-    (named,) = (
-        relabeling for relabeling in endpoint["relabelings"] if relabeling["targetLabel"] == "job"
-    )
+    (named,) = (relabeling for relabeling in endpoint["relabelings"] if relabeling["targetLabel"] == "job")
 
     assert down["expr"] == f'up{{job="{named["replacement"]}"}} == 0'
     assert "sourceLabels" not in named and "regex" not in named, "whatever it was called before"
 
 
 def test_a_monitor_checks_a_certificate_where_there_is_one() -> None:
-    http_process = helm(
-        "template", "night", str(CHART), values={**EVERYTHING, "service": {"scheme": "HTTP"}}
-    )
+    http_process = helm("template", "night", str(CHART), values={**EVERYTHING, "service": {"scheme": "HTTP"}})
     (endpoint,) = objects("everything")["ServiceMonitor"]["spec"]["endpoints"]
 
     assert endpoint["scheme"] == "https" and endpoint["tlsConfig"] == {"serverName": "larder"}
@@ -375,13 +340,9 @@ def test_a_monitor_checks_a_certificate_where_there_is_one() -> None:
 
 def test_an_object_store_is_reached_by_its_port_and_by_an_identity() -> None:
     def ports(**value_overrides: Any) -> list[int]:
-        completed_process = helm(
-            "template", "night", str(CHART), values={**NEEDED, **value_overrides}
-        )
+        completed_process = helm("template", "night", str(CHART), values={**NEEDED, **value_overrides})
         (policy,) = (
-            manifest
-            for manifest in yaml.safe_load_all(completed_process.stdout)
-            if manifest["kind"] == "NetworkPolicy"
+            manifest for manifest in yaml.safe_load_all(completed_process.stdout) if manifest["kind"] == "NetworkPolicy"
         )
         return [port_rule["port"] for port_rule in policy["spec"]["egress"][1]["ports"]]
 
@@ -397,9 +358,7 @@ def test_an_object_store_is_reached_by_its_port_and_by_an_identity() -> None:
 
 def test_the_label_of_a_long_tag_is_one_that_the_api_takes() -> None:
     tag = f"{'a' * 62}.{'b' * 17}"
-    completed_process = helm(
-        "template", "night", str(CHART), values={**NEEDED, "image": {"tag": tag}}
-    )
+    completed_process = helm("template", "night", str(CHART), values={**NEEDED, "image": {"tag": tag}})
     (deployment,) = (
         manifest for manifest in yaml.safe_load_all(completed_process.stdout) if manifest["kind"] == "Deployment"
     )  # fmt: skip

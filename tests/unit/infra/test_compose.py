@@ -29,9 +29,7 @@ def test_an_image_takes_the_driver_of_an_object_store_with_the_fsspec_of_its_loc
     ).stdout.strip()
 
     assert argument and 'pip install --no-cache-dir "$STORE_DRIVER" "$fsspec"' in after
-    assert f"\n{fsspec_requirement} " in (
-        INFRA / lock
-    ).read_text() and fsspec_requirement.startswith("fsspec==")
+    assert f"\n{fsspec_requirement} " in (INFRA / lock).read_text() and fsspec_requirement.startswith("fsspec==")
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
@@ -80,9 +78,7 @@ def test_every_variable_has_a_default_or_a_line_to_fill_in() -> None:
     assert used == to_fill
 
 
-@pytest.mark.parametrize(
-    ("variable", "server"), [("REDIS_URL", "redis"), ("LARDER_EVENTS_URL", "redis-events")]
-)
+@pytest.mark.parametrize(("variable", "server"), [("REDIS_URL", "redis"), ("LARDER_EVENTS_URL", "redis-events")])
 def test_every_program_gets_the_redis_user_with_its_own_rights(variable: str, server: str) -> None:
     users = {
         name: match.groups()
@@ -107,17 +103,13 @@ def test_what_is_acknowledged_survives_the_container_of_events_alone() -> None:
 def test_service_and_night_read_one_file_of_settings() -> None:
     def source(name: str, path: str) -> str:
         mounts = [
-            volume.rsplit(":", 1)[0] if volume.endswith(":ro") else volume
-            for volume in SERVICES[name]["volumes"]
+            volume.rsplit(":", 1)[0] if volume.endswith(":ro") else volume for volume in SERVICES[name]["volumes"]
         ]
         (matching_mount,) = [mount for mount in mounts if path.startswith(mount.rsplit(":", 1)[1])]
         of_host, of_container = matching_mount.rsplit(":", 1)
         return f"{of_host}{path.removeprefix(of_container)}"
 
-    files = {
-        source(name, SERVICES[name]["environment"]["LARDER_CONFIG"])
-        for name in ("serving", "airflow-scheduler")
-    }
+    files = {source(name, SERVICES[name]["environment"]["LARDER_CONFIG"]) for name in ("serving", "airflow-scheduler")}
     assert files == {"${LARDER_DATA:?}/larder.toml"}
 
 
@@ -131,18 +123,15 @@ def test_airflow_creates_the_pool_that_scoring_waits_for() -> None:
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_a_dockerfile_copies_what_exists_and_is_sent_to_the_builder(dockerfile: Path) -> None:
-    admitted = [
-        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"
-    ]
+    admitted = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]
     copies = re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile.read_text(), re.MULTILINE)
 
     assert copies
     for source in " ".join(copies).split():
         assert (ROOT / source).exists(), source
-        assert any(
-            source == admitted_path or source.startswith(f"{admitted_path}/")
-            for admitted_path in admitted
-        ), source
+        assert any(source == admitted_path or source.startswith(f"{admitted_path}/") for admitted_path in admitted), (
+            source
+        )
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
@@ -179,9 +168,7 @@ def test_an_image_installs_locked_hashes_and_does_not_run_as_root(dockerfile: Pa
     assert re.search(r"^USER (?!root)", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "lock", sorted((INFRA / "locks").glob("*.txt")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("lock", sorted((INFRA / "locks").glob("*.txt")), ids=lambda path: path.name)
 def test_a_lock_names_versions_and_hashes_and_no_address(lock: Path) -> None:
     text = lock.read_text()
 

@@ -27,11 +27,7 @@ def test_every_variable_that_code_and_compose_name_is_documented() -> None:
         *(ROOT / "infra").glob("*.yaml"),
         *(ROOT / "infra").glob("*.env"),
     ]  # fmt: skip
-    named = {
-        name
-        for file in files
-        for name in re.findall(r"\bLARDER_[A-Z0-9_]*[A-Z0-9]\b", file.read_text())
-    }
+    named = {name for file in files for name in re.findall(r"\bLARDER_[A-Z0-9_]*[A-Z0-9]\b", file.read_text())}
 
     assert named - DOCUMENTED - SETTINGS == {"LARDER_"} & named
 

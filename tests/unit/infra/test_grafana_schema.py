@@ -13,10 +13,7 @@ import pytest
 import yaml
 
 INFRA = Path(__file__).parents[3] / "infra"
-BOARDS = {
-    file.stem: json.loads(file.read_text())
-    for file in sorted((INFRA / "grafana/dashboards").glob("*.json"))
-}
+BOARDS = {file.stem: json.loads(file.read_text()) for file in sorted((INFRA / "grafana/dashboards").glob("*.json"))}
 ELSEWHERE = {".annotations.list[0].titleFormat", ".templating.list[0].definition"}
 """Fields that Grafana's own pages write and read, and its schema leaves out."""
 
@@ -73,9 +70,7 @@ def test_a_field_that_is_none_is_noticed(json_path: list[Any], key: str) -> None
 def test_a_variable_asks_for_the_values_of_a_label_and_names_its_source() -> None:
     for board in BOARDS.values():
         for variable in board["templating"]["list"]:
-            assert (
-                variable["type"] == "query" and variable["query"]["query"] == variable["definition"]
-            )
+            assert variable["type"] == "query" and variable["query"]["query"] == variable["definition"]
             assert variable["datasource"] == {"type": "prometheus", "uid": "larder-prometheus"}
 
 

@@ -25,9 +25,7 @@ def test_a_binary_that_cannot_run_here_is_left_and_said_so(
     assert f"no Helm for {system} {machine}" in capsys.readouterr().out
 
 
-def test_where_it_runs_the_package_must_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_it_runs_the_package_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 

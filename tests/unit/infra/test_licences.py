@@ -76,12 +76,8 @@ def test_an_exception_holds_for_one_licence_with_a_reason_and_never_for_the_serv
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A pip-licenses that says of this environment what the page and `allowed.toml` say of the locks."""
     rules = tomllib.loads(RULES_FILE.read_text())
-    on_page = dict(
-        row.strip("| ").split(" | ") for row in PAGE_PATH.read_text().splitlines() if " | " in row
-    )
-    licence_by_name = {
-        name: exception["licence"] for name, exception in rules["exceptions"].items()
-    }
+    on_page = dict(row.strip("| ").split(" | ") for row in PAGE_PATH.read_text().splitlines() if " | " in row)
+    licence_by_name = {name: exception["licence"] for name, exception in rules["exceptions"].items()}
     rows = [
         {"Name": pin.name, "Version": pin.version, "License": {**on_page, **licence_by_name}.get(pin.name, "MIT")}
         for name in JUDGED_LOCKS for pin in read_lock(name) if pin.is_for_this_machine()
@@ -108,13 +104,9 @@ def test_the_page_of_what_is_shipped_is_held_against_the_lock(
     assert page.read_text() == PAGE_PATH.read_text()
 
 
-@pytest.mark.skipif(
-    not licences.PIP_LICENSES_PATH.exists(), reason="no .venv-audit here: make advisories-env"
-)
+@pytest.mark.skipif(not licences.PIP_LICENSES_PATH.exists(), reason="no .venv-audit here: make advisories-env")
 def test_every_licence_of_the_locks_is_allowed_or_excepted_with_a_reason() -> None:
     rules = tomllib.loads(RULES_FILE.read_text())
     packages = read_installed_licences()
 
-    assert (
-        judge_licences({name: read_lock(name) for name in JUDGED_LOCKS}, packages, rules)[1] == []
-    )
+    assert judge_licences({name: read_lock(name) for name in JUDGED_LOCKS}, packages, rules)[1] == []

@@ -20,9 +20,7 @@ from infra.lineage.step_datasets import DatasetName
         ("file:///data/artifacts", (), ("file", "/data/artifacts")),
     ],
 )
-def test_a_url_is_a_system_and_a_name_in_it(
-    url: str, parts: tuple[str, ...], expected: tuple[str, str] | None
-) -> None:
+def test_a_url_is_a_system_and_a_name_in_it(url: str, parts: tuple[str, ...], expected: tuple[str, str] | None) -> None:
     dataset_name = DatasetName.of_url(url, *parts)
 
     assert "secret" not in f"{dataset_name.namespace} {dataset_name.name}"
@@ -43,9 +41,7 @@ def test_a_url_is_a_system_and_a_name_in_it(
         ("/absolute/a.csv", ("file", "/absolute/a.csv")),
     ],
 )
-def test_a_pattern_is_the_folder_above_its_first_wildcard(
-    pattern: str, expected: tuple[str, str]
-) -> None:
+def test_a_pattern_is_the_folder_above_its_first_wildcard(pattern: str, expected: tuple[str, str]) -> None:
     dataset_name = DatasetName.of_pattern(pattern, "/base")
 
     assert (dataset_name.namespace, dataset_name.name) == expected

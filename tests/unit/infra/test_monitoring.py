@@ -27,8 +27,7 @@ GROUPS: list[Any] = [
     for group in yaml.safe_load(file.read_text())["groups"]
 ]
 BOARDS: dict[str, Any] = {
-    file.stem: json.loads(file.read_text())
-    for file in sorted((INFRA / "grafana/dashboards").glob("*.json"))
+    file.stem: json.loads(file.read_text()) for file in sorted((INFRA / "grafana/dashboards").glob("*.json"))
 }
 ALERTS = [rule for group in GROUPS for rule in group["rules"] if "alert" in rule]
 RECORDED = {rule["record"] for group in GROUPS for rule in group["rules"] if "record" in rule}
@@ -94,9 +93,7 @@ def test_a_query_selects_and_groups_by_labels_that_its_series_have(query: str) -
     for name, matchers in series:
         assert set(re.findall(r"(\w+)[=!]~?=?", re.sub(r'"[^"]*"', "", matchers))) <= LABELS[name] | ADDED  # fmt: skip
     grouped = re.findall(r"\b(?:by|on|without) \(([\w, ]+)\)", query)
-    for label in {
-        label_name.strip() for label_list in grouped for label_name in label_list.split(",")
-    }:
+    for label in {label_name.strip() for label_list in grouped for label_name in label_list.split(",")}:
         recorded = bool(re.search(r"\blarder:", query))
         assert label in ADDED or recorded or any(label in LABELS[name] for name, _ in series)
 
@@ -114,9 +111,7 @@ def test_a_query_selects_and_groups_by_labels_that_its_series_have(query: str) -
         ("larder:fallback_ratio:rate5m", f'{{source=~"{"|".join(FALLBACK_SOURCES)}"}}'),
     ],
 )
-def test_what_the_program_judges_by_too_is_the_same_in_the_rules(
-    rule: str, expression_part: str
-) -> None:
+def test_what_the_program_judges_by_too_is_the_same_in_the_rules(rule: str, expression_part: str) -> None:
     (matching_rule,) = (
         candidate_rule
         for group in GROUPS
@@ -130,9 +125,7 @@ def test_what_the_program_judges_by_too_is_the_same_in_the_rules(
 def test_a_legend_names_labels_that_are_left(panel: Any) -> None:
     for target in panel["targets"]:
         grouped = re.findall(r"\bby \(([\w, ]+)\)", target["expr"])
-        remaining_labels = {
-            label_name.strip() for label_list in grouped for label_name in label_list.split(",")
-        }
+        remaining_labels = {label_name.strip() for label_list in grouped for label_name in label_list.split(",")}
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= remaining_labels
 
 

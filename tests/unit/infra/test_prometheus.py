@@ -24,6 +24,4 @@ def test_promtool_accepts_the_configuration_and_the_rules() -> None:
         completed_process = subprocess.run(
             ["promtool", *command], capture_output=True, text=True, timeout=60, check=False
         )
-        assert completed_process.returncode == 0, (
-            completed_process.stdout + completed_process.stderr
-        )
+        assert completed_process.returncode == 0, completed_process.stdout + completed_process.stderr

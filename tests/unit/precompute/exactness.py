@@ -20,9 +20,7 @@ def brute(users, items, k, excluded, metric="inner_product", allowed=None):
         scores[:, ~allowed] = -np.inf
     for row in range(len(users)):
         excluded_ordinals = excluded.indices[excluded.indptr[row] : excluded.indptr[row + 1]]
-        scores[
-            row, excluded_ordinals[(excluded_ordinals >= 0) & (excluded_ordinals < len(items))]
-        ] = -np.inf
+        scores[row, excluded_ordinals[(excluded_ordinals >= 0) & (excluded_ordinals < len(items))]] = -np.inf
     return np.argsort(-scores, axis=1, kind="stable")[:, :k], scores
 
 
@@ -31,9 +29,7 @@ def unit(vectors):
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-300)
 
 
-def assert_exact(
-    users, items, k, excluded, metric="inner_product", *, engine=True, allowed=None, **how
-):
+def assert_exact(users, items, k, excluded, metric="inner_product", *, engine=True, allowed=None, **how):
     """Same items wherever score gaps exceed the tolerance, nothing excluded, right lengths and order."""
     scorer = Scorer.of(items, metric, engine=engine)
     ordinals, scores = scorer.top(users, k, excluded, allowed=allowed, **how)
@@ -68,9 +64,6 @@ def make(users, items, dims, *, seed=0, skewed=True, longest=20):
         vectors *= np.exp(1.2 * rng.standard_normal((items, 1))).astype(np.float32)
     queries = rng.standard_normal((users, dims)).astype(np.float32)
     excluded = Histories.of(
-        [
-            rng.choice(items, rng.integers(0, min(longest, items)), replace=False)
-            for _ in range(users)
-        ]
+        [rng.choice(items, rng.integers(0, min(longest, items)), replace=False) for _ in range(users)]
     )
     return queries, vectors, excluded

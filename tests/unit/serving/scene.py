@@ -25,9 +25,7 @@ REDIS_AHEAD_S = 3_600.0
 A, B, C = (f"2026112{day}T000000Z-00000000000{day}" for day in range(3))
 
 
-def pointer(
-    generation: str, epoch: int, previous: str | None = None, canary: Canary | None = None
-) -> Pointer:
+def pointer(generation: str, epoch: int, previous: str | None = None, canary: Canary | None = None) -> Pointer:
     """A pointer whose attempt and time follow from its epoch."""
     return Pointer(generation, epoch, previous, f"attempt-{epoch}", float(epoch), canary)
 
@@ -46,11 +44,7 @@ class FakeRedis(FakeControl):
     async def watch(self) -> tuple[bytes | None, bytes | None]:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
-        pointer = (
-            self.live_pointer.to_bytes()
-            if isinstance(self.live_pointer, Pointer)
-            else self.live_pointer
-        )
+        pointer = self.live_pointer.to_bytes() if isinstance(self.live_pointer, Pointer) else self.live_pointer
         return pointer, self.note.to_bytes() if isinstance(self.note, Staging) else self.note
 
     async def time(self) -> float:
@@ -58,9 +52,7 @@ class FakeRedis(FakeControl):
             raise TierUnavailable("gone", reason="connection")
         return self.timer() + REDIS_AHEAD_S
 
-    async def heartbeat(
-        self, payload: bytes, at: float, previous_payload: bytes | None = None
-    ) -> None:
+    async def heartbeat(self, payload: bytes, at: float, previous_payload: bytes | None = None) -> None:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.beats.append(orjson.loads(payload))
@@ -97,9 +89,7 @@ class Scene:
             timer=self.timer,
         )  # fmt: skip
         self.host = HostHeadroom(folder, in_thread)
-        heartbeat = Heartbeat(
-            "replica-1", self.follower, self.clock, self.world.metrics, host_headroom=self.host
-        )
+        heartbeat = Heartbeat("replica-1", self.follower, self.clock, self.world.metrics, host_headroom=self.host)
         self.refresher = Refresher(
             self.follower, self.store, self.redis, heartbeat,
             poll_s=1, blocklist_poll_s=1, heartbeat_s=1, in_thread=in_thread, timer=self.timer,

@@ -47,9 +47,7 @@ GENERATION = "20261120T000000Z-000000000001"
 OLDER = "20261119T000000Z-000000000002"
 DATA_UNTIL = 1_700_000_000
 SCORED_AT = DATA_UNTIL + 60
-LIMITS = Limits(
-    max_batch=1_000, max_history=50, max_exclude=50, deadline_ms=300, deadline_max_ms=1_000
-)
+LIMITS = Limits(max_batch=1_000, max_history=50, max_exclude=50, deadline_ms=300, deadline_max_ms=1_000)
 USERS = tuple(f"u{number}" for number in range(12))
 ITEMS = tuple(f"i{number}" for number in range(20))
 WIDTH = 5
@@ -97,9 +95,7 @@ class FakePredictor:
         unknown_id_count = len(distinct_items) - int((ordinals >= 0).sum())
         return PreparedInput(table, known_ordinals, features, -1, known_ordinals, unknown_id_count)
 
-    def prepare_all(
-        self, table: str, sources: Sequence[LiveInput]
-    ) -> list[PreparedInput | InvalidInput | None]:
+    def prepare_all(self, table: str, sources: Sequence[LiveInput]) -> list[PreparedInput | InvalidInput | None]:
         """As the real one: an error stands where its input was."""
         prepared_inputs: list[PreparedInput | InvalidInput | None] = []
         for source in sources:
@@ -194,12 +190,8 @@ class World:
         self.users, self.user_raws = _directory("user", USERS)
         self.predictor = FakePredictor(self.items)
         self.tiers = TieredCache(LocalTier(1 << 20), NegativeCache(100, 5.0), self.remote)
-        self.inferences = LiveInferences(
-            cast(MicroBatcher, self), self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0
-        )
-        self.ladder = Ladder(
-            self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock
-        )
+        self.inferences = LiveInferences(cast(MicroBatcher, self), self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0)
+        self.ladder = Ladder(self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock)
         self.jobs: list[InferenceJob] = []
 
     async def infer(self, job: InferenceJob) -> ComputedRecord:
@@ -277,9 +269,7 @@ def ask(*entities: RequestedEntity, **options: Any) -> LookupRequest:
 
 def entity(id_: str | None, table: str = "user_topk", **fields: Any) -> RequestedEntity:
     """One entity asked for."""
-    return RequestedEntity(
-        table, id_, None if id_ is None else id_.encode(), "entities[0]", **fields
-    )
+    return RequestedEntity(table, id_, None if id_ is None else id_.encode(), "entities[0]", **fields)
 
 
 def ids(*names: str) -> tuple[bytes, ...]:

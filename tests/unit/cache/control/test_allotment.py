@@ -46,16 +46,10 @@ def test_a_change_of_shares_moves_only_as_many_buckets_as_shares_grow_by(
 
         after = owners_of(ranges_by_name)
         assert {name: bucket_count(ranges) for name, ranges in ranges_by_name.items()} == counts
-        gained = Counter(
-            name for bucket, name in after.items() if previous_owner_by_bucket.get(bucket) != name
-        )
+        gained = Counter(name for bucket, name in after.items() if previous_owner_by_bucket.get(bucket) != name)
         previous_count_by_name = Counter(previous_owner_by_bucket.values())
         assert gained == Counter(
-            {
-                n: c - previous_count_by_name[n]
-                for n, c in counts.items()
-                if c > previous_count_by_name[n]
-            }
+            {n: c - previous_count_by_name[n] for n, c in counts.items() if c > previous_count_by_name[n]}
         )
         assert all(list(ranges) == sorted(ranges) for ranges in ranges_by_name.values())
 
@@ -67,10 +61,7 @@ def test_shares_of_a_whole_are_all_buckets(weights: list[int]) -> None:
     counts = whole_bucket_counts(fraction_by_name)
 
     assert sum(counts.values()) == BUCKET_COUNT
-    assert all(
-        abs(counts[name] - fraction * BUCKET_COUNT) < 1 + 1e-6
-        for name, fraction in fraction_by_name.items()
-    )
+    assert all(abs(counts[name] - fraction * BUCKET_COUNT) < 1 + 1e-6 for name, fraction in fraction_by_name.items())
 
 
 def test_keys_follow_their_buckets_and_two_salts_draw_apart() -> None:
@@ -86,9 +77,7 @@ def test_keys_follow_their_buckets_and_two_salts_draw_apart() -> None:
         BucketOwners("salt", ranges_by_name),
         BucketOwners("another", ranges_by_name),
     )
-    common_key_count = sum(
-        owners.owner_of(key) == resalted_owners.owner_of(key) == "b" for key in KEYS
-    )
+    common_key_count = sum(owners.owner_of(key) == resalted_owners.owner_of(key) == "b" for key in KEYS)
     assert abs(common_key_count - len(KEYS) / 4) < 5 * math.sqrt(len(KEYS) * 3 / 16)
 
 

@@ -29,20 +29,14 @@ def runs(seed: int, rate: float, base: float, per_look: int) -> list[tuple[bool,
 
 
 @pytest.mark.parametrize(("rate", "base"), [(0.05, 0.05), (0.06, 0.05), (0.02, 0.05)])
-def test_the_true_ratio_leaves_the_interval_in_at_most_alpha_of_all_runs(
-    rate: float, base: float
-) -> None:
+def test_the_true_ratio_leaves_the_interval_in_at_most_alpha_of_all_runs(rate: float, base: float) -> None:
     missed = sum(misses for misses, _ in runs(7, rate, base, 400))
 
     # Five standard deviations above what is allowed.
-    assert missed <= RUNS * RATE_RATIO_ALPHA + 5 * math.sqrt(
-        RUNS * RATE_RATIO_ALPHA * (1 - RATE_RATIO_ALPHA)
-    )
+    assert missed <= RUNS * RATE_RATIO_ALPHA + 5 * math.sqrt(RUNS * RATE_RATIO_ALPHA * (1 - RATE_RATIO_ALPHA))
 
 
-def test_an_effect_that_is_there_is_found_and_looking_on_is_no_way_to_find_one_that_is_not() -> (
-    None
-):
+def test_an_effect_that_is_there_is_found_and_looking_on_is_no_way_to_find_one_that_is_not() -> None:
     detection_count = sum(excludes for _, excludes in runs(3, 0.06, 0.05, 4_000))
 
     assert detection_count > 0.99 * RUNS

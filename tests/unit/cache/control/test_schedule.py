@@ -48,9 +48,7 @@ def test_a_tick_counts_from_its_very_second(now_text: str, tick: str) -> None:
         ("Europe/Berlin", "30 * * * *", "2026-03-29T03:15+02:00", "2026-03-29T01:30+01:00"),
     ],
 )
-def test_a_change_of_clocks_neither_loses_nor_doubles_a_night(
-    zone: str, cron: str, now_text: str, tick: str
-) -> None:
+def test_a_change_of_clocks_neither_loses_nor_doubles_a_night(zone: str, cron: str, now_text: str, tick: str) -> None:
     assert Schedule(cron, zone).tick_before(at(now_text)) == at(tick)
 
 
@@ -126,9 +124,7 @@ def test_nights_that_are_missed_are_counted_one_by_one_up_to_a_bound() -> None:
     assert weekdays.count_missed(at("2026-05-05T04:00"), friday, missed_max=1) == 1
 
 
-@pytest.mark.parametrize(
-    "cron", ["0 3 * * *", "*/7 * * * *", "30 2 * * 0", "0 0 29 2 *", "5 1,2,3 * * *"]
-)
+@pytest.mark.parametrize("cron", ["0 3 * * *", "*/7 * * * *", "30 2 * * 0", "0 0 29 2 *", "5 1,2,3 * * *"])
 @pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
 def test_the_next_tick_is_the_first_that_comes_after(cron: str, zone: str) -> None:
     schedule = Schedule(cron, zone)

@@ -35,8 +35,6 @@ def test_what_stands_between_two_ids_is_in_neither() -> None:
 
 
 @given(_EVENTS, _EVENTS)
-def test_keys_are_equal_only_for_the_same_source_and_id(
-    one: tuple[str, str, str], other: tuple[str, str, str]
-) -> None:
+def test_keys_are_equal_only_for_the_same_source_and_id(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
     assert (keys(*one)[0] == keys(*other)[0]) == (one == other)
     assert (keys(*one)[1] == keys(*other)[1]) == (one[:2] == other[:2])

@@ -25,9 +25,7 @@ EVENT_ROWS = st.lists(
     st.tuples(
         st.sampled_from(["item", "user"]),
         st.sampled_from([b"a", b"b", b"c"]),
-        st.dictionaries(
-            st.sampled_from(["price", "stock", "brand"]), VALUE, min_size=1, max_size=2
-        ),
+        st.dictionaries(st.sampled_from(["price", "stock", "brand"]), VALUE, min_size=1, max_size=2),
     ),
     max_size=20,
 )
@@ -50,9 +48,7 @@ def added(event_rows: list[tuple[str, bytes, dict[str, Any]]]) -> AttributeEvent
 
 @pytest.mark.parametrize("recent_items_max", [1, 2, 4_096])
 @given(EVENT_ROWS, st.integers(0, 21))
-def test_the_newest_value_behind_any_position_is_known(
-    recent_items_max: int, told: Any, ms: int
-) -> None:
+def test_the_newest_value_behind_any_position_is_known(recent_items_max: int, told: Any, ms: int) -> None:
     attribute_events = added(told)
     expected_by_kind: dict[str, dict[tuple[bytes, str], Any]] = {"item": {}, "user": {}}
     for kind, raw, attributes in told[ms:]:
@@ -66,16 +62,10 @@ def test_the_newest_value_behind_any_position_is_known(
         for name, value in attribute_events.values_of_user(raw, Position(ms, 0).number).items()
     }
 
-    assert {
-        (raw, name): value for raw, name, value in newer_values.iterate_values()
-    } == expected_by_kind["item"]
+    assert {(raw, name): value for raw, name, value in newer_values.iterate_values()} == expected_by_kind["item"]
     assert users == expected_by_kind["user"]
     if expected_by_kind["item"]:
-        assert (
-            newer_values.until_number
-            == attribute_events.newest_item_number
-            > newer_values.after_number
-        )
+        assert newer_values.until_number == attribute_events.newest_item_number > newer_values.after_number
 
 
 @given(EVENT_ROWS, st.integers(0, 21))
@@ -107,8 +97,7 @@ def test_a_position_is_taken_once_and_an_interaction_sets_nothing() -> None:
     assert attribute_events.add(Position(3, 0), event("item", b"b", None))
 
     assert [
-        attribute_value.new_value
-        for attribute_value in attribute_events.item_values_since(0).iterate_values()
+        attribute_value.new_value for attribute_value in attribute_events.item_values_since(0).iterate_values()
     ] == [1]
     assert (
         attribute_events.newest_item_number == Position(1, 0).number
@@ -124,10 +113,7 @@ def test_one_entity_has_a_bound_on_its_attributes_and_keeps_those_set_last() -> 
         f"a{number}" for number in range(10, VALUES_PER_ENTITY_MAX + 10)
     }
     assert attribute_events.refusal_count == 10
-    assert (
-        attribute_events.newest_number_of_user(b"u")
-        == Position(VALUES_PER_ENTITY_MAX + 10, 0).number
-    )
+    assert attribute_events.newest_number_of_user(b"u") == Position(VALUES_PER_ENTITY_MAX + 10, 0).number
     assert attribute_events.newest_number_of_user(b"nobody") == 0
 
 
@@ -142,9 +128,7 @@ def test_replicas_that_read_the_stream_from_other_positions_on_hold_the_same_val
         late.add(Position(at, 0), event(*event_row))
 
     since_number = Position(skipped, 0).number
-    assert late.values_set_after("item", since_number) == complete_events.values_set_after(
-        "item", since_number
-    )
+    assert late.values_set_after("item", since_number) == complete_events.values_set_after("item", since_number)
     assert [*late.item_values_since(since_number).iterate_values()] == [
         *complete_events.item_values_since(since_number).iterate_values()
     ]
@@ -188,24 +172,18 @@ def test_a_users_features_are_those_of_the_night_with_what_events_set() -> None:
     for taste in ([1], ["a", "b"], [], 1.0):
         assert merge_features(row, {"taste": taste}, inputs) is None
     assert merge_features({"country": None}, {}, (COUNTRY,)) is None
-    assert takes_any_attribute({"country": None}, inputs) and not takes_any_attribute(
-        {"other": 1}, inputs
-    )
+    assert takes_any_attribute({"country": None}, inputs) and not takes_any_attribute({"other": 1}, inputs)
 
 
 def test_values_survive_the_bytes_of_the_stream() -> None:
-    attribute_event = event(
-        "item", b"i", {"price": 1.5, "tags": ["a"], "stock": False, "brand": None}
-    )
+    attribute_event = event("item", b"i", {"price": 1.5, "tags": ["a"], "stock": False, "brand": None})
 
     assert orjson.loads(attribute_event.to_bytes())["attributes"]["brand"] is None
     assert Event.from_bytes(attribute_event.to_bytes()) == attribute_event
 
 
 def test_old_ones_are_forgotten_some_at_a_time() -> None:
-    attribute_events = added(
-        [(kind, b"%d" % at, {"a": at}) for at in range(10) for kind in ("item", "user")]
-    )
+    attribute_events = added([(kind, b"%d" % at, {"a": at}) for at in range(10) for kind in ("item", "user")])
     until_number = Position(16, 0).number
 
     assert [attribute_events.drop_until(until_number, 7) for _ in range(4)] == [7, 7, 2, 0]
@@ -224,10 +202,6 @@ def test_earlier_values_put_in_front_are_as_if_they_had_come_first(told: Any, ms
     for number in [Position(position_ms, 0).number for position_ms in range(len(told) + 1)]:
         assert later.item_values_since(number) == complete_events.item_values_since(number)
         for kind in ("item", "user"):
-            assert later.values_set_after(kind, number) == complete_events.values_set_after(
-                kind, number
-            )
+            assert later.values_set_after(kind, number) == complete_events.values_set_after(kind, number)
     assert later.size_bytes == complete_events.size_bytes
-    assert later.drop_until(Position(ms, 0).number) == complete_events.drop_until(
-        Position(ms, 0).number
-    )
+    assert later.drop_until(Position(ms, 0).number) == complete_events.drop_until(Position(ms, 0).number)

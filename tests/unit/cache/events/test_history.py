@@ -25,9 +25,7 @@ def published(draw: st.DrawFn) -> list[Row]:
 
 
 def by_hand(published_rows: Sequence[Row], events: Sequence[Row]) -> list[int]:
-    rows = sorted(
-        [*published_rows, *(row for row in events if row[0] >= 0)], key=lambda row: row[1]
-    )
+    rows = sorted([*published_rows, *(row for row in events if row[0] >= 0)], key=lambda row: row[1])
     history: list[int] = []
     for item, _ in rows:
         if item in history:
@@ -41,9 +39,7 @@ def rows_of(rows: Sequence[Row]) -> TimedItems:
 
 
 @given(st.lists(st.tuples(published(), EVENTS), max_size=5), st.integers(1, 8))
-def test_every_history_is_merged_as_if_it_were_alone(
-    users: list[tuple[list[Row], list[Row]]], limit: int
-) -> None:
+def test_every_history_is_merged_as_if_it_were_alone(users: list[tuple[list[Row], list[Row]]], limit: int) -> None:
     merged_histories = merge_histories(
         [rows_of(published_rows) for published_rows, _ in users],
         [rows_of(new) for _, new in users],

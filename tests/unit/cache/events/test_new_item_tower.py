@@ -120,16 +120,10 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
         table_item.raw_id: values[b"new-1"],
     }
 
-    embedded_items = new_item_tower.compute_new_items(
-        table, [*new_items, table_item, *odd], {**values, **extra_values}
-    )
+    embedded_items = new_item_tower.compute_new_items(table, [*new_items, table_item, *odd], {**values, **extra_values})
 
-    assert embedded_items.first_number == table.count and [
-        item.raw_id for item in embedded_items.items
-    ] == list(values)
-    np.testing.assert_allclose(
-        embedded_items.vectors, look_features @ projection, rtol=1e-5, atol=1e-5
-    )
+    assert embedded_items.first_number == table.count and [item.raw_id for item in embedded_items.items] == list(values)
+    np.testing.assert_allclose(embedded_items.vectors, look_features @ projection, rtol=1e-5, atol=1e-5)
     assert sum(runs) == 301
     # What is known already is not computed again, what changed is.
     runs.clear()
@@ -137,9 +131,7 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
         b"new-7": {"looks": look_features[9].tolist()},
         b"new-8": {"looks": [1.0] * DIMS},
     }
-    updated_items = new_item_tower.compute_new_items(
-        table, new_items[5:], changed_values, embedded_items
-    )
+    updated_items = new_item_tower.compute_new_items(table, new_items[5:], changed_values, embedded_items)
     assert runs == [1] and updated_items.digest != embedded_items.digest
     np.testing.assert_array_equal(updated_items.vectors[2], embedded_items.vectors[9])
     np.testing.assert_array_equal(updated_items.vectors[5:], embedded_items.vectors[10:])
@@ -169,15 +161,11 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
 
     embedded_items = new_item_tower.compute_new_items(table, new_items, values)
 
-    assert [item.raw_id for item in embedded_items.items] == [
-        item for item in values if item != b"new-5"
-    ]
+    assert [item.raw_id for item in embedded_items.items] == [item for item in values if item != b"new-5"]
     # What it raised on is not tried again at once, alone or with others.
     runs.clear()
     values[b"late"] = {"category": 3}
-    updated_items = new_item_tower.compute_new_items(
-        table, [*new_items, NewItem(b"late", 99)], values, embedded_items
-    )
+    updated_items = new_item_tower.compute_new_items(table, [*new_items, NewItem(b"late", 99)], values, embedded_items)
     assert len(updated_items) == 40 and runs == []
     failed_items = new_item_tower.compute_new_items(
         table,
@@ -188,10 +176,7 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
     assert not failed_items and len(failed_items.next_try_by_input) == 1
     # Set to what the tower takes, it is an item like any other.
     values[b"new-5"] = {"category": 5}
-    assert (
-        b"new-5"
-        in new_item_tower.compute_new_items(table, new_items, values, updated_items).number_by_id
-    )
+    assert b"new-5" in new_item_tower.compute_new_items(table, new_items, values, updated_items).number_by_id
 
 
 def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_life(
@@ -246,25 +231,19 @@ def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_ref
     while embedded_items.next_try_by_input:
         tried.append(embedded_items.retry_at - now_s)
         now_s = embedded_items.retry_at
-        embedded_items = new_item_tower.compute_new_items(
-            table, new_items, values, embedded_items, now_s=now_s
-        )
+        embedded_items = new_item_tower.compute_new_items(table, new_items, values, embedded_items, now_s=now_s)
         assert [item.raw_id for item in embedded_items.items] == [b"fine"]
 
     assert tuple(tried) == TOWER_RETRY_PAUSES_S and calls == [1] * len(TOWER_RETRY_PAUSES_S)
     assert len(embedded_items.refused_inputs) == 1 and embedded_items.retry_at == math.inf
     assert (
-        new_item_tower.compute_new_items(
-            table, new_items, values, embedded_items, now_s=1e9
-        ).refused_inputs
+        new_item_tower.compute_new_items(table, new_items, values, embedded_items, now_s=1e9).refused_inputs
         == embedded_items.refused_inputs
     )
     assert calls == [1] * len(TOWER_RETRY_PAUSES_S)
     # Another value of it is another input.
     changed_values = {**values, b"bad": {"category": 2}}
-    taken_items = new_item_tower.compute_new_items(
-        table, new_items, changed_values, embedded_items, now_s=now_s
-    )
+    taken_items = new_item_tower.compute_new_items(table, new_items, changed_values, embedded_items, now_s=now_s)
     assert taken_items.number_by_id.keys() == {b"bad", b"fine"}
     # Gone before it could be tried again, it is not held on to.
     assert not new_item_tower.compute_new_items(
@@ -280,16 +259,11 @@ def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: 
     embedded_items = new_item_tower.compute_new_items(table, [*new_items, NewItem(b"bare", 9)], {})
 
     assert [item.raw_id for item in embedded_items.items] == [b"new-0", b"new-2"]
-    assert (
-        embedded_items.vectors.tolist() == [[1, 2], [4, 5]]
-        and not embedded_items.vectors.flags.writeable
-    )
+    assert embedded_items.vectors.tolist() == [[1, 2], [4, 5]] and not embedded_items.vectors.flags.writeable
     assert not NewItemTower(NewItemInputs()).compute_new_items(table, new_items, {})
 
 
-def test_vectors_are_bounded_by_those_of_the_generation_where_these_go_beyond(
-    table: Any, tmp_path: Path
-) -> None:
+def test_vectors_are_bounded_by_those_of_the_generation_where_these_go_beyond(table: Any, tmp_path: Path) -> None:
     new_items = [
         NewItem(b"new-%d" % at, at + 1, np.full(4, size, np.float32))
         for at, size in enumerate([NEW_VECTOR_ABS_MAX, -65_505, 1e30])
@@ -312,9 +286,7 @@ def test_the_id_as_a_feature_is_that_of_the_event(table: Any) -> None:
     inputs = NewItemInputs.of(manifest(LOOKS_INPUT, NAME, **{ITEM_COLUMN_FACT: "item"}))
     inputs.check(brings(features=LONG))
     inputs.check(brings(features={**LONG, "item": "new"}))
-    with pytest.raises(
-        UnfitNewItem, match=r"features.item is 'other', and the event is of item 'new'"
-    ):
+    with pytest.raises(UnfitNewItem, match=r"features.item is 'other', and the event is of item 'new'"):
         inputs.check(brings(features={**LONG, "item": "other"}))
 
     names: list[str] = []
@@ -328,9 +300,7 @@ def test_the_id_as_a_feature_is_that_of_the_event(table: Any) -> None:
         b"new": {"looks": [0.5] * DIMS},
         b"b": {"looks": [1.0] * DIMS, "item": "other"},
     }
-    NewItemTower(inputs, tower).compute_new_items(
-        table, [NewItem(b"new", 1), NewItem(b"b", 2)], values
-    )
+    NewItemTower(inputs, tower).compute_new_items(table, [NewItem(b"new", 1), NewItem(b"b", 2)], values)
 
     assert names == ["new", "b"]
 
@@ -349,8 +319,6 @@ def test_items_on_which_the_tower_fails_are_named(table: Any) -> None:
     )
     values = {b"new": {"looks": [0.5] * DIMS}}
 
-    items = NewItemTower(NewItemInputs((LOOKS_INPUT,)), tower).compute_new_items(
-        table, [NewItem(b"new", 1)], values
-    )
+    items = NewItemTower(NewItemInputs((LOOKS_INPUT,)), tower).compute_new_items(table, [NewItem(b"new", 1)], values)
 
     assert not len(items) and items.left_out_ids == {b"new"}

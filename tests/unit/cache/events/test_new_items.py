@@ -28,9 +28,7 @@ def list_raws_and_numbers(items: NewItemEvents, after: int = 0) -> list[tuple[by
 
 
 @given(st.lists(IDS, max_size=30), st.integers(1, 4), st.integers(0, 31))
-def test_the_newest_items_are_held_in_the_order_of_their_positions(
-    told: list[bytes], most: int, after: int
-) -> None:
+def test_the_newest_items_are_held_in_the_order_of_their_positions(told: list[bytes], most: int, after: int) -> None:
     new_item_events = NewItemEvents(most)
     number_by_id: dict[bytes, int] = {}
     for ms, raw in enumerate(told, 1):
@@ -41,26 +39,16 @@ def test_the_newest_items_are_held_in_the_order_of_their_positions(
             del number_by_id[next(iter(number_by_id))]
 
     expected_items = list(number_by_id.items())
-    assert list_raws_and_numbers(new_item_events) == expected_items and len(new_item_events) == len(
-        expected_items
-    )
+    assert list_raws_and_numbers(new_item_events) == expected_items and len(new_item_events) == len(expected_items)
     number = Position(after, 0).number
-    assert list_raws_and_numbers(new_item_events, number) == [
-        item for item in expected_items if item[1] > number
-    ]
+    assert list_raws_and_numbers(new_item_events, number) == [item for item in expected_items if item[1] > number]
     assert new_item_events.size_bytes == sum(180 + 1 + 8 for _ in expected_items)
-    assert new_item_events.drop_until(number) == len(expected_items) - len(
-        list_raws_and_numbers(new_item_events)
-    )
-    assert list_raws_and_numbers(new_item_events) == [
-        item for item in expected_items if item[1] > number
-    ]
+    assert new_item_events.drop_until(number) == len(expected_items) - len(list_raws_and_numbers(new_item_events))
+    assert list_raws_and_numbers(new_item_events) == [item for item in expected_items if item[1] > number]
 
 
 @given(st.lists(IDS, max_size=20), st.integers(0, 20), st.integers(1, 6))
-def test_what_is_read_again_stands_before_what_is_held(
-    told: list[bytes], cut: int, most: int
-) -> None:
+def test_what_is_read_again_stands_before_what_is_held(told: list[bytes], cut: int, most: int) -> None:
     complete_events, later, aside = NewItemEvents(most), NewItemEvents(most), NewItemEvents()
     for ms, raw in enumerate(told, 1):
         complete_events.add(Position(ms, 0), brings(raw))
@@ -87,10 +75,7 @@ def test_an_event_counts_once_and_only_one_that_brings_an_item() -> None:
         2,
     ):
         assert new_item_events.add(Position(ms, 0), event)
-    assert (
-        list_raws_and_numbers(new_item_events) == [(b"a", Position(1, 0).number)]
-        and new_item_events.version == 1
-    )
+    assert list_raws_and_numbers(new_item_events) == [(b"a", Position(1, 0).number)] and new_item_events.version == 1
     # Features that come later leave the vector what it was.
     new_item_events.add(Position(9, 0), brings(b"a", None))
     (item,) = new_item_events.list_items_after(0)
@@ -122,9 +107,7 @@ def test_a_list_that_a_record_would_not_hold_stays_without_new_items() -> None:
     items = EligibleNewItems(new_items([[6e4, 0]], 7))
     users = np.array([[1e3, 0], [1e-9, 0]], np.float32)
 
-    lists_with_new_items = merge_new_items(
-        ranked_lists, users, [items, items], "inner_product", LAYOUT
-    )
+    lists_with_new_items = merge_new_items(ranked_lists, users, [items, items], "inner_product", LAYOUT)
 
     assert lists_with_new_items[0].tolist() == [[3, 1], [7, 3]]
     np.testing.assert_array_equal(lists_with_new_items[1][0], ranked_lists[1][0])
@@ -148,12 +131,9 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
     ranked_lists_copy = ranked_lists[0].copy(), ranked_lists[1].copy()
     items = new_items(vectors[own:].reshape(new, 3), own)
     new_items_of_users = [
-        EligibleNewItems(items, frozenset(user_exclusions.tolist()))
-        for user_exclusions in exclusions
+        EligibleNewItems(items, frozenset(user_exclusions.tolist())) for user_exclusions in exclusions
     ]
-    lists_with_new_items = merge_new_items(
-        ranked_lists, users, new_items_of_users, metric, Layout("topk", width, "f2")
-    )
+    lists_with_new_items = merge_new_items(ranked_lists, users, new_items_of_users, metric, Layout("topk", width, "f2"))
 
     np.testing.assert_array_equal(lists_with_new_items[0], expected_lists[0])
     np.testing.assert_array_equal(lists_with_new_items[1], expected_lists[1])
@@ -163,15 +143,9 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
 
 def test_lists_without_new_items_are_what_they_were() -> None:
     ranked_lists = np.array([[3, NO_ITEM]], np.uint32), np.array([[1.0, 0.0]], np.float32)
-    assert (
-        merge_new_items(ranked_lists, np.ones((1, 2), np.float32), [], "cosine", LAYOUT)
-        is ranked_lists
-    )
+    assert merge_new_items(ranked_lists, np.ones((1, 2), np.float32), [], "cosine", LAYOUT) is ranked_lists
     none = [EligibleNewItems()]
-    assert (
-        merge_new_items(ranked_lists, np.ones((1, 2), np.float32), none, "cosine", LAYOUT)
-        is ranked_lists
-    )
+    assert merge_new_items(ranked_lists, np.ones((1, 2), np.float32), none, "cosine", LAYOUT) is ranked_lists
 
 
 def test_a_digest_names_items_positions_and_what_vectors_were_made_of() -> None:

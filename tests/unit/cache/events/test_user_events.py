@@ -31,9 +31,7 @@ def size_of(users: UserEvents) -> int:
 
 
 @given(DRAWN, st.integers(0, 31))
-def test_newer_events_are_those_behind_a_position_in_its_order(
-    rows: list[tuple[str, str, int]], until: int
-) -> None:
+def test_newer_events_are_those_behind_a_position_in_its_order(rows: list[tuple[str, str, int]], until: int) -> None:
     users = filled(rows)
     for user in USERS:
         expected = [
@@ -46,9 +44,7 @@ def test_newer_events_are_those_behind_a_position_in_its_order(
 
 
 @given(DRAWN, st.integers(0, 31))
-def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(
-    rows: list[tuple[str, str, int]], until: int
-) -> None:
+def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(rows: list[tuple[str, str, int]], until: int) -> None:
     users, complete_events = filled(rows), filled(rows)
     packed_before = dict(users.packed_by_user)
 
@@ -97,10 +93,7 @@ def test_earlier_events_put_in_front_are_as_if_they_had_come_first(
 
     later.prepend(earlier, list(earlier.packed_by_user))
 
-    assert (
-        later.packed_by_user == complete_events.packed_by_user
-        and later.size_bytes == complete_events.size_bytes
-    )
+    assert later.packed_by_user == complete_events.packed_by_user and later.size_bytes == complete_events.size_bytes
     untouched = packed_before.keys() - earlier.packed_by_user.keys()
     assert all(later.packed_by_user[user] is packed_before[user] for user in untouched)
 

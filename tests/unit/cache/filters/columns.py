@@ -37,29 +37,19 @@ def attributes_of(items: list[Item]) -> ItemAttributes:
     columns = {
         "brand": AttributeColumn(
             "text",
-            np.array(
-                [brand_codes.get(item.get("brand", "?"), NO_CODE) for item in items], np.uint32
-            ),
+            np.array([brand_codes.get(item.get("brand", "?"), NO_CODE) for item in items], np.uint32),
             None,
             brands,
         ),
         "tags": AttributeColumn(
             "texts",
             np.array([tag_codes[tag] for tags_ in lists for tag in tags_], np.uint32),
-            np.concatenate([[0], np.cumsum([len(item_tags) for item_tags in lists])]).astype(
-                np.uint64
-            ),
+            np.concatenate([[0], np.cumsum([len(item_tags) for item_tags in lists])]).astype(np.uint64),
             tags,
         ),
-        "price": AttributeColumn(
-            "number", np.array([item.get("price", np.nan) for item in items], float)
-        ),
-        "stock": AttributeColumn(
-            "flag", np.array([item.get("stock", NO_FLAG) for item in items], np.uint8)
-        ),
-        "since": AttributeColumn(
-            "time", np.array([item.get("since", NO_TIME) for item in items], np.int64)
-        ),
+        "price": AttributeColumn("number", np.array([item.get("price", np.nan) for item in items], float)),
+        "stock": AttributeColumn("flag", np.array([item.get("stock", NO_FLAG) for item in items], np.uint8)),
+        "since": AttributeColumn("time", np.array([item.get("since", NO_TIME) for item in items], np.int64)),
     }
     return ItemAttributes(len(items), columns)
 

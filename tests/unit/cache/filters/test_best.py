@@ -10,12 +10,8 @@ from cache.model.ranking import Metric, rank
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
-@given(
-    st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 100]), st.sampled_from([0.001, 0.1, 0.4, 1.0])
-)
-def test_the_best_of_some_are_those_of_the_ranking(
-    metric: Metric, seed: int, k: int, share: float
-) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 100]), st.sampled_from([0.001, 0.1, 0.4, 1.0]))
+def test_the_best_of_some_are_those_of_the_ranking(metric: Metric, seed: int, k: int, share: float) -> None:
     rng = np.random.default_rng(seed)
     count, dims = 4_000, int(rng.choice([3, 16, 64]))
     vectors = rng.standard_normal((count, dims)).astype(np.float32)
@@ -36,8 +32,6 @@ def test_numbers_beyond_all_bounds_are_ranked_as_they_are() -> None:
     vectors = np.full((2_000, 4), 3e38, np.float32)
 
     with np.errstate(over="ignore"):
-        best_items, _ = SubsetSearch(vectors).search(
-            np.full(4, 3e38, np.float32), np.arange(2_000), 5
-        )
+        best_items, _ = SubsetSearch(vectors).search(np.full(4, 3e38, np.float32), np.arange(2_000), 5)
 
     np.testing.assert_array_equal(best_items, np.arange(5))

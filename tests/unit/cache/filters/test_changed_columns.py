@@ -33,9 +33,7 @@ NEW: dict[str, st.SearchStrategy[Any]] = {
 def changes(draw: st.DrawFn) -> tuple[list[Any], list[list[ItemValue]]]:
     items = draw(st.lists(ITEM, min_size=1, max_size=12))
     item_value_strategy = st.sampled_from(sorted(KINDS)).flatmap(
-        lambda name: st.builds(
-            ItemValue, st.integers(0, len(items) - 1), st.just(name), st.none() | NEW[name]
-        )
+        lambda name: st.builds(ItemValue, st.integers(0, len(items) - 1), st.just(name), st.none() | NEW[name])
     )
     return items, draw(st.lists(st.lists(item_value_strategy, max_size=8), min_size=1, max_size=3))
 
@@ -61,9 +59,7 @@ def arrays(attributes: ItemAttributes) -> dict[str, list[Any]]:
         parts = [column.values, column.offsets]
         if column.dictionary is not None:
             parts += [column.dictionary.data, column.dictionary.offsets]
-        arrays_by_column[name] = [
-            None if part is None else (part.dtype, part.tobytes()) for part in parts
-        ]
+        arrays_by_column[name] = [None if part is None else (part.dtype, part.tobytes()) for part in parts]
     return arrays_by_column
 
 
@@ -74,9 +70,7 @@ def test_changed_columns_are_those_of_the_changed_table(drawn: Any, expression: 
     filter_ = read_filter(expression)
     for batch in batches:
         previous_filtering, filtering = filtering, filtering.with_item_values(batch)[0]
-        previous_filtering.evaluate(
-            filter_
-        )  # what it keeps of it must not be taken over where it differs
+        previous_filtering.evaluate(filter_)  # what it keeps of it must not be taken over where it differs
         items = table_with(items, batch)
 
         expected_attributes = attributes_of(items)
@@ -93,9 +87,7 @@ def test_it_says_which_attributes_differ_and_copies_no_other(drawn: Any) -> None
     changed_columns = set_item_values(original_attributes, batch)
 
     unchanged_names = {
-        name
-        for name in KINDS
-        if changed_columns.attributes.columns[name] is original_attributes.columns[name]
+        name for name in KINDS if changed_columns.attributes.columns[name] is original_attributes.columns[name]
     }
     assert set(changed_columns.changed_attributes) == set(KINDS) - unchanged_names
     expected_arrays = arrays(attributes_of(table_with(items, batch)))
@@ -121,9 +113,7 @@ def test_a_value_of_another_kind_is_refused_with_a_reason_and_the_item_lacks(
     full = {"brand": "a", "tags": ("a",), "price": 1, "stock": True, "since": 0}
     filtering = Filtering(attributes_of([full, full]), np.zeros((2, 2), np.float32))
 
-    filtering, changed_columns = filtering.with_item_values(
-        [ItemValue(1, name, value), ItemValue(0, name, None)]
-    )
+    filtering, changed_columns = filtering.with_item_values([ItemValue(1, name, value), ItemValue(0, name, None)])
 
     ((actual_reason, ordinals),) = changed_columns.unfit_ordinals[name].items()
     assert actual_reason.startswith(reason) and ordinals == (1,)
@@ -139,9 +129,7 @@ def test_an_unknown_attribute_is_counted_and_changes_nothing() -> None:
     )
 
     assert (
-        unchanged_filtering is filtering
-        and changed_columns.unknown_count == 1
-        and not changed_columns.unfit_ordinals
+        unchanged_filtering is filtering and changed_columns.unknown_count == 1 and not changed_columns.unfit_ordinals
     )
 
 
@@ -149,9 +137,7 @@ def test_what_is_known_of_other_attributes_is_kept() -> None:
     items: list[Any] = [{"price": price, "stock": True} for price in range(50)]
     filtering = Filtering(attributes_of(items), np.zeros((50, 2), np.float32))
     cheap, stocked = read_filter({"<": ["price", 10]}), read_filter({"==": ["stock", True]})
-    cheap_and_stocked = read_filter(
-        {"and": [{"<": ["price", 5]}, {"not": {"==": ["stock", False]}}]}
-    )
+    cheap_and_stocked = read_filter({"and": [{"<": ["price", 5]}, {"not": {"==": ["stock", False]}}]})
     cheap_mask = filtering.evaluate(cheap)
     for filter_ in (stocked, cheap_and_stocked):
         filtering.evaluate(filter_)
@@ -159,13 +145,8 @@ def test_what_is_known_of_other_attributes_is_kept() -> None:
     changed_filtering, _ = filtering.with_item_values([ItemValue(0, "stock", False)])
 
     assert changed_filtering.get_cached(cheap) is cheap_mask
-    assert (
-        changed_filtering.get_cached(stocked) is None
-        and changed_filtering.get_cached(cheap_and_stocked) is None
-    )
-    assert (
-        changed_filtering.evaluate(stocked).count == 49 and filtering.evaluate(stocked).count == 50
-    )
+    assert changed_filtering.get_cached(stocked) is None and changed_filtering.get_cached(cheap_and_stocked) is None
+    assert changed_filtering.evaluate(stocked).count == 49 and filtering.evaluate(stocked).count == 50
 
 
 def test_declared_filters_differ_by_what_they_compare() -> None:
@@ -174,9 +155,7 @@ def test_declared_filters_differ_by_what_they_compare() -> None:
         "stocked": read_filter({"==": ["stock", True]}),
     }
     items: list[Any] = [{"price": 1}]
-    filtering = Filtering(
-        attributes_of(items), np.zeros((1, 2), np.float32), filter_by_name=declared
-    )
+    filtering = Filtering(attributes_of(items), np.zeros((1, 2), np.float32), filter_by_name=declared)
     assert not filtering.may_differ("cheap")
 
     changed_filtering, _ = filtering.with_item_values([ItemValue(0, "price", 20)])
@@ -190,9 +169,7 @@ def test_declared_filters_differ_by_what_they_compare() -> None:
 
 
 @given(st.lists(ITEM, min_size=1, max_size=12), st.sampled_from([*TEXTS, "nobody"]))
-def test_a_column_finds_items_with_a_text_or_with_a_list_that_has_it(
-    items: list[Any], text: str
-) -> None:
+def test_a_column_finds_items_with_a_text_or_with_a_list_that_has_it(items: list[Any], text: str) -> None:
     attributes, ordinals = attributes_of(items), np.arange(len(items), dtype=np.uint32)[::-1]
 
     brands = attributes.columns["brand"].mask_having_text(text, ordinals)

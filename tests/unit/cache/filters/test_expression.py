@@ -68,9 +68,7 @@ INVALID_EXPRESSIONS: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("value", "field_path", "reason"), INVALID_EXPRESSIONS)
-def test_a_bad_filter_is_refused_with_place_and_reason(
-    value: Any, field_path: str, reason: str
-) -> None:
+def test_a_bad_filter_is_refused_with_place_and_reason(value: Any, field_path: str, reason: str) -> None:
     with pytest.raises(InvalidFilter) as refused:
         read_filter(value)
 

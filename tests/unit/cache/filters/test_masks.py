@@ -42,9 +42,7 @@ OPERATORS = {
 def comparisons(draw: st.DrawFn) -> Any:
     name = draw(st.sampled_from(sorted(KINDS)))
     kind = KINDS[name]
-    operator = draw(
-        st.sampled_from([*OPERATORS[kind], "exists", *(["in"] if kind != "texts" else [])])
-    )
+    operator = draw(st.sampled_from([*OPERATORS[kind], "exists", *(["in"] if kind != "texts" else [])]))
     if operator == "exists":
         return {"exists": name}
     if operator == "in":
@@ -112,9 +110,7 @@ def test_an_attribute_that_items_lack_is_refused_with_those_they_have() -> None:
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
-    masks = MaskCache(
-        attributes_of([{"price": price} for price in range(8_000)]), bytes_max=10 * 2_024
-    )
+    masks = MaskCache(attributes_of([{"price": price} for price in range(8_000)]), bytes_max=10 * 2_024)
     filters = [read_filter({"<": ["price", price]}) for price in range(50)]
 
     for filter_ in filters:
@@ -134,8 +130,7 @@ def test_a_mask_larger_than_the_cache_is_computed_every_time() -> None:
 
 def test_what_a_filter_costs_grows_with_items_comparisons_and_values() -> None:
     small_attributes, large_attributes = (
-        attributes_of([{"price": 1, "tags": ("a", "b")} for _ in range(count)])
-        for count in (10, 1_000)
+        attributes_of([{"price": 1, "tags": ("a", "b")} for _ in range(count)]) for count in (10, 1_000)
     )
 
     def cost(expression: Any, attributes: Any = large_attributes) -> int:
@@ -145,7 +140,5 @@ def test_what_a_filter_costs_grows_with_items_comparisons_and_values() -> None:
     assert cost(cheap_expression, small_attributes) == 10 and cost(cheap_expression) == 1_000
     assert cost(heavy) == 31 * cost(cheap_expression)
     assert cost({"or": [cheap_expression] * 31}) > 31 * cost(cheap_expression)
-    assert cost({"contains": ["tags", "a"]}) > 10 * cost(cheap_expression), (
-        "each of an item's texts is looked at"
-    )
+    assert cost({"contains": ["tags", "a"]}) > 10 * cost(cheap_expression), "each of an item's texts is looked at"
     assert cost({"<": ["unknown", 2]}) == 0

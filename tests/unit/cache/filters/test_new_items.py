@@ -77,9 +77,7 @@ def test_what_passes_and_its_best_are_those_of_all_items(
     vector = rng.integers(-1, 2, size=3).astype(np.float32)
     every = Filtering(attributes_of(own + new), vectors)
 
-    filtering = Filtering(attributes_of(own), vectors[: len(own)]).with_new_items(
-        new, vectors[len(own) :]
-    )
+    filtering = Filtering(attributes_of(own), vectors[: len(own)]).with_new_items(new, vectors[len(own) :])
 
     filter_mask, expected_mask = filtering.evaluate(filter_), every.evaluate(filter_)
     assert filter_mask.count == expected_mask.count
@@ -87,16 +85,10 @@ def test_what_passes_and_its_best_are_those_of_all_items(
     numbers = np.arange(count)
     assert filter_mask.among(numbers).tolist() == expected_mask.among(numbers).tolist()
     cached_mask = filtering.get_cached(filter_)
-    assert (
-        cached_mask is not None
-        and cached_mask.ordinals().tolist() == expected_mask.ordinals().tolist()
-    )
+    assert cached_mask is not None and cached_mask.ordinals().tolist() == expected_mask.ordinals().tolist()
     ranked_items = filtering.search(vector, filter_mask, exclusions, k, "inner_product")
     exact = every.search(vector, expected_mask, exclusions, k, "inner_product")
-    assert (
-        ranked_items[0].tolist() == exact[0].tolist()
-        and ranked_items[1].tolist() == exact[1].tolist()
-    )
+    assert ranked_items[0].tolist() == exact[0].tolist() and ranked_items[1].tolist() == exact[1].tolist()
     assert (
         filtering.with_new_items([], vectors[:0]).evaluate(filter_).count
         == Filtering(attributes_of(own), vectors).evaluate(filter_).count

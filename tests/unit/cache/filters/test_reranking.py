@@ -28,10 +28,7 @@ ATTRIBUTES = ["brand", "tags", "price", "stock", "since"]
 
 def reranker_of(items: list[Item], reranking_json: Any, vectors: Any = None) -> Reranker:
     reranking, attributes = read_reranking(reranking_json, 4.0), attributes_of(items)
-    boosted = tuple(
-        FilterMask.of(mask_of(boost.filter.root_expression, attributes))
-        for boost in reranking.boosts
-    )
+    boosted = tuple(FilterMask.of(mask_of(boost.filter.root_expression, attributes)) for boost in reranking.boosts)
     drawn = np.random.default_rng(5).standard_normal((len(items), 4)).astype(np.float32)
     return Reranker(reranking, boosted, attributes, drawn if vectors is None else vectors)
 
@@ -42,9 +39,7 @@ def ordered(scores: list[float]) -> tuple[Any, Any]:
     return order, np.array(scores, np.float32)[order]
 
 
-def boosted_by_hand(
-    items: list[Item], ordinals: Any, scores: Any, boosts: list[Any]
-) -> list[float]:
+def boosted_by_hand(items: list[Item], ordinals: Any, scores: Any, boosts: list[Any]) -> list[float]:
     boosted_scores = []
     for ordinal, score in zip(ordinals.tolist(), scores.tolist(), strict=True):
         for boost in boosts:
@@ -81,9 +76,7 @@ def test_at_most_so_many_have_one_value(drawn: Any, attribute: str, most: int, k
     for position, ordinal in enumerate(ordinals.tolist()):
         value = items[ordinal].get(attribute, ())
         values = set(value) if isinstance(value, tuple) else {value}
-        if len(expected_positions) < k and all(
-            counts[attribute_value] < most for attribute_value in values
-        ):
+        if len(expected_positions) < k and all(counts[attribute_value] < most for attribute_value in values):
             counts.update(values)
             expected_positions.append(position)
     assert positions == expected_positions
@@ -91,9 +84,7 @@ def test_at_most_so_many_have_one_value(drawn: Any, attribute: str, most: int, k
 
 @given(st.lists(SCORES, min_size=1, max_size=12), st.sampled_from([0.1, 0.5, 0.9, 1.0]), st.integers(1, 14),
        st.integers(0, 5))  # fmt: skip
-def test_likeness_costs_what_the_weight_leaves(
-    drawn: list[float], mmr: float, k: int, seed: int
-) -> None:
+def test_likeness_costs_what_the_weight_leaves(drawn: list[float], mmr: float, k: int, seed: int) -> None:
     ordinals, scores = ordered(drawn)
     vectors = np.random.default_rng(seed).standard_normal((len(drawn), 3)).astype(np.float32)
     vectors[0] = 0
@@ -114,10 +105,7 @@ def test_likeness_costs_what_the_weight_leaves(
             * max(
                 [
                     0.0,
-                    *(
-                        float(units[position] @ units[chosen_position])
-                        for chosen_position in chosen_positions
-                    ),
+                    *(float(units[position] @ units[chosen_position]) for chosen_position in chosen_positions),
                 ]
             )
             for position in range(len(drawn))

@@ -58,9 +58,7 @@ def test_the_shared_exponent_keeps_precision_at_any_scale(power):
     scores = np.ldexp(np.array([[3.25, 1.5, -0.75]], np.float32), power)
     layout = Layout("topk", 3, "f2")
     items = np.array([[5, 6, 7]], np.uint32)
-    record = decode_record(
-        layout, encode_topk(layout, FINGERPRINTS[:1], items, scores, 0)[0].tobytes()
-    )
+    record = decode_record(layout, encode_topk(layout, FINGERPRINTS[:1], items, scores, 0)[0].tobytes())
     assert record.numbers.tolist() == scores[0].tolist()
 
 
@@ -87,9 +85,7 @@ def test_a_number_is_rounded_once_to_its_record_s_range(numbers, power):
 def test_unused_slots_never_come_back():
     layout = Layout("topk", 4, "f2")
     items = np.array([[9, NO_ITEM, NO_ITEM]], np.uint32)
-    record = decode_record(
-        layout, encode_topk(layout, FINGERPRINTS[:1], items, np.ones((1, 3), "f4"), 0)[0].tobytes()
-    )
+    record = decode_record(layout, encode_topk(layout, FINGERPRINTS[:1], items, np.ones((1, 3), "f4"), 0)[0].tobytes())
     assert record.items is not None and record.items.tolist() == [9]
     assert len(record.numbers) == 1
 
@@ -98,18 +94,14 @@ def test_unused_slots_never_come_back():
 @pytest.mark.parametrize("precision", ["f2", "f4"])
 def test_a_non_finite_number_is_refused_never_clipped(non_finite, precision):
     with pytest.raises(UnfitValue) as caught:
-        encode_numbers(
-            Layout("value", 2, precision), FINGERPRINTS[:1], np.array([[1.0, non_finite]], "f4"), 0
-        )
+        encode_numbers(Layout("value", 2, precision), FINGERPRINTS[:1], np.array([[1.0, non_finite]], "f4"), 0)
     assert caught.value.details["rule"] == "non_finite"
 
 
 def test_a_score_that_would_turn_zero_is_refused():
     scores = np.array([[1.0, 1e-20]], np.float32)
     with pytest.raises(UnfitValue) as caught:
-        encode_topk(
-            Layout("topk", 2, "f2"), FINGERPRINTS[:1], np.array([[1, 2]], np.uint32), scores, 0
-        )
+        encode_topk(Layout("topk", 2, "f2"), FINGERPRINTS[:1], np.array([[1, 2]], np.uint32), scores, 0)
     assert caught.value.details["rule"] == "underflow"
 
 
@@ -128,9 +120,7 @@ def test_a_tiny_component_of_a_vector_is_rounded_but_a_vanishing_vector_refused(
     record = encode_numbers(layout, FINGERPRINTS[:1], np.array([[1.0, 1e-20]], "f4"), 0)[0]
     assert decode_record(layout, record.tobytes()).numbers.tolist() == [1.0, 0.0]
     with pytest.raises(UnfitValue):
-        encode_numbers(
-            Layout("vector", 1, "f2"), FINGERPRINTS[:1], np.array([[np.float32(1e-45)]]), 0
-        )
+        encode_numbers(Layout("vector", 1, "f2"), FINGERPRINTS[:1], np.array([[np.float32(1e-45)]]), 0)
 
 
 def test_a_zero_vector_stays_zero():
@@ -195,9 +185,7 @@ def test_a_count_beyond_the_width_is_corrupt():
 
 def test_the_live_flag_travels():
     layout = Layout("value", 1, "f4")
-    raw = encode_numbers(layout, FINGERPRINTS[:1], np.ones((1, 1), "f4"), 0, flags=FLAG_LIVE)[
-        0
-    ].tobytes()
+    raw = encode_numbers(layout, FINGERPRINTS[:1], np.ones((1, 1), "f4"), 0, flags=FLAG_LIVE)[0].tobytes()
     assert decode_record(layout, raw).live
 
 

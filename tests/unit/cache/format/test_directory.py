@@ -39,9 +39,7 @@ def test_neighbours_that_float64_cannot_distinguish_are_distinguished(value):
     neighbours = [neighbour for neighbour in (value - 1, value + 1) if neighbour < 2**64]
     hash_directory = directory(neighbours, 2)
     assert hash_directory.find(value) == -1
-    assert [hash_directory.find(neighbour) for neighbour in neighbours] == list(
-        range(len(neighbours))
-    )
+    assert [hash_directory.find(neighbour) for neighbour in neighbours] == list(range(len(neighbours)))
 
 
 def test_positions_are_placed_in_their_part_across_empty_shards():

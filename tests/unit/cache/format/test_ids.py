@@ -105,9 +105,7 @@ def test_an_empty_history_is_not_a_missing_one_and_order_matters():
     assert input_digest("m", [b"ab"], None) != input_digest("m", [b"a", b"b"], None)
 
 
-@given(
-    value=st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53))
-)
+@given(value=st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53)))
 def test_a_vector_is_digested_number_by_number(value: list[float]) -> None:
     """Stored overlays carry these digests: at once or one by one, the bytes are the same."""
     packed = b"".join(struct.pack("<d", float(number) + 0.0) for number in value)

@@ -28,8 +28,6 @@ def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> N
     for first in range(0, 100, 5):
         texts.rows(np.arange(first, first + 5, dtype=np.uint32)[None])
         kept_count = (
-            0
-            if texts._json_by_ordinal is None
-            else sum(item_text is not None for item_text in texts._json_by_ordinal)
+            0 if texts._json_by_ordinal is None else sum(item_text is not None for item_text in texts._json_by_ordinal)
         )
         assert kept_count <= 10

@@ -16,9 +16,7 @@ from cache.format.item_table import ItemJsonRows, ItemJsonTexts
     k=st.integers(1, 4),
     data=st.data(),
 )
-def test_lines_are_the_json_of_the_ids_whatever_these_hold(
-    names: list[str], k: int, data: st.DataObject
-) -> None:
+def test_lines_are_the_json_of_the_ids_whatever_these_hold(names: list[str], k: int, data: st.DataObject) -> None:
     """NUL, line breaks, quotes and every length: what cannot be kept at one width is written another way."""
     longest = max(len(name.encode()) for name in names)
     texts = ItemJsonTexts(

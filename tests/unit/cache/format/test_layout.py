@@ -49,10 +49,7 @@ def test_the_dtype_has_the_fields_where_the_description_has_them(record_layout: 
     }
     payload = [at for name, (_, at) in fields.items() if name not in OFFSET_BY_FIELD]
     assert min(payload) == OFFSET_BY_FIELD["payload"] == HEADER_BYTES
-    assert (
-        record_layout.dtype.itemsize == record_layout.size_bytes
-        and not record_layout.dtype.isalignedstruct
-    )
+    assert record_layout.dtype.itemsize == record_layout.size_bytes and not record_layout.dtype.isalignedstruct
 
 
 def test_a_header_is_unpacked_as_numpy_reads_it() -> None:
@@ -84,9 +81,7 @@ def test_what_peeks_at_bytes_sees_what_the_fields_say() -> None:
     assert are_answers_of(records, prints).tolist() == [True] * 4 + [False] * 2
     assert [peek_fingerprint(record.tobytes()) for record in records] == prints.tolist()
     assert [peek_format(record.tobytes()) for record in records] == [RECORD_FORMAT] * 4 + [15] * 2
-    assert [is_live(record.tobytes()) for record in records] == [False] * 2 + [True] * 2 + [
-        False
-    ] * 2
+    assert [is_live(record.tobytes()) for record in records] == [False] * 2 + [True] * 2 + [False] * 2
 
 
 def test_only_the_layout_module_has_offsets_within_a_record() -> None:

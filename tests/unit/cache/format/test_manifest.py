@@ -49,9 +49,7 @@ def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_
     sound = make_complete_manifest().to_bytes()
     described = list(files(orjson.loads(sound)))
     is_text = isinstance(path, str)
-    message_pattern = (
-        "no path below a generation" if is_text else r"path\n  Input should be a valid string"
-    )
+    message_pattern = "no path below a generation" if is_text else r"path\n  Input should be a valid string"
     assert Manifest.from_bytes(sound).to_bytes() == sound and len(described) > 10
 
     for at in range(len(described)):
@@ -91,9 +89,7 @@ def test_a_manifest_has_all_its_fields_with_their_types_and_no_others() -> None:
 
 
 def test_a_manifest_tells_filters_only_where_there_are_any() -> None:
-    declared = replace(
-        make_complete_manifest(), filters={"cheap": NamedFilter({"<": ["price", 20]})}
-    )
+    declared = replace(make_complete_manifest(), filters={"cheap": NamedFilter({"<": ["price", 20]})})
 
     assert "filters" not in orjson.loads(make_complete_manifest().to_bytes())
     assert Manifest.from_bytes(declared.to_bytes()) == declared
@@ -101,9 +97,7 @@ def test_a_manifest_tells_filters_only_where_there_are_any() -> None:
 
 def test_who_only_names_a_manifest_does_not_wait_for_its_reader() -> None:
     program = "import sys, cache.format.manifest; print('pydantic' in sys.modules)"
-    completed_process = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    completed_process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     assert completed_process.stdout == "False\n"
 

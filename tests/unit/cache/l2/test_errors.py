@@ -63,9 +63,7 @@ async def listen(control: ServerControl) -> None:
 
 
 @pytest.mark.parametrize("call", [ask_all, beat, listen])
-async def test_a_transport_that_is_closed_already_is_an_outage(
-    control: ServerControl, call: Any
-) -> None:
+async def test_a_transport_that_is_closed_already_is_an_outage(control: ServerControl, call: Any) -> None:
     control._client = ClosedClient(CLOSED)  # type: ignore[assignment]
 
     with pytest.raises(TierUnavailable, match="closed the connection"):

@@ -44,15 +44,10 @@ async def answers(tier: RemoteTier, replies: list[Any]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("odd", ["MOVED 1", "MOVED ² a:1", "ASK", "ASK 1", "MOVED 99999 a:1"])
-async def test_an_odd_redirect_costs_only_its_own_caller_an_answer(
-    tier: RemoteTier, odd: str
-) -> None:
+async def test_an_odd_redirect_costs_only_its_own_caller_an_answer(tier: RemoteTier, odd: str) -> None:
     caller_answers = await answers(tier, [RECORD, hiredis.ReplyError(odd), None, RECORD])
 
-    assert (
-        caller_answers[0] == caller_answers[2] == [RECORD]
-        and type(caller_answers[1][0]) is TierUnavailable
-    )
+    assert caller_answers[0] == caller_answers[2] == [RECORD] and type(caller_answers[1][0]) is TierUnavailable
 
 
 async def test_a_reply_that_cannot_be_unpacked_costs_its_own_caller_an_answer(
@@ -66,10 +61,7 @@ async def test_a_reply_that_cannot_be_unpacked_costs_its_own_caller_an_answer(
     monkeypatch.setattr("cache.l2.tier.unpack", breaks)
     caller_answers = await answers(tier, [RECORD, 5, b"x", RECORD])
 
-    assert (
-        caller_answers[0] == caller_answers[2] == [RECORD]
-        and type(caller_answers[1][0]) is TierUnavailable
-    )
+    assert caller_answers[0] == caller_answers[2] == [RECORD] and type(caller_answers[1][0]) is TierUnavailable
     assert tier._commands_in_flight == 0
 
 

@@ -49,9 +49,7 @@ def send_pipeline(pool: PipelinePool, count: int) -> Pipeline:
 
 
 def test_the_time_allowed_grows_with_the_commands() -> None:
-    assert [deadline_for(0.05, count) for count in (0, 500, 1_000)] == pytest.approx(
-        [0.05, 0.1, 0.15]
-    )
+    assert [deadline_for(0.05, count) for count in (0, 500, 1_000)] == pytest.approx([0.05, 0.1, 0.15])
 
 
 async def test_a_large_batch_and_one_behind_it_have_more_time() -> None:

@@ -34,9 +34,7 @@ def test_every_reply_is_found_and_parts_of_parts_are_the_same_replies() -> None:
         frames.select_range(3, 4)
 
 
-@pytest.mark.parametrize(
-    "odd_reply", [b"$0\r\n\r\n", b"$9\r\n", b"-ERR no\r\n", b"*", b"$8\r\n12345678xx"]
-)
+@pytest.mark.parametrize("odd_reply", [b"$0\r\n\r\n", b"$9\r\n", b"-ERR no\r\n", b"*", b"$8\r\n12345678xx"])
 def test_anything_else_is_seen_as_soon_as_it_begins(odd_reply: bytes) -> None:
     data = bulk(b"a" * 8) + odd_reply
 
@@ -69,9 +67,7 @@ def connected() -> tuple[PipelineConnection, FakeTransport]:
 
 REPLIES = st.one_of(
     st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=5),
-    st.lists(
-        st.sampled_from([b"", b"x" * 8, b"$8\r\n", b"\r\n$8\r\n\r\n"]), min_size=1, max_size=5
-    ),
+    st.lists(st.sampled_from([b"", b"x" * 8, b"$8\r\n", b"\r\n$8\r\n\r\n"]), min_size=1, max_size=5),
 )
 
 

@@ -54,9 +54,7 @@ def test_a_cluster_has_one_database() -> None:
         seed_urls("redis+cluster://a:1/3")
 
 
-@pytest.mark.parametrize(
-    ("url", "address"), [("redis://a", "a:6379"), ("redis://u:p@[::1]:7", "[::1]:7")]
-)
+@pytest.mark.parametrize(("url", "address"), [("redis://a", "a:6379"), ("redis://u:p@[::1]:7", "[::1]:7")])
 def test_an_address_and_back(url: str, address: str) -> None:
     assert address_of(url) == address
     assert address_of(node_url("rediss://u:p@seed:1?x=y", address)) == address

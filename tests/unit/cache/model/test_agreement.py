@@ -30,13 +30,9 @@ def test_overlaps_are_those_of_numpy_whatever_the_integers() -> None:
     expected_ids = np.array([rng.permutation(60)[:20] for _ in range(50)], np.uint32)
     retrieved_ids = rng.integers(-1, 60, (50, 25))
 
-    expected_recalls = [
-        len(np.intersect1d(*rows)) / 20 for rows in zip(expected_ids, retrieved_ids, strict=True)
-    ]
+    expected_recalls = [len(np.intersect1d(*rows)) / 20 for rows in zip(expected_ids, retrieved_ids, strict=True)]
     assert recalls(expected_ids, retrieved_ids).tolist() == expected_recalls
-    assert [
-        overlap(*rows, 20) for rows in zip(expected_ids, retrieved_ids, strict=True)
-    ] == expected_recalls
+    assert [overlap(*rows, 20) for rows in zip(expected_ids, retrieved_ids, strict=True)] == expected_recalls
 
 
 def test_cosines_of_zero_rows_agree_only_with_zero() -> None:
@@ -45,9 +41,7 @@ def test_cosines_of_zero_rows_agree_only_with_zero() -> None:
 
     assert row_cosines(first_vectors, theirs).tolist() == pytest.approx([1, 1, 0, -1])
     assert cosine(first_vectors[3], theirs[3]) == pytest.approx(-1)
-    assert (
-        cosine(first_vectors[1], theirs[1]) is None and cosine(first_vectors[2], theirs[2]) is None
-    )
+    assert cosine(first_vectors[1], theirs[1]) is None and cosine(first_vectors[2], theirs[2]) is None
 
 
 def test_errors_are_relative_to_the_largest_exact_number() -> None:

@@ -57,9 +57,7 @@ def test_an_error_stands_where_its_input_was(world):
 def test_an_item_is_its_own_input_next_to_unknown_items(world):
     predictor, items = world
 
-    prepared_inputs = predictor.prepare_all(
-        "item_similar", [LiveInput(item=3), LiveInput(), LiveInput(item=0)]
-    )
+    prepared_inputs = predictor.prepare_all("item_similar", [LiveInput(item=3), LiveInput(), LiveInput(item=0)])
 
     assert [prepared is None for prepared in prepared_inputs] == [False, True, False]
     assert prepared_inputs[0].excluded.tolist() == [3]
@@ -70,10 +68,7 @@ def test_a_reused_input_buffer_shows_nothing_of_the_batch_before(world):
     predictor, _ = world
     tower = predictor._towers["user_tower"]
     histories = histories_of()
-    expected = [
-        tower.run({"history": histories.select_rows(np.array([row]))})[0]
-        for row in range(len(histories))
-    ]
+    expected = [tower.run({"history": histories.select_rows(np.array([row]))})[0] for row in range(len(histories))]
 
     for rows in (np.arange(40), np.arange(40, 43), np.arange(7, 30)):
         part = Histories(histories.indptr, histories.indices).select_rows(rows)
@@ -88,9 +83,7 @@ def test_threads_can_be_kept_on_cores_without_another_answer(world, tmp_path):
     pinned = Tower.open(bundle.user_tower.path, bundle.user_tower.spec, threads=2, cores=cores[:1])
     free = Tower.open(bundle.user_tower.path, bundle.user_tower.spec)
 
-    assert np.array_equal(
-        pinned.run({"history": histories_of()}), free.run({"history": histories_of()})
-    )
+    assert np.array_equal(pinned.run({"history": histories_of()}), free.run({"history": histories_of()}))
 
 
 def test_models_are_given_the_newest_of_a_history_and_all_of_it_is_excluded(world):
@@ -99,8 +92,7 @@ def test_models_are_given_the_newest_of_a_history_and_all_of_it_is_excluded(worl
     history = tuple(f"item-{number}".encode() for number in (4, 1, ITEMS + 5, 7, 2))
 
     full_input, cut = (
-        prepare_all("user_topk", spec, items, [LiveInput(history=history)], limit)[0]
-        for limit in (4, 2)
+        prepare_all("user_topk", spec, items, [LiveInput(history=history)], limit)[0] for limit in (4, 2)
     )
 
     assert isinstance(full_input, PreparedInput) and isinstance(cut, PreparedInput)

@@ -92,9 +92,7 @@ def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
     predictor, items = make_predictor(bundle, tmp_path, precision="fp32")
     drawn = histories_of()
     # The night groups its histories: each item once.
-    histories = Histories.of(
-        [np.unique(part) for part in np.split(drawn.indices, drawn.indptr[1:-1])]
-    )
+    histories = Histories.of([np.unique(part) for part in np.split(drawn.indices, drawn.indptr[1:-1])])
     ordinal = np.empty(ITEMS, np.int64)
     ordinal[items._model_index] = np.arange(ITEMS)
     excluded_histories = Histories(histories.indptr, ordinal[histories.indices])
@@ -103,8 +101,7 @@ def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
 
     # When the live path is sent the same histories
     live_inputs = [
-        history(*histories.indices[histories.indptr[row] : histories.indptr[row + 1]])
-        for row in range(len(histories))
+        history(*histories.indices[histories.indptr[row] : histories.indptr[row + 1]]) for row in range(len(histories))
     ]
     live = answer((predictor, items), "user_topk", *live_inputs)
 
@@ -154,9 +151,7 @@ def test_unknown_history_ids_are_dropped_and_counted(world):
     assert np.array_equal(mixed.history, known_input.history)
 
 
-@pytest.mark.parametrize(
-    "source", [LiveInput(), LiveInput(history=()), LiveInput(history=(b"nobody",))]
-)
+@pytest.mark.parametrize("source", [LiveInput(), LiveInput(history=()), LiveInput(history=(b"nobody",))])
 def test_nothing_known_is_no_input(world, source):
     assert world[0].prepare("user_topk", source) is None
 
@@ -227,11 +222,7 @@ def shuffle(bundle: Bundle, output_folder) -> Bundle:
 
     def table(model, name="table"):
         graph = load(model.path).graph
-        return next(
-            numpy_helper.to_array(initializer)
-            for initializer in graph.initializer
-            if initializer.name == name
-        )
+        return next(numpy_helper.to_array(initializer) for initializer in graph.initializer if initializer.name == name)
 
     affinity = bundle.values["user_affinity"]
     rows = table(bundle.user_tower)
@@ -243,9 +234,7 @@ def shuffle(bundle: Bundle, output_folder) -> Bundle:
         dims=bundle.dims,
         item_ids=[bundle.item_ids[index].decode() for index in order],
         user_tower=ModelFile(onnx_model.history_tower(padded), bundle.user_tower.spec),
-        item_tower=ModelFile(
-            onnx_model.item_tower(table(bundle.item_tower)[order]), bundle.item_tower.spec, "item"
-        ),
+        item_tower=ModelFile(onnx_model.item_tower(table(bundle.item_tower)[order]), bundle.item_tower.spec, "item"),
         values={
             "user_affinity": ModelFile(
                 onnx_model.affinity_model(padded, table(affinity, "centroids").T),

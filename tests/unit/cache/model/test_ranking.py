@@ -83,9 +83,7 @@ def test_packed_pairs_sort_and_unpack_like_pairs(pairs, k):
     scores = np.array([pair[0] for pair in pairs], np.float32)
     ordinals = np.array([pair[1] for pair in pairs], np.int64)
 
-    best_ordinals, values = unpack_sort_keys(
-        top_sort_keys(pack_sort_keys(scores, ordinals)[None], k), k
-    )
+    best_ordinals, values = unpack_sort_keys(top_sort_keys(pack_sort_keys(scores, ordinals)[None], k), k)
 
     expected_pairs = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:k]
     assert best_ordinals[0, : len(expected_pairs)].tolist() == [pair[1] for pair in expected_pairs]
@@ -97,9 +95,7 @@ def test_packed_pairs_sort_and_unpack_like_pairs(pairs, k):
 def test_no_candidates_leave_every_slot_unused(k):
     empty = np.empty((2, 0), np.int64)
 
-    ordinals, scores = rank(
-        np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), empty, None, k
-    )
+    ordinals, scores = rank(np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), empty, None, k)
 
     assert (ordinals == NO_ITEM).all()
     assert not scores.any()

@@ -35,9 +35,9 @@ def test_only_what_must_imports_it_itself() -> None:
 def test_telemetry_is_off_before_the_first_import_unless_it_is_wanted(
     module: str, telemetry_setting: str | None
 ) -> None:
-    environment = {
-        name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"
-    } | ({} if telemetry_setting is None else {"ORT_DISABLE_TELEMETRY": telemetry_setting})
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"} | (
+        {} if telemetry_setting is None else {"ORT_DISABLE_TELEMETRY": telemetry_setting}
+    )
 
     completed_process = subprocess.run(
         [sys.executable, "-c", IMPORT_PROGRAM.format(module=module)],

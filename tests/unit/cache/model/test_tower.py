@@ -13,9 +13,7 @@ from precompute.bundles import onnx_model
 from precompute.bundles.quantize import quantize_tower
 
 ITEMS, DIMS = 500, 24
-SPEC = TowerSpec(
-    (InputSpec("history", "history", "int32", max_length=100, pad=ITEMS),), "vector", DIMS
-)
+SPEC = TowerSpec((InputSpec("history", "history", "int32", max_length=100, pad=ITEMS),), "vector", DIMS)
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +52,12 @@ def test_padding_depends_on_the_rows_own_length_only(model):
     histories = make_histories(50)
 
     lengths = {
-        int(row): feed["history"].shape[1]
-        for numbers, feed in tower.batches({"history": histories})
-        for row in numbers
+        int(row): feed["history"].shape[1] for numbers, feed in tower.batches({"history": histories}) for row in numbers
     }
 
     assert tower.buckets == (16, 32, 64, 100)
     for row, length in enumerate(np.diff(histories.indptr)):
-        assert lengths[row] == next(
-            bucket for bucket in (16, 32, 64, 100, 1000) if bucket >= min(length, 100)
-        )
+        assert lengths[row] == next(bucket for bucket in (16, 32, 64, 100, 1000) if bucket >= min(length, 100))
 
 
 def test_int8_answers_are_bitwise_the_same_in_batches_of_1_to_4096(model, tmp_path):
@@ -199,7 +193,5 @@ def test_repeated_values_are_those_of_numpy(rows: int) -> None:
 def test_a_model_that_cannot_be_run_is_named_with_its_input(model):
     tower = Tower.open(model, SPEC)
 
-    with pytest.raises(
-        ModelFailed, match=r"^user_tower\.onnx cannot be run on history \[2, 16\]: "
-    ):
+    with pytest.raises(ModelFailed, match=r"^user_tower\.onnx cannot be run on history \[2, 16\]: "):
         tower.run({"history": Histories.of([[ITEMS + 7]])})

@@ -72,16 +72,12 @@ def test_slots_that_run_out_and_keys_out_of_reach_change_nothing(seed: int, capa
 def test_the_bytes_above_a_key_are_those_touched_since(script: list[tuple[str, int]]) -> None:
     stack, order = RecencyStack(61), list[tuple[int, int]]()
     for at, (action, key) in enumerate(script):
-        key_index = next(
-            (index for index, (stacked_key, _) in enumerate(order) if stacked_key == key), None
-        )
+        key_index = next((index for index, (stacked_key, _) in enumerate(order) if stacked_key == key), None)
         if action == "close" or stack.remaining_slots == 0:
             stack.close_up(1e9)
         if action == "touch":
             above = None if key_index is None else sum(size for _, size in order[key_index + 1 :])
-            order = [(stacked_key, size) for stacked_key, size in order if stacked_key != key] + [
-                (key, at + 1)
-            ]
+            order = [(stacked_key, size) for stacked_key, size in order if stacked_key != key] + [(key, at + 1)]
             assert stack.move_to_top(key, at + 1) == above
         elif action == "forget" and key_index is not None:
             stack.forget(key)
@@ -89,8 +85,7 @@ def test_the_bytes_above_a_key_are_those_touched_since(script: list[tuple[str, i
         assert list(stack) == [stacked_key for stacked_key, _ in order]
     newest_sizes = [size for _, size in reversed(order)]
     expected_counts = [
-        max(n for n in range(len(newest_sizes) + 1) if sum(newest_sizes[:n]) <= d)
-        for d in (0, 500, 9e9)
+        max(n for n in range(len(newest_sizes) + 1) if sum(newest_sizes[:n]) <= d) for d in (0, 500, 9e9)
     ]
     assert stack.key_counts_within([0, 500, 9e9]) == expected_counts
 
@@ -147,9 +142,7 @@ def test_a_real_trace_is_within_a_point_of_exact() -> None:
     assert error[len(SMALL) :].max() <= 1.0, error
 
 
-@pytest.mark.parametrize(
-    "hot_key_spot", [1, HASH_SPACE - 1], ids=["in the sample", "not in the sample"]
-)
+@pytest.mark.parametrize("hot_key_spot", [1, HASH_SPACE - 1], ids=["in the sample", "not in the sample"])
 def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot_key_spot: int) -> None:
     """SHARDS-adj: without it one key would count for as many as the rate says, or for none at all."""
     rng = random.Random(0)

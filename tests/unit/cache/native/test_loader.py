@@ -121,13 +121,9 @@ def test_commands_are_packed_alike(reads: list[tuple[int, int]], length: int) ->
 def test_replies_are_judged_alike_wherever_they_end_and_whatever_is_wrong(
     data: st.DataObject, length: int, count: int
 ) -> None:
-    reply_stream = bytearray(
-        b"".join(b"$%d\r\n%b\r\n" % (length, b"x" * length) for _ in range(count + 1))
-    )
+    reply_stream = bytearray(b"".join(b"$%d\r\n%b\r\n" % (length, b"x" * length) for _ in range(count + 1)))
     for _ in range(data.draw(st.integers(0, 2))):
-        reply_stream[data.draw(st.integers(0, len(reply_stream) - 1))] = data.draw(
-            st.integers(0, 255)
-        )
+        reply_stream[data.draw(st.integers(0, len(reply_stream) - 1))] = data.draw(st.integers(0, 255))
     came = bytes(reply_stream[: data.draw(st.integers(0, len(reply_stream)))])
 
     judged = loader.kernels.could_be(came, count, length)
@@ -152,14 +148,10 @@ RESP = st.lists(
     pieces=st.lists(RESP | st.binary(max_size=4) | st.just(b"*" + b"0" * 62), max_size=8),
     bounds=st.tuples(st.integers(0, 40), st.integers(0, 50)),
 )
-def test_replies_are_admitted_alike_wherever_they_are_cut(
-    pieces: list[bytes], bounds: tuple[int, int]
-) -> None:
+def test_replies_are_admitted_alike_wherever_they_are_cut(pieces: list[bytes], bounds: tuple[int, int]) -> None:
     compiled_scanner, theirs = COLUMNS.ReplyScanner(*bounds), pure.ReplyScanner(*bounds)
 
-    assert [compiled_scanner.admits(piece) for piece in pieces] == [
-        theirs.admits(piece) for piece in pieces
-    ]
+    assert [compiled_scanner.admits(piece) for piece in pieces] == [theirs.admits(piece) for piece in pieces]
 
 
 @settings(deadline=None)
@@ -169,9 +161,7 @@ def test_replies_are_admitted_alike_wherever_they_are_cut(
     at=st.integers(0, 23),
     first=st.integers(0, 2),
 )
-def test_records_are_copied_when_all_are_sound(
-    count: int, wrong: int | None, at: int, first: int
-) -> None:
+def test_records_are_copied_when_all_are_sound(count: int, wrong: int | None, at: int, first: int) -> None:
     prints = np.arange(count + first, dtype=np.uint64) + np.uint64(2**63)
     records = encode_numbers(LAYOUT, prints, np.ones((count + first, 2), np.float32), 1)
     if wrong is not None:
@@ -196,9 +186,7 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
     own_indexes, joined = sorted(shuffled_indexes[:cut]), shuffled_indexes[cut:joined_end]
     night = Night()
     layout = night.table.layout
-    records = encode_numbers(
-        layout, np.arange(count, dtype=np.uint64), np.ones((count, layout.width), np.float32), 1
-    )
+    records = encode_numbers(layout, np.arange(count, dtype=np.uint64), np.ones((count, layout.width), np.float32), 1)
     record_keys: Any = type("Wants", (), {"table": night.table, "__len__": lambda _: count})()
     landed = FlightRecords(records[own_indexes], {})
     record_by_index = {index: records[index].tobytes() for index in joined}
@@ -207,8 +195,7 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
 
     with interpreted():
         assert (
-            spread_records.tobytes()
-            == tiered._spread_rows(record_keys, landed, own_indexes, record_by_index).tobytes()
+            spread_records.tobytes() == tiered._spread_rows(record_keys, landed, own_indexes, record_by_index).tobytes()
         )
     for index in (*own_indexes, *joined):
         assert spread_records[index].tobytes() == records[index].tobytes()
@@ -234,9 +221,7 @@ def test_keys_enter_and_leave_alike(initial_flights: dict[int, object], keys: li
 
 @settings(deadline=None, max_examples=300)
 @given(
-    name=st.sampled_from(
-        [*(name for name in dir(COLUMNS) if name[:1].islower()), "find", "locate", "admits"]
-    ),
+    name=st.sampled_from([*(name for name in dir(COLUMNS) if name[:1].islower()), "find", "locate", "admits"]),
     arguments=st.lists(HOSTILE, min_size=1, max_size=14),
 )
 def test_nothing_that_is_handed_over_can_break_it(name: str, arguments: list[Any]) -> None:
@@ -346,9 +331,7 @@ def test_a_stream_takes_integers_alone_as_numbers_of_nodes() -> None:
 
 @pytest.mark.parametrize("kernels", [COLUMNS, pure])
 @pytest.mark.parametrize("indexes", [[0] * 10, [9] * 10, [1, 0, *range(2, 9), 8]])
-def test_records_at_places_named_twice_leave_zeros_elsewhere(
-    kernels: Any, indexes: list[int]
-) -> None:
+def test_records_at_places_named_twice_leave_zeros_elsewhere(kernels: Any, indexes: list[int]) -> None:
     size = 1 << 16  # large enough for memory that was in use before
     rows = b"".join(bytes([index + 1]) * size for index in range(10))
     expected_bytes = bytearray(10 * size)
@@ -363,12 +346,8 @@ def test_records_at_places_named_twice_leave_zeros_elsewhere(
 
 
 @pytest.mark.parametrize("kernels", [COLUMNS, pure])
-@pytest.mark.parametrize(
-    ("first_page", "per_page", "size"), [(2**63 - 1, 1, 16), (0, 2**62, 2**62), (0, 8, 2**63 - 1)]
-)
-def test_a_page_or_an_offset_beyond_64_bits_is_refused(
-    kernels: Any, first_page: int, per_page: int, size: int
-) -> None:
+@pytest.mark.parametrize(("first_page", "per_page", "size"), [(2**63 - 1, 1, 16), (0, 2**62, 2**62), (0, 8, 2**63 - 1)])
+def test_a_page_or_an_offset_beyond_64_bits_is_refused(kernels: Any, first_page: int, per_page: int, size: int) -> None:
     parts = kernels.HashParts((0,), (np.arange(4, dtype=np.uint64),))
     positions, first_pages = np.array([3], np.int64), np.array([first_page], np.int64)
 

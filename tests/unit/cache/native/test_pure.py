@@ -25,9 +25,7 @@ def test_every_function_is_compiled_too() -> None:
 @settings(deadline=None)
 @given(names=st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=30), data=st.data())
 @example(names=["x" * 90, "y"], data=None)
-def test_names_are_the_bytes_of_the_ids_whatever_their_length(
-    names: list[str], data: st.DataObject | None
-) -> None:
+def test_names_are_the_bytes_of_the_ids_whatever_their_length(names: list[str], data: st.DataObject | None) -> None:
     raws = [name.encode() for name in names]
     lent = np.frombuffer(b"".join(raws), np.uint8), np.cumsum([0, *map(len, raws)]).astype("<u8")
     row = st.lists(st.integers(0, len(names) - 1), min_size=2, max_size=2)
@@ -38,18 +36,14 @@ def test_names_are_the_bytes_of_the_ids_whatever_their_length(
     named = IdBytes(*pure.names(records, 3, True, 2, *lent), 2)
 
     cuts = np.frombuffer(named.offset_bytes, np.int32).tolist()
-    assert [named.joined_ids[a:b] for a, b in pairwise(cuts)] == [
-        raws[ordinal] for row in rows for ordinal in row
-    ]
+    assert [named.joined_ids[a:b] for a, b in pairwise(cuts)] == [raws[ordinal] for row in rows for ordinal in row]
     assert cuts[-1] == len(named.joined_ids)
     assert named.id_sizes.tolist() == [[len(raws[ordinal]) for ordinal in row] for row in rows]
 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 70), st.sampled_from([1, 5, 40, 200]))
-def test_products_with_rows_are_those_of_numpy_up_to_rounding(
-    seed: int, dims: int, chosen: int
-) -> None:
+def test_products_with_rows_are_those_of_numpy_up_to_rounding(seed: int, dims: int, chosen: int) -> None:
     rng = np.random.default_rng(seed)
     matrix, vector = (
         rng.standard_normal((90, dims)).astype("f4"),

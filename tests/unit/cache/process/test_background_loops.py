@@ -34,12 +34,8 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("planted"), asyncio.CancelledError(), MemoryError()]
-)
-async def test_a_loop_goes_on_after_an_error_which_is_counted(
-    loops: BackgroundLoops, error: BaseException
-) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("planted"), asyncio.CancelledError(), MemoryError()])
+async def test_a_loop_goes_on_after_an_error_which_is_counted(loops: BackgroundLoops, error: BaseException) -> None:
     iteration_errors: list[BaseException | None] = [error, None, error, None]
     is_done = asyncio.Event()
 
@@ -114,9 +110,7 @@ async def test_an_endless_body_does_well_once_it_has_run_for_a_while(
 
     loops.start("body", body)
 
-    assert await eventually(
-        lambda: _truth(loops.failure_count_by_loop["body"] == FAILING_AFTER_FAILURES)
-    )
+    assert await eventually(lambda: _truth(loops.failure_count_by_loop["body"] == FAILING_AFTER_FAILURES))
     assert await eventually(lambda: _truth(not loops.error_by_failing_loop))
 
 

@@ -56,9 +56,7 @@ def owner_of_a_family(folder: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("end_signal", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_command_and_its_children_end_with_their_owner(
-    end_signal: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_command_and_its_children_end_with_their_owner(end_signal: signal.Signals, tmp_path: Path) -> None:
     with owner_of_a_family(tmp_path) as owner:
         pids = family(tmp_path)
         assert all(alive(pid) for pid in pids)
@@ -78,16 +76,12 @@ def test_stopping_ends_the_whole_session_and_can_be_repeated(tmp_path: Path) -> 
     process.stop()
 
     assert not process.is_running
-    assert poll_until(
-        lambda: not any(alive(pid) for pid in pids)
-    )  # killed, but perhaps not yet gone
+    assert poll_until(lambda: not any(alive(pid) for pid in pids))  # killed, but perhaps not yet gone
 
 
 def test_a_command_that_ignores_term_is_killed_after_its_grace(tmp_path: Path) -> None:
     stubborn = "trap '' TERM; echo $$ > parent; while :; do sleep 1; done"
-    process = GuardedCommand(
-        ["sh", "-c", stubborn], log_path=tmp_path / "log", cwd=tmp_path, grace_s=0.2
-    )
+    process = GuardedCommand(["sh", "-c", stubborn], log_path=tmp_path / "log", cwd=tmp_path, grace_s=0.2)
     assert poll_until(lambda: (tmp_path / "parent").exists())
 
     process.stop()

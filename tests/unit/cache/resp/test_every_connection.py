@@ -45,9 +45,7 @@ def _makes_client(call: ast.Call) -> bool:
     """True for `Redis(...)`, `redis.Redis.from_url(url)` and `Sentinel(...)`, not for a pool."""
     name_parts = ast.unparse(call.func).split(".")
     kinds = ("Redis", "RedisCluster", "Sentinel", "AsyncSentinel")
-    return name_parts[-1] in kinds or (
-        name_parts[-1] in ("from_url", "from_pool") and name_parts[-2] in kinds
-    )
+    return name_parts[-1] in kinds or (name_parts[-1] in ("from_url", "from_pool") and name_parts[-2] in kinds)
 
 
 def _opens(call: ast.Call) -> bool:
@@ -56,6 +54,5 @@ def _opens(call: ast.Call) -> bool:
     if any(keyword.arg == "connection_pool" for keyword in call.keywords):
         return False
     return name_parts[-1] in ("Redis", "ConnectionPool", "RedisCluster") or (
-        name_parts[-1] == "from_url"
-        and name_parts[-2] in ("Redis", "ConnectionPool", "RedisCluster")
+        name_parts[-1] == "from_url" and name_parts[-2] in ("Redis", "ConnectionPool", "RedisCluster")
     )

@@ -45,9 +45,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
     "opened",
     [
         lambda port: open_client(f"redis://127.0.0.1:{port}", **QUICK),
-        lambda port: clone_client(
-            open_client(f"redis://127.0.0.1:{port}", **QUICK), socket_timeout=4.0
-        ),
+        lambda port: clone_client(open_client(f"redis://127.0.0.1:{port}", **QUICK), socket_timeout=4.0),
     ],
     ids=["client", "another"],
 )

@@ -149,9 +149,7 @@ def test_a_right_reply_passes(command: str, protocol: int, is_async: bool) -> No
 
 @pytest.mark.parametrize("protocol", [2, 3])
 @pytest.mark.parametrize("command", REPLY_SHAPES)
-def test_every_other_reply_is_refused_by_the_name_of_its_command(
-    command: str, protocol: int
-) -> None:
+def test_every_other_reply_is_refused_by_the_name_of_its_command(command: str, protocol: int) -> None:
     callback, description = (
         client_of(protocol).response_callbacks[command],
         REPLY_SHAPES[command].description,
@@ -164,10 +162,7 @@ def test_every_other_reply_is_refused_by_the_name_of_its_command(
             with pytest.raises(redis.InvalidResponse) as raised:
                 callback(reply)
             named = "EXEC" if command == "_" else command
-            assert (
-                str(raised.value)
-                == f"{named} was answered by {reply_excerpt(reply)}, not by {description}"
-            )
+            assert str(raised.value) == f"{named} was answered by {reply_excerpt(reply)}, not by {description}"
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
@@ -219,9 +214,7 @@ def test_a_number_of_info_is_a_number() -> None:
     assert info_number({"maxmemory": 7}, "maxmemory") == 7
     assert info_number({}, "maxmemory", 0) == 0
     for info in ({}, {"maxmemory": "7b"}, {"maxmemory": 1.5}, {"maxmemory": {"a": 1}}):
-        with pytest.raises(
-            WrongReply, match=r"INFO was answered by .*, not by a number as maxmemory"
-        ):
+        with pytest.raises(WrongReply, match=r"INFO was answered by .*, not by a number as maxmemory"):
             info_number(info, "maxmemory")
 
 
@@ -320,9 +313,7 @@ def test_replies_of_a_real_redis_pass(redis_url: str, protocol: int) -> None:
     assert client.zadd(scores, {"a": 1.5, "b": 2}) == 2
     assert client.zincrby(scores, 1, "a") == 2.5
     assert client.zrangebyscore(scores, "-inf", "+inf") == [b"b", b"a"]
-    assert [
-        list(scored_member) for scored_member in client.zrevrange(scores, 0, -1, withscores=True)
-    ] == [
+    assert [list(scored_member) for scored_member in client.zrevrange(scores, 0, -1, withscores=True)] == [
         [b"a", 2.5],
         [b"b", 2.0],
     ]
@@ -367,9 +358,7 @@ def allowed_by(file: str) -> set[str]:
 
 def test_every_command_that_is_allowed_or_needed_has_a_shape() -> None:
     allowed = allowed_by("infra/redis.conf") | allowed_by("infra/redis-events.conf")
-    needed = {
-        FAMILIES.get(command, command) for command in (*NEEDED_COMMANDS, *LACK_EFFECT_BY_COMMAND)
-    }
+    needed = {FAMILIES.get(command, command) for command in (*NEEDED_COMMANDS, *LACK_EFFECT_BY_COMMAND)}
     exempt = HANDSHAKE | READ_PATH | SUBSCRIBED | IN_SCRIPTS | BY_HAND | {"multi", "exec"}
     sent_commands = {command.replace("|", " ").upper() for command in (allowed | needed) - exempt}
     assert len(sent_commands) > 45
@@ -398,9 +387,7 @@ CORE = frozenset(name for name in dir(CoreCommands) if not name.startswith("_"))
 CLIENTS = re.compile(r"(client|server|pipeline|replica|redis|home\(.*\))$")
 """Names that clients of redis-py go by."""
 FIRST_WORDS = frozenset(
-    name.upper().partition("_")[0]
-    for name in CORE
-    if name not in ("type", "role", "object", "keys")
+    name.upper().partition("_")[0] for name in CORE if name not in ("type", "role", "object", "keys")
 )
 
 
@@ -414,9 +401,7 @@ def commands_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from _constant(node.args[0] if node.args else node)
         elif isinstance(node, ast.Tuple) and node.elts:  # one of those that `ask_all` takes
             yield from (
-                sent_command
-                for sent_command in _constant(node.elts[0])
-                if sent_command[1].split()[0] in FIRST_WORDS
+                sent_command for sent_command in _constant(node.elts[0]) if sent_command[1].split()[0] in FIRST_WORDS
             )
 
 

@@ -85,9 +85,7 @@ def test_a_file_that_changed_is_refused_by_size_and_by_checksum(tmp_path):
         check_file(tmp_path, artefact)
 
 
-@pytest.mark.parametrize(
-    "name", ["../../etc", "", "20260101T000000Z-xyz", "20260101T000000Z-0123456789ab/.."]
-)
+@pytest.mark.parametrize("name", ["../../etc", "", "20260101T000000Z-xyz", "20260101T000000Z-0123456789ab/.."])
 def test_a_malformed_generation_id_never_becomes_a_path(name):
     with pytest.raises(UnknownGeneration):
         generation_path(name)
@@ -142,10 +140,7 @@ def test_the_released_manifest_is_the_newest_published_or_verified_one(store):
         release(6, "a", "verify"),
     ]
     assert released_manifest_digest(history, "a") == "two"
-    assert (
-        released_manifest_digest(history[:1], "a") == "one"
-        and released_manifest_digest([], "a") == ""
-    )
+    assert released_manifest_digest(history[:1], "a") == "one" and released_manifest_digest([], "a") == ""
 
 
 @pytest.mark.parametrize("links", [True, False])

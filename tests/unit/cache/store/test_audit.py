@@ -32,9 +32,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ArtefactStore:
 
 def test_an_action_is_written_down_before_and_after(store: ArtefactStore) -> None:
     clock = FakeClock(100.0)
-    with audited(
-        store, "publish", "g1", actor="ana", reason="a night", attempt="run-1", clock=clock
-    ) as findings:
+    with audited(store, "publish", "g1", actor="ana", reason="a night", attempt="run-1", clock=clock) as findings:
         (open_one,) = audit_records(store)
         assert (open_one.outcome, open_one.ended_at) == ("interrupted", None)
         findings["changed"] = True
@@ -157,13 +155,8 @@ def test_no_secret_is_written_down(tmp_path: Path) -> None:
     ):  # fmt: skip
         raise StoreError("cannot reach redis://user:hunter2@host/0, secret_key=AKIA123")
 
-    stored_text = b"".join(
-        path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()
-    ).decode()
-    assert (
-        not [secret for secret in secrets if secret in stored_text]
-        and "shop larder_***" in stored_text
-    )
+    stored_text = b"".join(path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()).decode()
+    assert not [secret for secret in secrets if secret in stored_text] and "shop larder_***" in stored_text
     assert "\n" not in audit_records(store)[0].reason
 
 
@@ -179,11 +172,6 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
 def test_ids_of_users_stand_there_as_digests() -> None:
     subject_text = describe_blocked_ids([b"i-1", b"i-2"], [b"u-1"])
 
-    assert (
-        subject_text == f"items i-1, i-2; entities {entity_digest(b'u-1')}"
-        and "u-1" not in subject_text
-    )
-    assert describe_blocked_ids([b"%d" % number for number in range(25)], []).endswith(
-        "19 and 5 more"
-    )
+    assert subject_text == f"items i-1, i-2; entities {entity_digest(b'u-1')}" and "u-1" not in subject_text
+    assert describe_blocked_ids([b"%d" % number for number in range(25)], []).endswith("19 and 5 more")
     assert len(entity_digest(b"u-1")) == len("sha256:") + 16

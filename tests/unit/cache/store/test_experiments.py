@@ -55,17 +55,17 @@ def test_a_change_that_comes_in_between_is_kept(tmp_path: Path) -> None:
 
     changed_experiments = change_experiments(store, slow)
 
-    assert changed_experiments.version == 2 and [
-        experiment.name for experiment in changed_experiments.experiments
-    ] == ["ranker", "second"]
+    assert changed_experiments.version == 2 and [experiment.name for experiment in changed_experiments.experiments] == [
+        "ranker",
+        "second",
+    ]
     assert len(calls) == 2
 
 
 def test_only_the_latest_of_what_ended_are_listed(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
     stopped_experiments = tuple(
-        replace(RANKER, name=f"e{at}", stopped_at=float(at))
-        for at in range(ENDED_EXPERIMENTS_MAX + 3)
+        replace(RANKER, name=f"e{at}", stopped_at=float(at)) for at in range(ENDED_EXPERIMENTS_MAX + 3)
     )
 
     changed_experiments = change_experiments(

@@ -92,9 +92,7 @@ def test_who_may_only_read_the_store_fetches_all_the_same_and_asks_once(tmp_path
 
     monkeypatch.setattr(Odd, "pipe_file", refuse)
 
-    assert [store.fetch(f"generations/{LIVE}/{name}").read_bytes() for name in "ab"] == [
-        b"data"
-    ] * 2
+    assert [store.fetch(f"generations/{LIVE}/{name}").read_bytes() for name in "ab"] == [b"data"] * 2
     assert len(refused) == 1
 
 

@@ -26,9 +26,7 @@ def test_a_store_that_lets_the_last_writer_win_is_refused_by_name(tmp_path):
     store = store_of(Overwriting, tmp_path)
 
     for _ in range(2):  # not only the first time
-        with pytest.raises(
-            StoreError, match=r"Overwriting, does not create objects.*If-None-Match"
-        ):
+        with pytest.raises(StoreError, match=r"Overwriting, does not create objects.*If-None-Match"):
             store.write_once("releases/1.json", b"first")
     with pytest.raises(StoreError, match="could be created twice"):
         store.demand_write_once()
@@ -80,9 +78,7 @@ def test_every_error_of_a_driver_becomes_one_of_larder_with_the_path_and_without
         with failing(error), pytest.raises(StoreError) as caught:
             act()
         traceback_text = "".join(traceback.format_exception(caught.value))
-        assert (
-            "generations/x/file" in traceback_text and "PreconditionFailed: 403" in traceback_text
-        )
+        assert "generations/x/file" in traceback_text and "PreconditionFailed: 403" in traceback_text
         assert "SECRET" not in traceback_text
 
 
@@ -102,9 +98,7 @@ def test_a_url_with_a_password_is_never_shown_with_it(tmp_path):
         store.read("a")
 
     assert "hunter2" not in caught.value.message + store.url
-    assert without_secrets("s3://bucket/key/file.json: no such key") == (
-        "s3://bucket/key/file.json: no such key"
-    )
+    assert without_secrets("s3://bucket/key/file.json: no such key") == ("s3://bucket/key/file.json: no such key")
 
 
 def test_an_error_without_secrets_keeps_its_cause(tmp_path):
@@ -134,9 +128,7 @@ def test_without_hard_links_a_copy_is_fetched_all_the_same(tmp_path, monkeypatch
     assert [file.name for file in store.local("generations/x").iterdir()] == ["file"]
 
 
-def test_without_hard_links_nothing_is_written_once_and_the_error_says_what_to_do(
-    tmp_path, monkeypatch
-):
+def test_without_hard_links_nothing_is_written_once_and_the_error_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("cache.store.artefacts.os.link", no_links)
     store = ArtefactStore(str(tmp_path))
 

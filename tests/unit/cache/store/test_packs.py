@@ -35,9 +35,7 @@ def test_a_thousand_releases_cost_a_listing_and_two_rounds_of_a_hundred_reads(tm
         releases = all_releases(store)
 
     assert [release.number for release in releases] == list(range(1, 1001))
-    assert all(
-        release.is_done and release.generation == f"g{release.number}" for release in releases
-    )
+    assert all(release.is_done and release.generation == f"g{release.number}" for release in releases)
     assert request_counts["list"] == 1 and request_counts["rounds"] <= 2
     assert request_counts["get"] <= 1000 // PACKED_FILES_MIN + PACKED_FILES_MIN
 
@@ -76,9 +74,7 @@ def test_who_only_reads_a_store_writes_no_pack(tmp_path):
     assert not request_counts["put"] and len(store.names("releases")) == 600
 
 
-def test_a_pack_that_is_damaged_or_cannot_be_written_costs_reads_and_nothing_else(
-    tmp_path, monkeypatch
-):
+def test_a_pack_that_is_damaged_or_cannot_be_written_costs_reads_and_nothing_else(tmp_path, monkeypatch):
     store = store_of(Counting, tmp_path)
     write(store, range(1, 301))
     with monkeypatch.context() as patch:

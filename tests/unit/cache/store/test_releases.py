@@ -122,9 +122,7 @@ def test_the_history_is_read_in_order_and_done_by_its_marks(tmp_path: Any) -> No
         ([FIRST, replace(FIRST, epoch=1, number=2)], "its epoch 1 is not above 1"),
     ],
 )
-def test_a_history_with_a_gap_or_out_of_order_is_refused(
-    tmp_path: Any, records: list[Release], reason: str
-) -> None:
+def test_a_history_with_a_gap_or_out_of_order_is_refused(tmp_path: Any, records: list[Release], reason: str) -> None:
     store = ArtefactStore(str(tmp_path))
     written(store, *records)
 
@@ -156,10 +154,7 @@ def test_the_manifest_of_a_generation_is_that_last_released_or_verified_again() 
         replace(FIRST, manifest_sha256="c"), replace(FIRST, generation=G2, manifest_sha256="d", is_done=True),
     ]  # fmt: skip
 
-    assert (
-        released_manifest_digest(history, G1) == "b"
-        and released_manifest_digest(history[:1], G1) == "a"
-    )
+    assert released_manifest_digest(history, G1) == "b" and released_manifest_digest(history[:1], G1) == "a"
     assert released_manifest_digest(history[2:3], G1) == "" == released_manifest_digest([], G1)
 
 
@@ -168,9 +163,7 @@ def test_verdicts_and_timings_are_no_part_of_a_manifests_digest() -> None:
 
     digest = manifest_digest(orjson.dumps(says))
 
-    assert digest == manifest_digest(
-        orjson.dumps({"tables": {}, **says, "gates": [1], "timings": 2})
-    )
+    assert digest == manifest_digest(orjson.dumps({"tables": {}, **says, "gates": [1], "timings": 2}))
     assert digest != manifest_digest(orjson.dumps({**says, "models": {}}))
     for damaged in (b"", b"[]", b"3"):
         with pytest.raises(CorruptArtefact, match="not a manifest"):

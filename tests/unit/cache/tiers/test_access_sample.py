@@ -53,9 +53,7 @@ class Bench:
         return self.drain_trace()
 
     async def rows(self, *ids: str) -> list[Access]:
-        await self.cache.get_rows(
-            VIEW, columns([NIGHT.record_key(entity_id) for entity_id in ids]), None
-        )
+        await self.cache.get_rows(VIEW, columns([NIGHT.record_key(entity_id) for entity_id in ids]), None)
         return self.drain_trace()
 
 
@@ -186,8 +184,6 @@ async def test_nothing_is_written_without_sampling(bench: Bench) -> None:
 
 async def test_a_trace_that_is_not_drained_stays_bounded(bench: Bench) -> None:
     for _ in range(TRACED_READS_MAX // len(NIGHT.ids) + 2):
-        await bench.cache.get_rows(
-            VIEW, columns([NIGHT.record_key(entity_id) for entity_id in NIGHT.ids]), None
-        )
+        await bench.cache.get_rows(VIEW, columns([NIGHT.record_key(entity_id) for entity_id in NIGHT.ids]), None)
 
     assert len(bench.cache.access_trace) == TRACED_READS_MAX

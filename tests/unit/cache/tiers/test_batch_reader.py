@@ -51,12 +51,8 @@ class Bench:
             timer=self.clock,
         )
 
-    async def rows(
-        self, record_keys: Sequence[RecordKey], left_s: float = 60.0
-    ) -> list[ReadResult]:
-        return outcomes(
-            await self.cache.get_rows(VIEW, columns(record_keys), self.clock() + left_s)
-        )
+    async def rows(self, record_keys: Sequence[RecordKey], left_s: float = 60.0) -> list[ReadResult]:
+        return outcomes(await self.cache.get_rows(VIEW, columns(record_keys), self.clock() + left_s))
 
 
 def columns(record_keys: Sequence[RecordKey]) -> RecordKeys:
@@ -71,8 +67,7 @@ def columns(record_keys: Sequence[RecordKey]) -> RecordKeys:
 
 def outcomes(rows: Rows) -> list[ReadResult]:
     return [
-        rows.result_by_index.get(index)
-        or Hit(record.tobytes(), "l2" if is_l2 else "l1", False, None)
+        rows.result_by_index.get(index) or Hit(record.tobytes(), "l2" if is_l2 else "l1", False, None)
         for index, (record, is_l2) in enumerate(zip(rows.records, rows.is_l2, strict=True))
     ]
 
@@ -80,9 +75,7 @@ def outcomes(rows: Rows) -> list[ReadResult]:
 async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_not() -> None:
     # Given an L1 that is smaller than a record, and a batch of which one page is gone
     bench = Bench(entries_max=0)
-    of_pages = {
-        record_key.position // 8: record_key for record_key in map(NIGHT.record_key, NIGHT.ids)
-    }
+    of_pages = {record_key.position // 8: record_key for record_key in map(NIGHT.record_key, NIGHT.ids)}
     record_keys = [of_pages[page] for page in range(3)]
     del bench.remote.pages[GENERATION, NIGHT.table.name, 2]
 
@@ -120,9 +113,7 @@ def test_whatever_happened_rows_and_single_reads_agree(
             if action == "ask":
                 requested_count += len(record_keys)
                 columnar_results = await benches[0].rows(record_keys)
-                single_results = await benches[1].cache.get_many(
-                    VIEW, record_keys, benches[1].clock() + 60
-                )
+                single_results = await benches[1].cache.get_many(VIEW, record_keys, benches[1].clock() + 60)
                 assert columnar_results == single_results
             for bench in benches:
                 pages = bench.remote.pages
@@ -212,10 +203,7 @@ def test_reads_of_many_equal_the_single_reads() -> None:
     directory = Directory(7, [0, int(hashes[9])], [hashes[:9], hashes[9:]])
     first = replace(NIGHT.table.parts[0], count=9, first_page=3)
     table = replace(NIGHT.table, parts=(first, replace(first, count=31, first_page=70)))
-    record_keys = [
-        RecordKey(table, int(hashes[at]), at, directory.find(int(hashes[at])))
-        for at in (39, 0, 8, 9, 20)
-    ]
+    record_keys = [RecordKey(table, int(hashes[at]), at, directory.find(int(hashes[at]))) for at in (39, 0, 8, 9, 20)]
     view = SnapshotView(GENERATION, {"user": directory})
 
     batch_reads = page_reads(view, columns(record_keys))
@@ -270,6 +258,5 @@ async def test_records_without_an_answer_are_of_entities_that_the_night_did_not_
     missed = {read_result.reason for read_result in rows if isinstance(read_result, Miss)}
     assert missed == {MissReason.NOT_IN_GENERATION}
     assert await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60) == [
-        read_result if isinstance(read_result, Miss) else read_result._replace(tier="l1")
-        for read_result in rows
+        read_result if isinstance(read_result, Miss) else read_result._replace(tier="l1") for read_result in rows
     ]

@@ -87,18 +87,14 @@ def test_every_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
     assert sum(count_by_reason.values()) == 1_000 and set(count_by_reason) <= set(get_args(Absence))
     # Forgetting makes an eviction look cold, never the other way round.
     assert 0 < count_by_reason["evicted"] <= 64
-    assert not absences.count_reasons("g1", "t", sorted(set(range(1_000)) - evicted_numbers))[
-        "evicted"
-    ]
+    assert not absences.count_reasons("g1", "t", sorted(set(range(1_000)) - evicted_numbers))["evicted"]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_many_at_once_are_judged_as_one_by_one(seed: int) -> None:
     rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slot_count=256)
     for _ in range(300):
-        letting = rng.choice(
-            [absences.evicted_keys, absences.evicted_keys, absences.expired_keys][: 2 + seed % 2]
-        )
+        letting = rng.choice([absences.evicted_keys, absences.evicted_keys, absences.expired_keys][: 2 + seed % 2])
         letting.note(key(rng.randrange(400), rng.choice(["g0", "g1"])))
     if seed > 2:
         absences.note_flip("g0")

@@ -161,9 +161,7 @@ def test_ready_answers_are_accounted_for_like_records(count: int) -> None:
     for number in range(count):
         local.put(key(number | 1 << 62), Entry(number.to_bytes(616, "big"), number | 1 << 61))
         path, raw = b"/v1/lookup/user_topk/u-%08d?k=20" % number, b"u-%08d" % number
-        local.keep_ready_answer(
-            ReadyAnswer(7, bytes(300), bytes(90), 1_700_000_000, ("t", raw), path)
-        )
+        local.keep_ready_answer(ReadyAnswer(7, bytes(300), bytes(90), 1_700_000_000, ("t", raw), path))
     spent, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
@@ -256,9 +254,7 @@ def test_adding_a_negative_entry_again_renews_it() -> None:
     earlier_numbers=st.lists(st.integers(0, 90), max_size=10),
     room=st.integers(0, 60_000),
 )
-def test_filling_is_putting_one_by_one(
-    numbers: list[int], earlier_numbers: list[int], room: int
-) -> None:
+def test_filling_is_putting_one_by_one(numbers: list[int], earlier_numbers: list[int], room: int) -> None:
     """But for a table that grew: what is held is as new, in the same order, and never too much."""
     put_tier, filled_tier = LocalTier(room), LocalTier(room)
     for tier in (put_tier, filled_tier):
@@ -277,13 +273,9 @@ def test_filling_is_putting_one_by_one(
         or filled_keys[len(filled_keys) - len(theirs) :] == theirs
     )
     assert abs(len(filled_keys) - len(theirs)) <= 33
-    assert all(
-        filled_tier._entries[key] == put_tier._entries[key] for key in {*filled_keys} & {*theirs}
-    )
+    assert all(filled_tier._entries[key] == put_tier._entries[key] for key in {*filled_keys} & {*theirs})
     entry_bytes = sum(entry_size_bytes(entry) for entry in filled_tier._entries.values())
-    assert not filled_tier._entries or filled_tier.size_bytes == entry_bytes + getsizeof(
-        filled_tier._entries
-    )
+    assert not filled_tier._entries or filled_tier.size_bytes == entry_bytes + getsizeof(filled_tier._entries)
 
 
 @given(numbers=st.lists(st.integers(0, 10_000), max_size=60))
@@ -293,7 +285,4 @@ def test_what_is_let_go_together_is_let_go_one_by_one(numbers: list[int]) -> Non
     for number in numbers:
         single_log.note(number)
 
-    assert (
-        single_log._hash_slots == batch_log._hash_slots
-        and single_log.is_empty == batch_log.is_empty
-    )
+    assert single_log._hash_slots == batch_log._hash_slots and single_log.is_empty == batch_log.is_empty

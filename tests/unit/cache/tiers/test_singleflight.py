@@ -15,9 +15,7 @@ T = TypeVar("T")
 class Work:
     """A computation that ends when told to, and says how often it ran and whether it was cancelled."""
 
-    def __init__(
-        self, value: int = 42, error: Exception | None = None, iterations: int = 0
-    ) -> None:
+    def __init__(self, value: int = 42, error: Exception | None = None, iterations: int = 0) -> None:
         self.value = value
         self.error = error
         self.iterations = iterations
@@ -138,9 +136,7 @@ async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh() ->
     assert await within(flights.do("key", sound)) == 7
 
 
-async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_their_cancellation() -> (
-    None
-):
+async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_their_cancellation() -> None:
     """C7."""
     flights = SingleFlight[str, int]()
     inner: list[asyncio.Future[int]] = []
@@ -321,9 +317,7 @@ async def test_work_is_cancelled_when_the_time_of_its_only_caller_is_over() -> N
     initial_flights=st.dictionaries(st.integers(0, 9), st.just("other"), max_size=5),
     keys=st.lists(st.integers(0, 9), max_size=12),
 )
-def test_keys_that_enter_are_those_that_were_not_there(
-    initial_flights: dict[int, object], keys: list[int]
-) -> None:
+def test_keys_that_enter_are_those_that_were_not_there(initial_flights: dict[int, object], keys: list[int]) -> None:
     under_way, flight = dict(initial_flights), object()
 
     joined_indexes = board_absent_keys(under_way, keys, flight)

@@ -179,9 +179,7 @@ async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not
     )
     assert {miss.reason for miss in misses} == {MissReason.NOT_IN_GENERATION}
     assert bench.cache.local_tier.size_bytes == 0
-    misplaced_key = NIGHT.record_key(KNOWN_ID)._replace(
-        position=NIGHT.record_key(NIGHT.ids[4]).position
-    )
+    misplaced_key = NIGHT.record_key(KNOWN_ID)._replace(position=NIGHT.record_key(NIGHT.ids[4]).position)
     assert await bench.get(misplaced_key) == Miss(MissReason.CORRUPT)
 
 
@@ -499,9 +497,7 @@ async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answe
     reading = asyncio.create_task(bench.get(NIGHT.record_key(STRANGER)))
     await run_loop_iterations()
 
-    bench.cache.put_live(
-        VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER, 2.0), DIGEST_B, 30
-    )
+    bench.cache.put_live(VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER, 2.0), DIGEST_B, 30)
     bench.remote.gate.set()
     await reading
 
@@ -515,9 +511,7 @@ async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
     bench.remote.gate = asyncio.Event()
     reading = asyncio.create_task(bench.get(NIGHT.record_key(STRANGER)))
     await run_loop_iterations()
-    bench.cache.put_live(
-        VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30
-    )
+    bench.cache.put_live(VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30)
 
     bench.remote.gate.set()
 
@@ -597,9 +591,7 @@ async def test_closing_stores_what_is_queued_and_counts_what_it_cannot(bench: Be
 
 async def test_a_failed_write_is_counted_and_not_tried_again(bench: Bench) -> None:
     bench.remote.fails_with = TierUnavailable("no", reason="connection")
-    bench.cache.put_live(
-        VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30
-    )
+    bench.cache.put_live(VIEW, NIGHT.record_key(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30)
 
     await bench.cache.aclose()
 
@@ -627,9 +619,7 @@ async def test_l1_stays_within_its_bytes_when_everybody_comes_by() -> None:
         assert isinstance(await bench.get(NIGHT.record_key(id_)), Hit)
         assert bench.cache.local_tier.size_bytes <= bench.cache.local_tier.max_bytes
 
-    assert (
-        3 <= len(bench.cache.local_tier) <= 5
-    )  # the table has grown with those that came and went
+    assert 3 <= len(bench.cache.local_tier) <= 5  # the table has grown with those that came and went
 
 
 actions = st.lists(
@@ -668,9 +658,7 @@ def test_every_request_has_one_outcome_and_no_answer_belongs_to_another_input(
                     request_count += 1
                     check(record_key, await bench.get(record_key))
                 case "many":
-                    record_keys = [
-                        NIGHT.record_key(entity_id, digest) for entity_id in ids[: number + 1]
-                    ]
+                    record_keys = [NIGHT.record_key(entity_id, digest) for entity_id in ids[: number + 1]]
                     request_count += len(record_keys)
                     outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
                     for requested_key, outcome in zip(record_keys, outcomes, strict=True):
@@ -692,9 +680,7 @@ def test_every_request_has_one_outcome_and_no_answer_belongs_to_another_input(
                 case "lose":
                     bench.remote.overlays.clear()
                 case "warm":
-                    await bench.cache.get_many(
-                        VIEW, [record_key], bench.clock() + 60, is_counted=False
-                    )
+                    await bench.cache.get_many(VIEW, [record_key], bench.clock() + 60, is_counted=False)
             await asyncio.sleep(0)
         assert bench.cache.counters.total == request_count
         await bench.cache.aclose()

@@ -51,9 +51,7 @@ def test_the_kernel_gives_the_bits_of_faiss_and_numpy(engine, metric, skewed):
 
     kernel_lists = Scorer.of(items, metric, engine=engine).top(users, 60, excluded, threads=2)
 
-    assert has_same_bits(
-        kernel_lists, Scorer.of(items, metric, engine=False).top(users, 60, excluded, threads=1)
-    )
+    assert has_same_bits(kernel_lists, Scorer.of(items, metric, engine=False).top(users, 60, excluded, threads=1))
     rows = np.arange(100, 117)
     part = Scorer.of(items, metric, engine=engine).top(users[rows], 60, excluded.select_rows(rows))
     assert has_same_bits(part, (kernel_lists[0][rows], kernel_lists[1][rows]))
@@ -124,13 +122,9 @@ def test_any_case_is_exact(engine, data):
     queries[rng.random(users) < 0.1] = 0
     allowed = rng.random(items) < 0.5 if data.draw(st.booleans(), "some allowed") else None
 
-    engine_lists = assert_exact(
-        queries, vectors, k, excluded, metric, engine=engine, allowed=allowed, threads=2
-    )
+    engine_lists = assert_exact(queries, vectors, k, excluded, metric, engine=engine, allowed=allowed, threads=2)
 
-    reference_lists = Scorer.of(vectors, metric, engine=False).top(
-        queries, k, excluded, allowed=allowed
-    )
+    reference_lists = Scorer.of(vectors, metric, engine=False).top(queries, k, excluded, allowed=allowed)
     assert has_same_bits(engine_lists, reference_lists)
 
 

@@ -13,10 +13,7 @@ def test_what_is_excluded_is_in_no_list_and_all_else_is() -> None:
     items = rng.standard_normal((ITEMS, DIMS)).astype(np.float32)
     users = rng.standard_normal((USERS, DIMS)).astype(np.float32)
     scores = users.astype(np.float64) @ items.T.astype(np.float64)
-    exclusions = [
-        np.concatenate([np.argsort(-row)[:400:2], rng.choice(ITEMS, 300, replace=False)])
-        for row in scores
-    ]
+    exclusions = [np.concatenate([np.argsort(-row)[:400:2], rng.choice(ITEMS, 300, replace=False)]) for row in scores]
 
     top_items = Scorer.of(items).top(users, K, Histories.of(exclusions))[0]
 

@@ -153,14 +153,10 @@ def test_memory_does_not_grow_with_the_number_of_users(engine, monkeypatch):
     bytes_per_user = (peak(2048) - peak(512)) / (2048 - 512)
 
     # Then a further user costs its marks and its share of a slab, against 400 bytes of result
-    assert bytes_per_user < {"kernel": 8, "flat": 48}[engine], (
-        f"{bytes_per_user:.1f} bytes for each further user"
-    )
+    assert bytes_per_user < {"kernel": 8, "flat": 48}[engine], f"{bytes_per_user:.1f} bytes for each further user"
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_small_case_is_exact(data):
     items = data.draw(st.integers(1, 60), "items")
@@ -190,9 +186,7 @@ def test_any_small_case_is_exact(data):
         ),
         np.float32,
     )
-    excluded = Histories.of(
-        [data.draw(st.lists(st.integers(0, items - 1), unique=True)) for _ in range(users)]
-    )
+    excluded = Histories.of([data.draw(st.lists(st.integers(0, items - 1), unique=True)) for _ in range(users)])
 
     assert_exact(queries, vectors, k, excluded, metric)
 
@@ -209,9 +203,7 @@ def test_whole_numbers_tie_exactly_and_ordinals_decide():
 
 
 @pytest.mark.parametrize(("requested_threads", "expected_threads"), [(None, 3), (2, 2)])
-def test_without_a_number_as_many_threads_run_as_cores_may_be_used(
-    monkeypatch, requested_threads, expected_threads
-):
+def test_without_a_number_as_many_threads_run_as_cores_may_be_used(monkeypatch, requested_threads, expected_threads):
     """A pod of four processors on a host of 96 took 96 threads."""
     users, items, excluded = make(30, 200, 8)
     scorer, numbers = Scorer.of(items), []

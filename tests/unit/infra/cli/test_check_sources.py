@@ -155,9 +155,7 @@ def test_a_copy_of_a_file_is_said(tmp_path: Path) -> None:
     state, message = check_sources(config)
 
     assert state == "ok"
-    assert message.endswith(
-        "a (1).csv and a.csv hold the same bytes, so their rows count 2 times: leave one of them"
-    )
+    assert message.endswith("a (1).csv and a.csv hold the same bytes, so their rows count 2 times: leave one of them")
 
 
 def test_days_with_a_header_alone_are_no_copies(tmp_path: Path) -> None:
@@ -241,9 +239,7 @@ def test_a_file_beside_itself_compressed_and_exports_that_overlap_are_said(tmp_p
     sources = Sources(interactions=("a.csv", "a.csv.gz"))
     _, copy = check_sources(NightConfig(base=str(tmp_path), sources=sources))
 
-    assert (
-        "a.csv and b.csv hold 50 rows in common (user, item and time), which count twice" in overlap
-    )
+    assert "a.csv and b.csv hold 50 rows in common (user, item and time), which count twice" in overlap
     assert "a.csv and a.csv.gz hold the same 1,000 rows (user, item and time), which count" in copy
 
 
@@ -340,9 +336,7 @@ def test_rows_of_the_catalogue_that_would_refuse_the_night_are_to_do(tmp_path: P
 
 def test_a_bundle_in_the_store_alone_is_compared_with_too(tmp_path: Path) -> None:
     bundle = train_small(tmp_path / "elsewhere")
-    config = NightConfig(
-        base=str(tmp_path), artifacts=str(tmp_path / "store"), sources=Sources(("a.csv",))
-    )
+    config = NightConfig(base=str(tmp_path), artifacts=str(tmp_path / "store"), sources=Sources(("a.csv",)))
     hand_over(config.store(), bundle)
     rows = [row.replace(",i", ",sku-") for row in clicks()]
     (tmp_path / "a.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")

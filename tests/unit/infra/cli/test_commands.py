@@ -43,9 +43,7 @@ sys.exit(main())
 
 def run(*arguments: str, cwd: Path = ROOT, **environ: str) -> "subprocess.CompletedProcess[str]":
     """The command as a program of its own, without settings from outside."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
     environment.pop("REDIS_URL", None)
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env={**environment, "PYTHONPATH": str(ROOT), **environ},
@@ -53,9 +51,7 @@ def run(*arguments: str, cwd: Path = ROOT, **environ: str) -> "subprocess.Comple
     )  # fmt: skip
 
 
-def without(
-    *hidden: str, arguments: tuple[str, ...], cwd: Path
-) -> "subprocess.CompletedProcess[str]":
+def without(*hidden: str, arguments: tuple[str, ...], cwd: Path) -> "subprocess.CompletedProcess[str]":
     """The command on a machine that lacks some modules."""
     return run("-c", HIDDEN.format(hidden=hidden, words=arguments), cwd=cwd)
 
@@ -90,9 +86,7 @@ def test_a_command_stands_once_and_in_a_group_of_the_help() -> None:
 
 def test_the_page_has_every_command() -> None:
     rows = (ROOT / "docs/reference/command-line.md").read_text().partition("## Commands")[2]
-    documented_names = {
-        name.split()[0] for name in re.findall(r"`([^`]+)`", rows.partition("\n## ")[0])
-    }
+    documented_names = {name.split()[0] for name in re.findall(r"`([^`]+)`", rows.partition("\n## ")[0])}
 
     assert set(ENTRY_BY_NAME) <= documented_names
 
@@ -110,16 +104,9 @@ WATCHED = {"demo", "redis", "completion", "serve"}
 
 def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     """A command's parsers that have no commands of their own."""
-    choices = [
-        action.choices
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-    ]
+    choices = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return [
-        leaf
-        for parser_by_name in choices
-        for subparser in parser_by_name.values()
-        for leaf in leaves(subparser)
+        leaf for parser_by_name in choices for subparser in parser_by_name.values() for leaf in leaves(subparser)
     ] or [parser]
 
 
@@ -132,9 +119,7 @@ def test_a_command_tells_programs_in_json(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if entry.name != "completion"])
-def test_a_command_shows_its_help_under_its_own_name(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_shows_its_help_under_its_own_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main([name, "--help"])
 
@@ -188,9 +173,7 @@ def test_an_extra_that_is_missing_is_named(
 
     assert (completed_process.returncode, completed_process.stdout) == (2, "")
     end = end.format(install="pip install 'larder-predictions")
-    assert (
-        completed_process.stderr.endswith(f"{end}\n") and completed_process.stderr.count("\n") == 1
-    )
+    assert completed_process.stderr.endswith(f"{end}\n") and completed_process.stderr.count("\n") == 1
 
 
 SERVICE = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
@@ -200,9 +183,7 @@ SERVICE = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus
     "arguments",
     [("night", "--help"), ("status", "--help"), ("dags", "--help"), ("check", "--json")],
 )
-def test_a_host_of_nights_needs_nothing_of_the_service(
-    tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
+def test_a_host_of_nights_needs_nothing_of_the_service(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "larder.toml").write_text('namespace = "shop"\n')
 
     completed_process = without(*SERVICE, arguments=arguments, cwd=tmp_path)
@@ -229,22 +210,14 @@ def test_the_program_of_the_service_names_its_extra(tmp_path: Path) -> None:
     completed_process = run("-c", program.format(hidden=("uvicorn",)), cwd=tmp_path)
 
     assert completed_process.returncode == 2 and completed_process.stderr.count("\n") == 1
-    assert completed_process.stderr.endswith(
-        "not installed here: pip install 'larder-predictions[serving]'\n"
-    )
+    assert completed_process.stderr.endswith("not installed here: pip install 'larder-predictions[serving]'\n")
 
 
-@pytest.mark.parametrize(
-    "arguments", [("serve", "--help"), ("tokens", "--help"), ("check", "--json")]
-)
-def test_a_serving_host_needs_nothing_of_the_night(
-    tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("arguments", [("serve", "--help"), ("tokens", "--help"), ("check", "--json")])
+def test_a_serving_host_needs_nothing_of_the_night(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "larder.toml").write_text('namespace = "shop"\n')
 
-    completed_process = without(
-        "onnx", "pyarrow", "rich", "scipy", "airflow", arguments=arguments, cwd=tmp_path
-    )
+    completed_process = without("onnx", "pyarrow", "rich", "scipy", "airflow", arguments=arguments, cwd=tmp_path)
 
     assert (completed_process.returncode, completed_process.stderr) == (0, "")
 

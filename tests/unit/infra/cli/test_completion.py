@@ -21,9 +21,7 @@ echo "${{COMPREPLY[@]}}"
 
 
 @pytest.fixture(params=list(INSTALL_LINE_BY_SHELL))
-def script(
-    request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> tuple[str, Path]:
+def script(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, Path]:
     """A shell, and the file of its script."""
     assert main(["completion", request.param]) == 0
     file = tmp_path / f"larder.{request.param}"
@@ -36,9 +34,7 @@ def test_the_shell_reads_its_script(script: tuple[str, Path]) -> None:
     if not shutil.which(shell):
         pytest.skip(f"there is no {shell} here")
 
-    completed_process = subprocess.run(
-        [shell, "-n", file], capture_output=True, text=True, check=False
-    )
+    completed_process = subprocess.run([shell, "-n", file], capture_output=True, text=True, check=False)
 
     assert (completed_process.returncode, completed_process.stderr) == (0, "")
 
@@ -64,8 +60,6 @@ def test_every_command_is_completed(script: tuple[str, Path]) -> None:
 def test_bash_completes(script: tuple[str, Path], command_line: str, expected: str) -> None:
     bash_program = COMPLETION_PROGRAM.format(script=script[1], words=command_line)
 
-    completed_process = subprocess.run(
-        ["bash", "-c", bash_program], capture_output=True, text=True, check=False
-    )
+    completed_process = subprocess.run(["bash", "-c", bash_program], capture_output=True, text=True, check=False)
 
     assert (completed_process.stdout.strip(), completed_process.stderr) == (expected, "")

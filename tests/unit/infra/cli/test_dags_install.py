@@ -37,10 +37,7 @@ def test_every_dag_file_is_written_and_keeps_its_docstring(folder: Path) -> None
     written = sorted((folder / "larder").iterdir())
     assert [installed_file.name for installed_file in written] == NAMES
     for installed_file in written:
-        trees = [
-            ast.parse(file.read_text())
-            for file in (installed_file, PACKAGED_DAGS_FOLDER / installed_file.name)
-        ]
+        trees = [ast.parse(file.read_text()) for file in (installed_file, PACKAGED_DAGS_FOLDER / installed_file.name)]
         assert ast.dump(trees[0]) == ast.dump(trees[1])
 
 
@@ -49,9 +46,7 @@ def test_it_may_be_run_again(folder: Path, capsys: pytest.CaptureFixture[str]) -
     mtime_ns_by_file = {file: file.stat().st_mtime_ns for file in (folder / "larder").iterdir()}
 
     assert states(folder, capsys) == {"current"}
-    assert mtime_ns_by_file == {
-        file: file.stat().st_mtime_ns for file in (folder / "larder").iterdir()
-    }
+    assert mtime_ns_by_file == {file: file.stat().st_mtime_ns for file in (folder / "larder").iterdir()}
 
 
 def test_a_file_of_an_older_release_is_replaced(
@@ -83,9 +78,7 @@ def test_a_foreign_file_is_refused_and_nothing_is_written(
 
     assert install(folder) == 2
 
-    assert capsys.readouterr().err == (
-        f"larder: {last} {reason}: move it away, or overwrite it with --force\n"
-    )
+    assert capsys.readouterr().err == (f"larder: {last} {reason}: move it away, or overwrite it with --force\n")
     assert not (folder / "larder" / NAMES[0]).exists()
     assert states(folder, capsys, "--force") >= {"missing", "current"}
     assert states(folder, capsys) == {"current"}

@@ -124,18 +124,14 @@ def test_feature_tables_are_recognised_and_few_items_get_a_small_model(
     assert tomllib.loads((here / "larder.toml").read_text())["reference"] == {"dims": 4}
 
 
-def test_partitions_in_folders_become_one_pattern(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_partitions_in_folders_become_one_pattern(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for day in ("01", "02"):
         write_parquet(here / "events" / f"day={day}" / "p.parquet", {"user": USERS, "item": ITEMS})
 
     report = init(capsys)
 
     assert report["interactions"] == ["events/**/*.parquet"]
-    assert any(
-        "have values of day in their names, which are not read" in note for note in report["notes"]
-    )
+    assert any("have values of day in their names, which are not read" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize(
@@ -252,9 +248,7 @@ def test_that_no_column_of_times_was_recognised_is_said_with_those_there_are(
     assert any("no column of times was recognised among shop" in note for note in report["notes"])
 
 
-def test_what_could_not_be_guessed_is_said_with_what_to_write(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_could_not_be_guessed_is_said_with_what_to_write(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_parquet(here / "log.parquet", {"a": USERS, "b": ITEMS, "c": ITEMS})
 
     report = init(capsys, code=3)
@@ -272,9 +266,7 @@ def test_the_one_column_that_is_left_is_reported_as_a_guess() -> None:
     assert roles.guessed == ("item",)
 
 
-def test_nothing_is_overwritten_unless_it_is_asked_for(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_overwritten_unless_it_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "larder.toml").write_text("# mine\n")
 
     assert main(["init"]) == 2
@@ -284,13 +276,9 @@ def test_nothing_is_overwritten_unless_it_is_asked_for(
     assert (here / "larder.toml").read_text() != "# mine\n"
 
 
-def test_names_that_mean_something_to_toml_stay_what_they_are(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_that_mean_something_to_toml_stay_what_they_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = here / 'odd "names" é'
-    write_parquet(
-        folder / "log [1].parquet", {'user "id"': USERS, "item\tid": ITEMS, "ts\n": TIMES}
-    )
+    write_parquet(folder / "log [1].parquet", {'user "id"': USERS, "item\tid": ITEMS, "ts\n": TIMES})
 
     report = init(capsys, folder.name)
 
@@ -336,17 +324,13 @@ def test_what_a_night_would_make_of_the_first_rows_is_said(
     assert re.search(message_pattern, "; ".join([*report["notes"], *report["missing"]]))
 
 
-def test_a_text_file_that_looks_like_a_table_is_said(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_file_that_looks_like_a_table_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "checkins.txt").write_text("1\t2023-11-30T07:25:45Z\t30.01\t-97.01\t22001\n" * 3)
     report = init(capsys, code=3)
     assert any("5 fields in each line, with tabs between them" in note for note in report["notes"])
 
 
-def test_nothing_is_said_of_rows_that_a_night_reads_as_they_are(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_said_of_rows_that_a_night_reads_as_they_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_csv(here / "clicks.csv", {"user": USERS, "item": ITEMS, "timestamp": TIMES})
     assert init(capsys)["notes"] == []
 
@@ -374,9 +358,7 @@ def odd_parquet(path: Path) -> None:
 
 def odd_twice(path: Path) -> None:
     columns = [pa.array(["u"]), pa.array(["i"]), pa.array(["v"])]
-    pq.write_table(
-        pa.Table.from_arrays(columns, ["user", "item", "user"]), path.with_suffix(".parquet")
-    )
+    pq.write_table(pa.Table.from_arrays(columns, ["user", "item", "user"]), path.with_suffix(".parquet"))
 
 
 def odd_widths(path: Path) -> None:
@@ -430,9 +412,7 @@ def test_an_unreadable_file_of_clicks_stays_in_the_pattern_and_is_to_do(
         list(read_interactions(sources, here))
 
 
-def test_an_empty_file_beside_one_of_clicks_is_to_do(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_file_beside_one_of_clicks_is_to_do(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_csv(here / "b.csv", clicks_of(60))
     (here / "clicks.csv").write_bytes(b"")
 
@@ -442,9 +422,7 @@ def test_an_empty_file_beside_one_of_clicks_is_to_do(
     assert report["missing"][0].startswith("clicks.csv cannot be read: it is empty")
 
 
-def test_a_damaged_table_of_items_is_in_no_pattern_of_clicks(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_table_of_items_is_in_no_pattern_of_clicks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_parquet(here / "clicks.parquet", clicks_of(60))
     (here / "items.parquet").write_bytes(b"PAR1 and no more")
 
@@ -454,9 +432,7 @@ def test_a_damaged_table_of_items_is_in_no_pattern_of_clicks(
     assert any(note.startswith("items.parquet cannot be read") for note in report["notes"])
 
 
-def test_a_file_whose_name_is_not_utf_8_costs_one_remark(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_whose_name_is_not_utf_8_costs_one_remark(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_csv(here / "a.csv", clicks_of(60))
     name = os.fsdecode(b"gr\xf6sse.csv")
     (here / name).write_text("user,item\nu,i\n")
@@ -467,9 +443,7 @@ def test_a_file_whose_name_is_not_utf_8_costs_one_remark(
     assert any("name that is not UTF-8: rename it" in note for note in report["notes"])
 
 
-def test_a_day_with_a_header_alone_is_one_of_the_days(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_day_with_a_header_alone_is_one_of_the_days(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "2023-11-14.csv").write_text("user,item,timestamp\n")
     write_csv(here / "2023-11-15.csv", clicks_of(60))
 
@@ -503,18 +477,14 @@ def test_everyday_types_of_other_programs_are_columns_like_others(
     assert report["features"] == {"item": "items.parquet"}
 
 
-def test_ids_of_twenty_digits_are_whole_numbers_in_csv(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ids_of_twenty_digits_are_whole_numbers_in_csv(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids = [str(10**19 + number) for number in range(60)]
     write_csv(here / "a.csv", {**clicks_of(60), "user": ids})
 
     assert init(capsys)["columns"]["user"] == "user"
 
 
-def test_a_header_in_the_middle_costs_no_times(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_header_in_the_middle_costs_no_times(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_csv(here / "a.csv", clicks_of(60))
     text = (here / "a.csv").read_text()
     (here / "a.csv").write_text(text + text)
@@ -525,9 +495,7 @@ def test_a_header_in_the_middle_costs_no_times(
     assert report["notes"][0] == "a.csv has its header again in 1 of its first rows"
 
 
-def test_what_another_program_left_in_a_folder_is_in_no_pattern(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_another_program_left_in_a_folder_is_in_no_pattern(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A night reads just the files that this command looked at."""
     for part in ("day=1/a", "day=2/b", "_temporary/0/c", "day=2/.d", "day=2/~$e"):
         write_parquet(here / "clicks" / f"{part}.parquet", clicks_of(60, part))
@@ -541,9 +509,7 @@ def test_what_another_program_left_in_a_folder_is_in_no_pattern(
 
 
 @pytest.mark.parametrize("log", ["_delta_log/0.json", "metadata/v1.metadata.json"])
-def test_a_table_with_a_log_is_named_and_left_out(
-    here: Path, capsys: pytest.CaptureFixture[str], log: str
-) -> None:
+def test_a_table_with_a_log_is_named_and_left_out(here: Path, capsys: pytest.CaptureFixture[str], log: str) -> None:
     write_csv(here / "a.csv", clicks_of(60))
     write_parquet(here / "lake" / "clicks" / "data" / "b.parquet", clicks_of(6000))
     (here / "lake" / "clicks" / log).parent.mkdir(exist_ok=True)
@@ -552,9 +518,7 @@ def test_a_table_with_a_log_is_named_and_left_out(
     report = init(capsys)
 
     assert report["interactions"] == ["a.csv"]
-    assert any(
-        re.match(r"lake/clicks is an? \w+ table, and is not", note) for note in report["notes"]
-    )
+    assert any(re.match(r"lake/clicks is an? \w+ table, and is not", note) for note in report["notes"])
 
 
 def test_a_history_in_one_field_is_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -587,9 +551,7 @@ def test_files_that_are_not_taken_are_named_with_the_reason(
     assert re.search(remark_pattern, report["notes"][0])
 
 
-def test_files_in_capitals_and_deep_folders_are_taken(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_in_capitals_and_deep_folders_are_taken(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_csv(here / "year=2023" / "month=11" / "day=14" / "hour=3" / "CLICKS.CSV", clicks_of(60))
 
     report = init(capsys)
@@ -631,9 +593,7 @@ def test_a_column_whose_values_a_night_refuses_is_written_down_and_its_remedy_is
         list(read_interactions(config.sources, config.path(".")))
 
 
-def test_lists_of_items_are_reported_with_the_form_to_write(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lists_of_items_are_reported_with_the_form_to_write(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_parquet(here / "log.parquet", {"user": USERS, "things": [["a", "b"]] * 60})
 
     report = init(capsys, code=3)
@@ -731,9 +691,7 @@ def test_blanks_before_the_quotes_of_names_are_skipped_as_a_night_does(
     }  # fmt: skip
 
 
-def test_files_with_the_columns_in_another_order_are_one_table(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_with_the_columns_in_another_order_are_one_table(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = range(60)
     (here / "a.csv").write_text("user,item\n" + "".join(f"u{row % 9},i{row}\n" for row in rows))
     (here / "b.csv").write_text("item,user\n" + "".join(f"i{row},u{row % 9}\n" for row in rows))
@@ -741,9 +699,7 @@ def test_files_with_the_columns_in_another_order_are_one_table(
     assert init(capsys)["interactions"] == ["*.csv"]
 
 
-def test_data_of_another_format_next_to_a_table_are_named(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_of_another_format_next_to_a_table_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_csv(here / "a.csv", clicks_of(60))
     for name in ("b.csv.zst", "c.jsonl", "package.json"):
         (here / name).write_bytes(b"{}")
@@ -753,9 +709,7 @@ def test_data_of_another_format_next_to_a_table_are_named(
     assert [note.split()[0] for note in report["notes"]] == ["b.csv.zst", "c.jsonl"]
 
 
-def test_fields_between_signs_of_hive_are_read(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fields_between_signs_of_hive_are_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_csv(here / "a.csv", clicks_of(60))
     (here / "a.csv").write_text((here / "a.csv").read_text().replace(",", "\x01"))
 
@@ -776,9 +730,7 @@ def test_two_byte_order_marks_are_skipped(here: Path, capsys: pytest.CaptureFixt
     assert len(batch.users) == 60
 
 
-def test_times_that_mean_never_cost_no_column_of_times(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_that_mean_never_cost_no_column_of_times(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clicks = clicks_of(60)
     clicks["timestamp"][7] = 253_402_300_799
     write_csv(here / "a.csv", clicks)
@@ -796,6 +748,4 @@ def test_times_of_another_unit_and_a_placeholder_id_are_reported(
 
     notes_text = " ".join(init(capsys)["notes"])
 
-    assert (
-        "the newest time is 1970" in notes_text and "the item '-' has 25% of all rows" in notes_text
-    )
+    assert "the newest time is 1970" in notes_text and "the item '-' has 25% of all rows" in notes_text

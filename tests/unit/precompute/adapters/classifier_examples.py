@@ -70,16 +70,10 @@ def linear_classifier(**classes: Any) -> onnx.ModelProto:
 def with_table_of_classes(classes: list[str]) -> onnx.ModelProto:
     """`linear`, whose label is taken out of a table of classes by its place, as skl2onnx exports most classifiers."""
     model = linear()
-    model.graph.initializer.append(
-        helper.make_tensor("classes", TensorProto.STRING, [len(classes)], classes)
-    )
-    extractor = helper.make_node(
-        "ArrayFeatureExtractor", ["classes", "label"], ["name"], domain="ai.onnx.ml"
-    )
+    model.graph.initializer.append(helper.make_tensor("classes", TensorProto.STRING, [len(classes)], classes))
+    extractor = helper.make_node("ArrayFeatureExtractor", ["classes", "label"], ["name"], domain="ai.onnx.ml")
     model.graph.node.append(extractor)
-    model.graph.output[0].CopyFrom(
-        helper.make_tensor_value_info("name", TensorProto.STRING, [None, None])
-    )
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("name", TensorProto.STRING, [None, None]))
     return model
 
 
@@ -102,21 +96,15 @@ def with_dictionaries() -> onnx.ModelProto:
     )
     model.graph.node.append(zipmap)
     del model.graph.output[1]
-    kind = helper.make_map_type_proto(
-        TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, [])
-    )
-    model.graph.output.append(
-        helper.make_value_info("output_probability", helper.make_sequence_type_proto(kind))
-    )
+    kind = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    model.graph.output.append(helper.make_value_info("output_probability", helper.make_sequence_type_proto(kind)))
     return model
 
 
 def with_a_locale(locale: str) -> onnx.ModelProto:
     """`of_texts`, whose text is lower-cased first by the rules of a locale."""
     model = of_texts()
-    normalizer = helper.make_node(
-        "StringNormalizer", ["text"], ["lower"], case_change_action="LOWER", locale=locale
-    )
+    normalizer = helper.make_node("StringNormalizer", ["text"], ["lower"], case_change_action="LOWER", locale=locale)
     model.graph.node[0].input[0] = "lower"
     model.graph.node.insert(0, normalizer)
     del model.graph.input[0]

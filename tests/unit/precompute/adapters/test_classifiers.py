@@ -127,9 +127,7 @@ def test_a_long_text_of_somebody_is_not_in_the_report(tmp_path: Path) -> None:
     article = "hate " * 8_000
     posts = pa.table({"post": ["p1", "p2"], "text": [article, "spring"]})
 
-    report = from_classifier(
-        examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post"
-    )
+    report = from_classifier(examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post")
 
     assert report.request == {"text": "a text"}
     assert max(map(len, report.lines())) < 1_000
@@ -180,9 +178,7 @@ def test_a_model_that_says_something_else_than_its_library_is_refused(tmp_path: 
     ],
     ids=["object", "zipmap", "no file", "no onnx"],
 )  # fmt: skip
-def test_what_is_no_usable_model_is_refused(
-    model: Any, message_pattern: str, tmp_path: Path
-) -> None:
+def test_what_is_no_usable_model_is_refused(model: Any, message_pattern: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=message_pattern):
         from_classifier(model, TABLE, to=tmp_path / "to", labels=LABELS, id_column="account")
 
@@ -234,9 +230,7 @@ def regressor() -> onnx.ModelProto:
     weights = np.array([[1e6], [0], [0]], np.float32)
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weights, "coefficients"))
     model.graph.node[0].output[0] = "price"
-    model.graph.output[0].CopyFrom(
-        helper.make_tensor_value_info("price", TensorProto.FLOAT, [None, 1])
-    )
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("price", TensorProto.FLOAT, [None, 1]))
     return model
 
 
@@ -244,26 +238,18 @@ def test_large_numbers_are_compared_by_their_size(tmp_path: Path) -> None:
     expected = FEATURES[:, 0].astype(np.float64) * 1e6
     arguments: dict[str, Any] = {"labels": ["price"], "id_column": "account"}
 
-    report = from_classifier(
-        regressor(), TABLE, to=tmp_path / "to", expected=expected * (1 + 5e-5), **arguments
-    )
+    report = from_classifier(regressor(), TABLE, to=tmp_path / "to", expected=expected * (1 + 5e-5), **arguments)
 
     assert report.largest_difference is not None and report.largest_difference > 1
-    with pytest.raises(
-        SourceError, match=r"of the column's largest for 40 of 40 rows, .*: were the same rows"
-    ):
-        from_classifier(
-            regressor(), TABLE, to=tmp_path / "off", expected=expected * 1.001, **arguments
-        )
+    with pytest.raises(SourceError, match=r"of the column's largest for 40 of 40 rows, .*: were the same rows"):
+        from_classifier(regressor(), TABLE, to=tmp_path / "off", expected=expected * 1.001, **arguments)
 
 
 def test_rows_that_refuse_a_night_are_said_with_the_share_and_the_threshold(tmp_path: Path) -> None:
     column = [None, float("nan"), *FEATURES[2:, 1].tolist()]
     features = TABLE.set_column(2, "f1", pa.array(column, pa.float32()))
 
-    report = from_classifier(
-        examples.linear(), features, to=tmp_path / "to", labels=LABELS, id_column="account"
-    )
+    report = from_classifier(examples.linear(), features, to=tmp_path / "to", labels=LABELS, id_column="account")
 
     (limit,) = report.limits
     assert "2 of 40 rows (5.00%) cannot be used" in limit
@@ -272,13 +258,9 @@ def test_rows_that_refuse_a_night_are_said_with_the_share_and_the_threshold(tmp_
 
 
 def test_texts_that_are_too_long_are_said(tmp_path: Path) -> None:
-    posts = pa.table(
-        {"post": [f"p{row}" for row in range(9)], "text": ["a" * 70_000] * 2 + ["b"] * 7}
-    )
+    posts = pa.table({"post": [f"p{row}" for row in range(9)], "text": ["a" * 70_000] * 2 + ["b"] * 7})
 
-    report = from_classifier(
-        examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post"
-    )
+    report = from_classifier(examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post")
 
     answer, night = report.limits
     assert "2 of 9 rows: a text of 'text' is longer than feature_text_bytes (65,536)" in answer
@@ -313,9 +295,7 @@ def test_large_numbers_may_be_rounded_at_the_size_of_the_largest(tmp_path: Path)
     from_classifier(regressor(), features, to=tmp_path / "to", expected=off, **arguments)
 
     off = expected + np.array([largest * 5e-6, *[0.0] * (ROWS - 1)])
-    with pytest.raises(
-        SourceError, match=r"for 1 of 40 rows, .*: differences so small .* smaller scale"
-    ):
+    with pytest.raises(SourceError, match=r"for 1 of 40 rows, .*: differences so small .* smaller scale"):
         from_classifier(regressor(), features, to=tmp_path / "off", expected=off, **arguments)
 
 
@@ -330,12 +310,8 @@ def test_nan_in_expected_is_named_without_a_warning(tmp_path: Path) -> None:
         imported(tmp_path / "to", expected=expected)
 
 
-@pytest.mark.parametrize(
-    ("text", "remedy"), [("na\u00efve", "exported tokenizers"), ("spring", "the same codes")]
-)
-def test_tokenizers_are_named_only_for_letters_beyond_ascii(
-    text: str, remedy: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("text", "remedy"), [("na\u00efve", "exported tokenizers"), ("spring", "the same codes")])
+def test_tokenizers_are_named_only_for_letters_beyond_ascii(text: str, remedy: str, tmp_path: Path) -> None:
     posts = pa.table({"post": ["p1"], "text": [text]})
 
     with pytest.raises(SourceError, match=remedy):
@@ -347,9 +323,7 @@ def test_tokenizers_are_named_only_for_letters_beyond_ascii(
 def test_a_column_without_any_value_is_named(tmp_path: Path) -> None:
     posts = pa.table({"post": ["p1", "p2"], "text": pa.array([None, None], pa.string())})
 
-    with pytest.raises(
-        SourceError, match="no row of features can be used, of 2: 'text' has no value in any"
-    ):
+    with pytest.raises(SourceError, match="no row of features can be used, of 2: 'text' has no value in any"):
         from_classifier(
             examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post", expected=[1.0, 0.0],
         )  # fmt: skip
@@ -365,9 +339,7 @@ def constant() -> onnx.ModelProto:
 
 
 def test_a_model_that_says_the_same_of_all_rows_is_said(tmp_path: Path) -> None:
-    report = from_classifier(
-        constant(), TABLE, labels=LABELS, id_column="account", to=tmp_path / "to"
-    )
+    report = from_classifier(constant(), TABLE, labels=LABELS, id_column="account", to=tmp_path / "to")
 
     (limit,) = report.limits
     assert "all 40 rows get the same answer (0.5, 0.5)" in limit and "distinct_values" in limit
@@ -378,9 +350,7 @@ def test_another_table_in_the_same_folder_is_refused_and_nothing_changes(tmp_pat
     imported(folder, table="risk")
     before = Bundle.open(folder / "bundle").digest
 
-    with pytest.raises(
-        SourceError, match=r"\[tables\.risk\].*'risk', and this import makes 'danger' alone"
-    ):
+    with pytest.raises(SourceError, match=r"\[tables\.risk\].*'risk', and this import makes 'danger' alone"):
         imported(folder, table="danger")
 
     assert Bundle.open(folder / "bundle").digest == before
@@ -399,9 +369,7 @@ def test_labels_that_changed_are_said(tmp_path: Path) -> None:
 def test_the_request_that_is_shown_is_whole_and_of_a_complete_row(tmp_path: Path) -> None:
     features = TABLE.set_column(2, "f1", pa.array([None, *FEATURES[1:, 1].tolist()], pa.float32()))
 
-    report = from_classifier(
-        examples.linear(), features, to=tmp_path / "to", labels=LABELS, id_column="account"
-    )
+    report = from_classifier(examples.linear(), features, to=tmp_path / "to", labels=LABELS, id_column="account")
 
     assert report.request == {"features": pytest.approx(FEATURES[1].tolist())}
     assert any(line.endswith(orjson.dumps(report.request).decode()) for line in report.lines())
@@ -428,9 +396,7 @@ def test_a_table_of_a_value_that_the_bundle_lacks_is_named_by_check(tmp_path: Pa
     settings = tmp_path / "fraud/larder.toml"
     settings.write_text(settings.read_text().replace('value = "risk"', 'value = "danger"'))
 
-    with pytest.raises(
-        ConfigError, match=r"\[tables\.risk\] is of the value 'danger', .*\(it has risk\)"
-    ):
+    with pytest.raises(ConfigError, match=r"\[tables\.risk\] is of the value 'danger', .*\(it has risk\)"):
         check_bundle(night_config(str(settings)))
 
 
@@ -482,9 +448,7 @@ def test_labels_may_name_the_classes_otherwise_and_the_report_says_how(
     ("labels", "message_pattern"),
     [(["ok", ""], "label 2 of ok, is empty"), (["ok", "ok"], "label 'ok' is there twice")],
 )
-def test_labels_that_name_nothing_are_refused(
-    labels: list[str], message_pattern: str, tmp_path: Path
-) -> None:
+def test_labels_that_name_nothing_are_refused(labels: list[str], message_pattern: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=message_pattern):
         imported(tmp_path / "to", labels=labels)
 
@@ -519,9 +483,7 @@ def test_a_retrained_model_whose_classes_have_another_order_gets_its_labels_in_t
     imported(tmp_path / "fraud")
     turned = examples.with_coefficients(examples.COEFFICIENTS[:, ::-1] * np.float32(1.1))
 
-    report = from_classifier(
-        turned, TABLE, to=tmp_path / "fraud", labels=LABELS[::-1], id_column="account"
-    )
+    report = from_classifier(turned, TABLE, to=tmp_path / "fraud", labels=LABELS[::-1], id_column="account")
 
     assert report.earlier_labels == LABELS
 
@@ -589,9 +551,7 @@ def test_an_import_that_died_keeps_the_labels_and_columns_of_the_one_before_it(
     ],
     ids=["table", "bundle", "nothing"],
 )
-def test_kept_settings_that_name_other_files_are_said(
-    was: str, becomes: str, said: str | None, tmp_path: Path
-) -> None:
+def test_kept_settings_that_name_other_files_are_said(was: str, becomes: str, said: str | None, tmp_path: Path) -> None:
     folder = tmp_path / "fraud"
     imported(folder)
     settings = folder / "larder.toml"

@@ -82,13 +82,9 @@ class TestLightFM:
 
         from_lightfm(model, clicks, to=tmp_path / "out", item_features=features)
 
-        np.testing.assert_allclose(
-            item_vectors(tmp_path / "out")[:, 6], features @ model.item_biases, rtol=1e-5
-        )
+        np.testing.assert_allclose(item_vectors(tmp_path / "out")[:, 6], features @ model.item_biases, rtol=1e-5)
 
-    @pytest.mark.parametrize(
-        ("model", "features"), [(LightFM(is_fitted=False), None), (LightFM(), sp.eye(7).tocsr())]
-    )
+    @pytest.mark.parametrize(("model", "features"), [(LightFM(is_fitted=False), None), (LightFM(), sp.eye(7).tocsr())])
     def test_one_that_does_not_answer_ends_in_one_line(self, tmp_path, model, features):
         with pytest.raises(SourceError, match="call fit first, and give the features") as error:
             from_lightfm(model, CLICKS, to=tmp_path / "out", user_features=features)
@@ -113,14 +109,10 @@ class TestScikitLearn:
 
         report = from_sklearn(model, CLICKS, to=tmp_path / "out")
 
-        np.testing.assert_allclose(
-            folded(tmp_path / "out", HISTORIES), model.transform(CLICKS), atol=1e-5
-        )
+        np.testing.assert_allclose(folded(tmp_path / "out", HISTORIES), model.transform(CLICKS), atol=1e-5)
         assert list(report.recalls) == [report.fold_in] == ["the model's own projection"]
 
-    def test_weights_count_for_known_users_and_their_median_for_strangers(
-        self, tmp_path, decomposition
-    ):
+    def test_weights_count_for_known_users_and_their_median_for_strangers(self, tmp_path, decomposition):
         weighed = CLICKS.copy()
         weighed.data = np.random.default_rng(0).choice([1.0, 2.0, 2.0, 5.0], weighed.nnz)
         model = decomposition.TruncatedSVD(8, random_state=0).fit(weighed)
@@ -128,12 +120,8 @@ class TestScikitLearn:
         report = from_sklearn(model, weighed, to=tmp_path / "out")
 
         assert_lists(tmp_path / "out", model.inverse_transform(model.transform(weighed)))
-        np.testing.assert_allclose(
-            folded(tmp_path / "out", HISTORIES), 2 * model.transform(CLICKS), atol=1e-5
-        )
-        assert (
-            "weigh the clicks of a stranger's history: each counts 2, the median" in report.cannot
-        )
+        np.testing.assert_allclose(folded(tmp_path / "out", HISTORIES), 2 * model.transform(CLICKS), atol=1e-5)
+        assert "weigh the clicks of a stranger's history: each counts 2, the median" in report.cannot
 
     def test_lists_of_a_factorisation_are_its_reconstruction(self, tmp_path, decomposition):
         model = decomposition.NMF(8, random_state=0, max_iter=500).fit(CLICKS)
@@ -158,9 +146,7 @@ class TestScikitLearn:
         (tmp_path / "clicks.csv").write_text("\n".join(["user,item", *lines[::-1]]))
         users, items = [f"u{n}" for n in range(120)], [f"i{n}" for n in range(80)]
 
-        from_sklearn(
-            model, tmp_path / "clicks.csv", to=tmp_path / "out", user_ids=users, item_ids=items
-        )
+        from_sklearn(model, tmp_path / "clicks.csv", to=tmp_path / "out", user_ids=users, item_ids=items)
 
         assert_lists(tmp_path / "out", model.inverse_transform(model.transform(CLICKS)))
 
@@ -173,9 +159,7 @@ class TestScikitLearn:
     def test_one_that_centres_is_refused(self, tmp_path, decomposition):
         model = decomposition.PCA(8).fit(CLICKS.toarray())
 
-        with pytest.raises(
-            SourceError, match="PCA is neither TruncatedSVD nor NMF: give the vectors"
-        ):
+        with pytest.raises(SourceError, match="PCA is neither TruncatedSVD nor NMF: give the vectors"):
             from_sklearn(model, CLICKS, to=tmp_path / "out")
 
     def test_another_matrix_ends_in_one_line(self, tmp_path, decomposition):

@@ -33,9 +33,7 @@ def test_a_table_that_mostly_has_these_ids_is_refused_too() -> None:
 
 
 def test_rows_in_the_order_of_the_ids_need_no_column_of_them() -> None:
-    table_without_ids = pa.table(
-        {"price": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "level": [0, 1, 0, 1, 0, 1]}
-    )
+    table_without_ids = pa.table({"price": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "level": [0, 1, 0, 1, 0, 1]})
     named = table_without_ids.append_column("item_id", IDS)
 
     assert list(feature_columns(table_without_ids, IDS, "item")) == ["price", "level"]

@@ -68,9 +68,7 @@ def test_a_ridge_is_least_squares(history):
     rows = ITEMS.astype(np.float64)
     size = np.square(rows).sum(axis=1).mean()
     history_rows = rows[history]
-    for fold, factor in zip(
-        mean_and_ridge_folds(ITEMS, ZERO, 1.5)[1:], (0.1, 1.0, 10.0), strict=True
-    ):
+    for fold, factor in zip(mean_and_ridge_folds(ITEMS, ZERO, 1.5)[1:], (0.1, 1.0, 10.0), strict=True):
         square = factor * size * np.eye(DIMS) + history_rows.T @ history_rows
         vector = np.linalg.solve(square, 1.5 * history_rows.sum(axis=0))
         np.testing.assert_allclose(fold.exact(history), vector, rtol=1e-4, atol=1e-6)
@@ -137,9 +135,7 @@ def test_history_longer_than_the_longest_is_its_end(tmp_path):
     np.testing.assert_allclose(vectors[0], fold.exact(history[-HISTORY_ITEMS_MAX:]), atol=1e-4)
 
 
-CLICKS = ClickMatrix.of(
-    taste_clicks(), checked_ids(range(120), "user"), checked_ids(range(80), "item")
-)
+CLICKS = ClickMatrix.of(taste_clicks(), checked_ids(range(120), "user"), checked_ids(range(80), "item"))
 TASTE = (np.arange(80)[:, None] % 4 == np.arange(4)).astype(np.float32)
 """Vectors of items that say to which group each belongs."""
 NONE = np.zeros(4, np.float32)
@@ -157,18 +153,14 @@ def test_the_better_candidate_is_chosen_wherever_it_stands(turned):
 
     fold_choice = choose_fold(folds, TASTE, CLICKS, "inner_product", np.random.default_rng(0))
 
-    assert (
-        fold_choice.name == "good" and fold_choice.recalls["good"] > 2 * fold_choice.recalls["bad"]
-    )
+    assert fold_choice.name == "good" and fold_choice.recalls["good"] > 2 * fold_choice.recalls["bad"]
 
 
 def test_the_first_of_equals_is_chosen():
     good = planted()[0]
     twin = HistoryFold("twin", TASTE, 0.0, None, NONE, is_mean=True)
 
-    fold_choice = choose_fold(
-        [good, twin], TASTE, CLICKS, "inner_product", np.random.default_rng(0)
-    )
+    fold_choice = choose_fold([good, twin], TASTE, CLICKS, "inner_product", np.random.default_rng(0))
 
     assert fold_choice.name == "good" and fold_choice.recalls["good"] == fold_choice.recalls["twin"]
 
@@ -179,16 +171,12 @@ def test_without_histories_the_first_is_chosen_and_nothing_claimed():
     none = ClickMatrix.of(sp.csr_matrix(short), CLICKS.users, checked_ids(range(80), "item"))
 
     for clicks in (None, none):
-        fold_choice = choose_fold(
-            planted()[::-1], TASTE, clicks, "inner_product", np.random.default_rng(0)
-        )
+        fold_choice = choose_fold(planted()[::-1], TASTE, clicks, "inner_product", np.random.default_rng(0))
         assert fold_choice.name == "bad" and not fold_choice.recalls
 
 
 def test_the_choice_is_the_same_every_time():
-    twice = [
-        choose_fold(planted(), TASTE, CLICKS, "cosine", np.random.default_rng(3)) for _ in range(2)
-    ]
+    twice = [choose_fold(planted(), TASTE, CLICKS, "cosine", np.random.default_rng(3)) for _ in range(2)]
 
     assert asdict(twice[0]) == asdict(twice[1])
 
@@ -198,6 +186,4 @@ def test_users_that_like_what_they_clicked_pass_and_mixed_ones_do_not():
     demand_better_than_chance(TASTE, users, CLICKS, np.random.default_rng(0))
 
     with pytest.raises(SourceError, match="as by chance"):
-        demand_better_than_chance(
-            TASTE, np.roll(users, 1, axis=0), CLICKS, np.random.default_rng(0)
-        )
+        demand_better_than_chance(TASTE, np.roll(users, 1, axis=0), CLICKS, np.random.default_rng(0))

@@ -130,9 +130,7 @@ def test_ids_of_every_kind_are_texts(ids):
     assert checked_ids(ids, "item").to_pylist() == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize(
-    "rows", [ITEMS, ITEMS.astype("f8"), ITEMS.tolist(), np.asfortranarray(ITEMS)]
-)
+@pytest.mark.parametrize("rows", [ITEMS, ITEMS.astype("f8"), ITEMS.tolist(), np.asfortranarray(ITEMS)])
 def test_vectors_of_every_kind_are_the_same(rows):
     vectors = EntityVectors.of(None, rows, "item")
 
@@ -169,9 +167,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("incomplete_vector", [None, [1.0, None]])
     def test_a_missing_vector_or_number(self, tmp_path, incomplete_vector):
-        path = parquet(
-            tmp_path / "items.parquet", id=["a", "b"], vector=[[1.0, 2.0], incomplete_vector]
-        )
+        path = parquet(tmp_path / "items.parquet", id=["a", "b"], vector=[[1.0, 2.0], incomplete_vector])
 
         with pytest.raises(SourceError, match=r"missing|not finite"):
             EntityVectors.of(None, path, "item")
@@ -205,15 +201,11 @@ class TestClicks:
     ITEMS = checked_ids(range(80), "item")
 
     def test_transposed_ones(self):
-        with pytest.raises(
-            SourceError, match=r"80 by 120, .*it is items by users, give its transpos"
-        ):
+        with pytest.raises(SourceError, match=r"80 by 120, .*it is items by users, give its transpos"):
             ClickMatrix.of(CLICKS.T, self.USERS, self.ITEMS)
 
     def test_those_of_fewer_items(self):
-        with pytest.raises(
-            SourceError, match=r"120 by 79, there are 120 users and 80 items: give a row for each"
-        ):
+        with pytest.raises(SourceError, match=r"120 by 79, there are 120 users and 80 items: give a row for each"):
             ClickMatrix.of(CLICKS[:, :79], self.USERS, self.ITEMS)
 
     @pytest.mark.parametrize("clicks", [CLICKS.toarray(), [[1]], None])
@@ -284,16 +276,12 @@ class TestClicks:
     @pytest.mark.parametrize("more", [{}, {"ts": [2, 1]}, {"timestamp": [2, 1]}])
     def test_only_times_that_are_called_so_put_clicks_in_order(self, tmp_path, more):
         users, items = (ids.to_pylist()[0] for ids in (self.USERS, self.ITEMS))
-        path = parquet(
-            tmp_path / "c.parquet", user=[users] * 2, item=[items, self.ITEMS[1].as_py()], **more
-        )
+        path = parquet(tmp_path / "c.parquet", user=[users] * 2, item=[items, self.ITEMS[1].as_py()], **more)
 
         assert ClickMatrix.of(path, self.USERS, self.ITEMS).is_ordered == ("timestamp" in more)
 
     def test_a_table_is_the_same_as_its_matrix(self, tmp_path):
-        ClickMatrix.of(CLICKS, self.USERS, self.ITEMS).write(
-            tmp_path / "clicks.parquet", self.ITEMS
-        )
+        ClickMatrix.of(CLICKS, self.USERS, self.ITEMS).write(tmp_path / "clicks.parquet", self.ITEMS)
 
         click_matrix = ClickMatrix.of(tmp_path / "clicks.parquet", self.USERS, self.ITEMS)
 
@@ -320,14 +308,10 @@ class TestClicks:
             (["07"], ["13"], "the user that is '07' there is '7' among the user ids"),
         ],
     )
-    def test_ids_that_differ_by_leading_zeros_alone_are_named(
-        self, users, items, message_pattern, tmp_path
-    ):
+    def test_ids_that_differ_by_leading_zeros_alone_are_named(self, users, items, message_pattern, tmp_path):
         path = parquet(tmp_path / "clicks.parquet", user=users, item=items)
 
-        with pytest.raises(
-            SourceError, match=f"{message_pattern}: zeros in front are part of an id"
-        ):
+        with pytest.raises(SourceError, match=f"{message_pattern}: zeros in front are part of an id"):
             ClickMatrix.of(path, pa.array(["7", "u"]), pa.array(["12", "14"]))
 
 
@@ -378,10 +362,7 @@ class TestTogether:
         assert names == ["customer", "sku", "at"]
         assert pq.read_schema(tmp_path / "out/user_vectors.parquet").names == ["customer", "vector"]
         both = replace(written, interactions=("clicks.parquet", str(clicks)))
-        assert (
-            sum(len(batch.times) for batch in read_interactions(both, tmp_path / "out"))
-            > CLICKS.nnz
-        )
+        assert sum(len(batch.times) for batch in read_interactions(both, tmp_path / "out")) > CLICKS.nnz
 
     def test_an_unknown_metric(self, tmp_path):
         with pytest.raises(SourceError, match="metric is inner_product or cosine, not 'l2'"):
@@ -404,9 +385,5 @@ class TestTogether:
     def test_items_alone_are_not(self, tmp_path):
         report = from_vectors(None, ITEMS, to=tmp_path / "out")
 
-        assert [
-            limitation
-            for limitation in report.cannot
-            if limitation.startswith("have a night yet: ")
-        ]
+        assert [limitation for limitation in report.cannot if limitation.startswith("have a night yet: ")]
         assert not night_config(str(tmp_path / "out/larder.toml"), {}).sources.names_users

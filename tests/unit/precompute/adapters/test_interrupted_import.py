@@ -52,9 +52,7 @@ def run_and_kill(folder: Path, step: str) -> int:
     ).returncode
 
 
-@pytest.mark.parametrize(
-    "step", ["before the bundle", "after the bundle", "between two tables", "before the report"]
-)
+@pytest.mark.parametrize("step", ["before the bundle", "after the bundle", "between two tables", "before the report"])
 def test_neither_check_nor_night_takes_what_a_killed_import_left(tmp_path: Path, step: str) -> None:
     shop = tmp_path / "shop"
     from_vectors(IDS, VECTORS, IDS, VECTORS, to=shop)
@@ -64,9 +62,7 @@ def test_neither_check_nor_night_takes_what_a_killed_import_left(tmp_path: Path,
 
     assert killed == -signal.SIGKILL
     for choose in (chosen_bundle, preview_chosen_bundle):
-        expected = pytest.raises(
-            ConfigError, match=r"was interrupted, or is not over.*run it again"
-        )
+        expected = pytest.raises(ConfigError, match=r"was interrupted, or is not over.*run it again")
         with expected, choose(config):
             pass
 

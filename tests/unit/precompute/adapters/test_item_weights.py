@@ -40,9 +40,7 @@ def test_lists_are_those_of_the_weights(tmp_path, form):
 
     users = folded(tmp_path / "out", HISTORIES)
     exact = CLICKS.toarray().astype(np.float64) @ weights.astype(np.float64)
-    assert np.array_equal(
-        lists(tmp_path / "out", users, HISTORIES, 20), ranking(exact, HISTORIES, 20)
-    )
+    assert np.array_equal(lists(tmp_path / "out", users, HISTORIES, 20), ranking(exact, HISTORIES, 20))
     np.testing.assert_allclose(users @ item_vectors(tmp_path / "out").T, exact, atol=1e-5)
     assert report.dims == report.items == 80 and report.users == 0
     assert report.agreement["overlap_at_20"] == 1.0
@@ -80,14 +78,9 @@ def test_what_a_cut_costs_is_said_and_can_be_recomputed(tmp_path):
 
     top_items = lists(tmp_path / "out", folded(tmp_path / "out", HISTORIES), HISTORIES, 20)
     exact = ranking(CLICKS.toarray() @ weights, HISTORIES, 20)
-    mean_overlap = np.mean(
-        [len(np.intersect1d(*pair)) / 20 for pair in zip(top_items, exact, strict=True)]
-    )
+    mean_overlap = np.mean([len(np.intersect1d(*pair)) / 20 for pair in zip(top_items, exact, strict=True)])
     values = np.linalg.svd(weights, compute_uv=False) ** 2
-    assert (
-        f"share {mean_overlap:.3f} of the exact top 20" in report.cannot[-1]
-        and 0 < mean_overlap < 1
-    )
+    assert f"share {mean_overlap:.3f} of the exact top 20" in report.cannot[-1] and 0 < mean_overlap < 1
     assert f"keep {values[:16].sum() / values.sum():.1%}" in report.cannot[-1]
 
 
@@ -122,9 +115,7 @@ def test_what_a_history_cannot_say_is_in_the_report(tmp_path):
         (np.eye(80), {"dims": 0}, "dims is 1 to 79"),
     ],
 )
-def test_wrong_weights_end_in_one_line_and_nothing_written(
-    tmp_path, weights, more, message_pattern
-):
+def test_wrong_weights_end_in_one_line_and_nothing_written(tmp_path, weights, more, message_pattern):
     with pytest.raises(SourceError, match=message_pattern) as error:
         from_item_weights(weights, CLICKS, to=tmp_path / "out", **more)
 

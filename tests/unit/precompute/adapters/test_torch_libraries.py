@@ -96,9 +96,7 @@ def test_a_general_recommender_loses_its_padding_and_keeps_its_tokens(tmp_path):
     ]
 
 
-def test_the_first_item_of_a_sequential_dataset_that_is_prepared_is_in_the_history_of_the_second(
-    tmp_path, monkeypatch
-):
+def test_the_first_item_of_a_sequential_dataset_that_is_prepared_is_in_the_history_of_the_second(tmp_path, monkeypatch):
     caught = []
     monkeypatch.setattr(torch_libraries, "import_vectors", lambda *given, **_: caught.extend(given))
     recbole_dataset = dataset([1, 1, 2], [2, 3, 4], [5, 6, 5])
@@ -145,9 +143,7 @@ def test_two_towers_in_one_module_are_distinguished_by_their_mode(tmp_path):
 
 
 def test_a_feature_that_nothing_is_given_for_is_named(tmp_path):
-    with pytest.raises(
-        SourceError, match="the user tower takes 'age': name it as item, history or user"
-    ):
+    with pytest.raises(SourceError, match="the user tower takes 'age': name it as item, history or user"):
         from_rechub(TwoTowers(), to=tmp_path / "out", item_ids=["m"], item="movie", history="hist")
 
 

@@ -43,15 +43,11 @@ def test_a_model_gives_what_torch_gives(kind, features, rows, exported, tmp_path
     histories = [rng.integers(0, ITEMS, rng.integers(1, 41)) for _ in range(rows)]
     more = {name: tensor.numpy()[np.arange(rows) % 3] for name, tensor in features.items()}
 
-    vectors = Tower.open(tmp_path / "tower.onnx", spec).run(
-        {"history": Histories.of(histories), **more}
-    )
+    vectors = Tower.open(tmp_path / "tower.onnx", spec).run({"history": Histories.of(histories), **more})
 
     with torch.no_grad():
         for row, history in enumerate(histories):
-            row_features = [
-                torch.from_numpy(feature_values[row : row + 1]) for feature_values in more.values()
-            ]
+            row_features = [torch.from_numpy(feature_values[row : row + 1]) for feature_values in more.values()]
             expected_vector = tower(torch.from_numpy(history)[None], *row_features)[0].numpy()
             np.testing.assert_allclose(vectors[row], expected_vector, rtol=1e-5, atol=1e-5)
 
@@ -99,9 +95,7 @@ def test_a_tower_whose_items_start_at_1_keeps_its_padding_0(tmp_path):
             return self.table(item) if item.ndim == 1 else self.table(item).sum(1)
 
     tower = FromOne().eval()
-    export_example = Example(
-        {"history": towers.HISTORY}, {"item": INDEX}, pad=0, max_length=20, first_item=1
-    )
+    export_example = Example({"history": towers.HISTORY}, {"item": INDEX}, pad=0, max_length=20, first_item=1)
 
     from_torch(tower, tower, export_example, to=tmp_path, item_ids=IDS)
 
@@ -132,26 +126,18 @@ def test_a_tower_of_user_indices_gives_vectors_and_strangers_are_folded(tmp_path
 
 
 def test_a_fixed_length_is_said_to_hang_on_the_training_and_a_night_to_want_clicks(tmp_path):
-    export_example = Example(
-        {"history": towers.HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=20, is_fixed=True
-    )
+    export_example = Example({"history": towers.HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=20, is_fixed=True)
 
-    report = from_torch(
-        towers.Mean().eval(), towers.Items().eval(), export_example, to=tmp_path, item_ids=IDS
-    )
+    report = from_torch(towers.Mean().eval(), towers.Items().eval(), export_example, to=tmp_path, item_ids=IDS)
 
-    assert any(
-        f"filled up with {ITEMS} to 20 items" in limitation for limitation in report.cannot
-    ), report.cannot
+    assert any(f"filled up with {ITEMS} to 20 items" in limitation for limitation in report.cannot), report.cannot
     assert "name what users did in [sources] interactions" in report.lines()[-1]
     assert '# user_column = "user"' in (tmp_path / "larder.toml").read_text()
 
 
 def test_items_of_features_alone_bring_their_table(tmp_path):
     prices = torch.rand(ITEMS, DIMS)
-    export_example = Example(
-        {"history": towers.HISTORY}, {"price": prices[:4]}, pad=ITEMS, max_length=20
-    )
+    export_example = Example({"history": towers.HISTORY}, {"price": prices[:4]}, pad=ITEMS, max_length=20)
 
     report = from_torch(
         towers.Mean().eval(), torch.nn.Linear(DIMS, DIMS).eval(), export_example, to=tmp_path, item_ids=IDS,
@@ -179,9 +165,7 @@ def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind
         "polars": SimpleNamespace(to_arrow=lambda: table),
         "arrays": {"price": price, "category": category},
     }[kind]
-    export_example = Example(
-        {"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20
-    )
+    export_example = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
 
     report = from_torch(
         towers.Mean().eval(),
@@ -206,9 +190,7 @@ def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind
     ],
 )
 def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, message_pattern, tmp_path):
-    export_example = Example(
-        {"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20
-    )
+    export_example = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
 
     with pytest.raises(SourceError, match=message_pattern):
         from_torch(
@@ -242,9 +224,7 @@ def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, message
     ],
 )
 def test_a_feature_that_an_item_tower_cannot_take_is_named(prices, message_pattern, tmp_path):
-    export_example = Example(
-        {"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20
-    )
+    export_example = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
 
     with pytest.raises(SourceError, match=message_pattern):
         from_torch(
@@ -269,9 +249,7 @@ def test_a_code_of_a_user_that_is_no_whole_number_is_named(country, tmp_path):
 
 
 def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):
-    (tmp_path / "clicks.csv").write_text(
-        "user,item,timestamp\nu1,i03,30\nu1,i09,10\nu2,i01,5\nu1,i05,20\nu1,i09,40\n"
-    )
+    (tmp_path / "clicks.csv").write_text("user,item,timestamp\nu1,i03,30\nu1,i09,10\nu2,i01,5\nu1,i05,20\nu1,i09,40\n")
     torch.manual_seed(0)
     tower = towers.Mean().eval()
     items = towers.Items().eval()
@@ -280,9 +258,7 @@ def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):
         for row in (3, 9, 5, 1):
             items.table.weight[row] *= 5
 
-    report = from_torch(
-        tower, items, example(), to=tmp_path / "out", item_ids=IDS, clicks=tmp_path / "clicks.csv"
-    )
+    report = from_torch(tower, items, example(), to=tmp_path / "out", item_ids=IDS, clicks=tmp_path / "clicks.csv")
 
     table = pq.read_table(tmp_path / "out" / "clicks.parquet").to_pydict()
     assert table["user"] == ["u1", "u1", "u1", "u2"]
@@ -323,17 +299,13 @@ def test_weights_that_the_graph_cannot_hold_get_a_file_of_their_own(monkeypatch,
         assert error < 1e-6 and (weights_file is None) == (name == "inside")
     histories = {"history": Histories.of([[1, 2, 3], [4]])}
 
-    tower_outputs = [
-        Tower.open(tmp_path / f"{name}.onnx", spec).run(histories) for name, spec in spec_of.items()
-    ]
+    tower_outputs = [Tower.open(tmp_path / f"{name}.onnx", spec).run(histories) for name, spec in spec_of.items()]
 
     assert tower_outputs[0].tobytes() == tower_outputs[1].tobytes()
 
 
 USERS = 300
-WITH_COUNTRY = Example(
-    {"history": towers.HISTORY, "country": INDEX}, {"item": INDEX}, pad=ITEMS, max_length=20
-)
+WITH_COUNTRY = Example({"history": towers.HISTORY, "country": INDEX}, {"item": INDEX}, pad=ITEMS, max_length=20)
 COUNTRY_ALONE = Example({"country": INDEX}, {"item": INDEX})
 
 
@@ -347,9 +319,7 @@ def imported_with_countries(folder, tower, export_example, item_ids, clicked=4, 
     ]
     (folder / "clicks.csv").write_text("\n".join(["user,item", *lines]))
     items = torch.nn.Embedding.from_pretrained(torch.eye(5)[torch.arange(ITEMS) % 5])
-    arguments = {
-        "user_features": {"country": np.arange(USERS) % (5 if tower is towers.Country else 3)}
-    }
+    arguments = {"user_features": {"country": np.arange(USERS) % (5 if tower is towers.Country else 3)}}
     items = changes.pop("item_tower", items)
     return from_torch(
         tower().eval(), items.eval(), export_example, to=folder / "out", item_ids=item_ids,
@@ -365,9 +335,7 @@ def imported_with_countries(folder, tower, export_example, item_ids, clicked=4, 
         (towers.Country, COUNTRY_ALONE, [*IDS[1:], IDS[0]]),
     ],
 )
-def test_shuffled_ids_are_refused_where_the_user_tower_takes_features(
-    tower, export_example, shuffled, tmp_path
-):
+def test_shuffled_ids_are_refused_where_the_user_tower_takes_features(tower, export_example, shuffled, tmp_path):
     with pytest.raises(SourceError, match=r"scores above a random item in \d+% of pairs, as by ch"):
         imported_with_countries(tmp_path, tower, export_example, shuffled)
 
@@ -432,9 +400,7 @@ def test_a_negative_code_is_refused_as_one_beyond_the_table(code, tmp_path):
     countries = np.arange(USERS) % 5
     countries[7] = code
     with pytest.raises(SourceError, match=rf"user 'u7': .* cannot be run on country {code}"):
-        imported_with_countries(
-            tmp_path, towers.Country, COUNTRY_ALONE, IDS, user_features={"country": countries}
-        )
+        imported_with_countries(tmp_path, towers.Country, COUNTRY_ALONE, IDS, user_features={"country": countries})
 
 
 def test_int8_is_compared_also_where_the_user_tower_takes_features(tmp_path):
@@ -447,9 +413,7 @@ def test_int8_is_compared_also_where_the_user_tower_takes_features(tmp_path):
 def test_clicks_that_cannot_judge_the_ids_are_said_to(tmp_path):
     few = imported_with_countries(tmp_path, towers.TasteAndCountry, WITH_COUNTRY, IDS, clicked=1)
 
-    without_features = imported_with_countries(
-        tmp_path, towers.TasteAndCountry, WITH_COUNTRY, IDS, user_features=None
-    )
+    without_features = imported_with_countries(tmp_path, towers.TasteAndCountry, WITH_COUNTRY, IDS, user_features=None)
 
     (limit,) = [limit for limit in few.cannot if "order of the model's rows" in limit]
     assert "no user has clicked two items" in limit
@@ -461,9 +425,7 @@ def test_a_user_on_whose_features_the_model_cannot_be_run_is_named(tmp_path):
     countries = np.arange(USERS) % 3
     countries[7] = 3
 
-    with pytest.raises(
-        SourceError, match=r"user 'u7': the model user_tower\.onnx cannot be run on country 3"
-    ):
+    with pytest.raises(SourceError, match=r"user 'u7': the model user_tower\.onnx cannot be run on country 3"):
         imported_with_countries(
             tmp_path,
             towers.TasteAndCountry,
@@ -480,9 +442,7 @@ def test_an_item_whose_code_the_model_does_not_know_is_named(tmp_path):
     groups = np.full(ITEMS, 1)
     groups[9] = 5
 
-    with pytest.raises(
-        SourceError, match=r"item tower fails on item 'i09' with group 5: .*; give the codes"
-    ):
+    with pytest.raises(SourceError, match=r"item tower fails on item 'i09' with group 5: .*; give the codes"):
         from_torch(
             towers.Mean().eval(), torch.nn.Embedding(5, DIMS).eval(), export_example, to=tmp_path / "out",
             item_ids=IDS, item_features={"group": groups},

@@ -113,9 +113,7 @@ def test_a_model_that_differs_is_refused():
 
 
 def test_a_fixed_length_is_what_a_frozen_tower_may_have():
-    export_example = Example(
-        {"history": HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=12, is_fixed=True
-    )
+    export_example = Example({"history": HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=12, is_fixed=True)
 
     _, spec, worst = export_tower(bound(FrozenLength(), export_example))
 
@@ -150,9 +148,7 @@ def test_a_scripted_module_is_refused():
 def test_weights_that_no_bundle_takes_are_refused_before_anything_runs():
     table = nn.Embedding(1 << 25, 513, device="meta").eval()  # no byte of it is there
 
-    with pytest.raises(
-        BundleError, match=r"has 68,853,694,464 bytes .* 68,719,476,736 at most: use fewer"
-    ):
+    with pytest.raises(BundleError, match=r"has 68,853,694,464 bytes .* 68,719,476,736 at most: use fewer"):
         torch_export.demand_exportable(table, "the item tower")
 
 
@@ -177,9 +173,7 @@ def test_a_history_longer_than_its_table_of_places_is_named():
 
 
 def test_towers_of_two_widths_are_refused_and_nothing_is_written(tmp_path):
-    with pytest.raises(
-        SourceError, match="gives 8 numbers, the item tower 4: give both of one fitted model"
-    ):
+    with pytest.raises(SourceError, match="gives 8 numbers, the item tower 4: give both of one fitted model"):
         from_torch(
             towers.Mean().eval(), towers.Items(4).eval(), example(), to=tmp_path / "out",
             item_ids=range(ITEMS),

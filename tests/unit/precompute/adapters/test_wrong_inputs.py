@@ -42,9 +42,7 @@ def vectors(items: Any = ITEMS, users: Any = USERS, ids: list[str] = IDS) -> Wro
     Path("ids.txt").write_text("\n".join(ids), encoding="utf-8")
     command_line = "vectors --items items.npy --users users.npy --clicks clicks.npz --item-ids ids.txt --to out"
     return Wrong(
-        lambda: from_vectors(
-            "ids.txt", "items.npy", None, "users.npy", clicks="clicks.npz", to="out"
-        ),
+        lambda: from_vectors("ids.txt", "items.npy", None, "users.npy", clicks="clicks.npz", to="out"),
         tuple(command_line.split()),
     )
 

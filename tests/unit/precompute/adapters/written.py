@@ -51,23 +51,17 @@ def user_vectors(folder: Path) -> NDArray[np.float32]:
     return flat.reshape(len(column), -1)
 
 
-def lists(
-    folder: Path, users: NDArray[np.float32], excluded_histories: Histories, k: int
-) -> NDArray[np.uint32]:
+def lists(folder: Path, users: NDArray[np.float32], excluded_histories: Histories, k: int) -> NDArray[np.uint32]:
     """Best k items of each user, history left out, as a night scores them."""
     return Scorer.of(item_vectors(folder)).top(users, k, excluded_histories)[0]
 
 
-def ranking(
-    scores: NDArray[np.floating], excluded_histories: Histories, k: int
-) -> NDArray[np.int64]:
+def ranking(scores: NDArray[np.floating], excluded_histories: Histories, k: int) -> NDArray[np.int64]:
     """Best k items of each row of scores, history left out: what a library itself would list."""
     remaining_scores = np.array(scores, np.float64)
     for row in range(len(remaining_scores)):
         remaining_scores[
             row,
-            excluded_histories.indices[
-                excluded_histories.indptr[row] : excluded_histories.indptr[row + 1]
-            ],
+            excluded_histories.indices[excluded_histories.indptr[row] : excluded_histories.indptr[row + 1]],
         ] = -np.inf
     return np.argsort(-remaining_scores, axis=1, kind="stable")[:, :k]

@@ -24,9 +24,7 @@ def report(began_at: float, ended_at: float) -> ShardReport:
         ([report(5, 20), report(6, 7)], 15),  # within another
     ],
 )
-def test_scoring_took_as_long_as_any_shard_was_under_way(
-    reports: list[ShardReport], seconds: float
-) -> None:
+def test_scoring_took_as_long_as_any_shard_was_under_way(reports: list[ShardReport], seconds: float) -> None:
     assert scoring_seconds(reports) == pytest.approx(seconds)
 
 
@@ -48,9 +46,7 @@ def test_the_stream_is_the_one_that_was_read_whatever_is_configured_since(
 
 def test_another_stream_makes_another_generation() -> None:
     def night(of: str) -> bytes:
-        return NightConfig(
-            namespace="own", events=EventsConfig(enabled=True, namespace=of)
-        ).semantic()
+        return NightConfig(namespace="own", events=EventsConfig(enabled=True, namespace=of)).semantic()
 
     assert len({night(""), night("a"), night("b")}) == 3 and night("") == night("own")
     assert NightConfig(events=EventsConfig(namespace="a")).semantic() == NightConfig().semantic()

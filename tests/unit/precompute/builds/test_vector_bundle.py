@@ -80,9 +80,7 @@ def test_the_same_tables_make_the_same_bytes_and_other_items_others(
 
     first, repeated_bundle = make_bundle_of(config, "a/bundle"), make_bundle_of(config, "b/bundle")
     write(config.path("items.parquet"), "item", [f"i{row}" for row in range(ITEMS)], items[::-1])
-    other_bundle = make_bundle_of(
-        replace(config, sources=replace(config.sources, interactions=())), "c/bundle"
-    )
+    other_bundle = make_bundle_of(replace(config, sources=replace(config.sources, interactions=())), "c/bundle")
 
     assert np.array_equal(item_vectors(first.path.parent), items)
     for file in first.path.iterdir():
@@ -90,9 +88,7 @@ def test_the_same_tables_make_the_same_bytes_and_other_items_others(
     assert first.digest == repeated_bundle.digest != other_bundle.digest
 
 
-def test_other_vectors_of_users_alone_are_the_same_model(
-    config: NightConfig, users: Floats
-) -> None:
+def test_other_vectors_of_users_alone_are_the_same_model(config: NightConfig, users: Floats) -> None:
     original_bundle = make_bundle_of(config, "before")
     write(config.path("users.parquet"), "user", [f"u{row}" for row in range(USERS)], users + 1)
 
@@ -264,9 +260,7 @@ def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: Nig
     }
     for name, event_vectors in vectors.items():
         key = hashlib.sha256(name.encode()).hexdigest()
-        make = partial(
-            make_vector_bundle, config, interactions_before=None, event_vectors=event_vectors
-        )
+        make = partial(make_vector_bundle, config, interactions_before=None, event_vectors=event_vectors)
         with bundle_made_of(store, key, make) as bundle:
             digests[name] = bundle.digest
     store.local(f"bundles/{digests['damaged']}/items.parquet").write_bytes(b"{")
@@ -274,9 +268,7 @@ def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: Nig
     assert remove_bundles_with_items(store, []) == 0
     assert remove_bundles_with_items(store, [b"nobody", b"new"]) == 2
 
-    assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == [
-        digests["without"]
-    ]
+    assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == [digests["without"]]
     files = [file for file in store.local("bundles").rglob("*") if file.is_file()]
     assert {file.parent.name for file in files} == {"bundles", digests["without"]}
     assert not any(np.full(DIMS, 0.25, "f4").tobytes() in file.read_bytes() for file in files)

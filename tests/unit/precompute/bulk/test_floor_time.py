@@ -21,9 +21,7 @@ def test_a_load_at_the_floor_beyond_its_limit_is_reported_with_the_remedies() ->
 
 
 def test_only_the_limit_that_is_too_short_is_named() -> None:
-    config = NightConfig(
-        dag=DagConfig(verify_timeout_s=100_000.0), governor=GovernorConfig(floor_mib_s=8.0)
-    )
+    config = NightConfig(dag=DagConfig(verify_timeout_s=100_000.0), governor=GovernorConfig(floor_mib_s=8.0))
 
     remark = time_limit_remark(config, 230e9)
 

@@ -95,9 +95,7 @@ class Plant:
     def get_latest_observation(self) -> RedisObservation | None:
         if self.blind:
             return None
-        return RedisObservation(
-            self.now_s, {}, int(self.readers), 0.0, 0.0, self.followers, self.lag_bytes
-        )
+        return RedisObservation(self.now_s, {}, int(self.readers), 0.0, 0.0, self.followers, self.lag_bytes)
 
     def round_trips(self) -> list[float]:
         recent_trips, self.trips = self.trips, []
@@ -147,9 +145,7 @@ def test_without_readers_nothing_waits_and_pages_go_whole():
 
 @settings(max_examples=15, deadline=None)
 @given(knee=st.integers(60, 600), seed=st.integers(0, 2**31))
-def test_with_readers_their_p99_stays_within_the_factor_and_the_rate_near_what_that_allows(
-    knee, seed
-):
+def test_with_readers_their_p99_stays_within_the_factor_and_the_rate_near_what_that_allows(knee, seed):
     plant = Plant(knee=knee * MIB, seed=seed)
     governor = governed(plant)
     plant.work(governor, 10.0)
@@ -302,9 +298,7 @@ def test_a_ceiling_holds_with_and_without_readers():
 
 def test_never_is_an_open_loop_and_always_paces_without_readers():
     plant = Plant(readers=True)
-    assert plant.work(governed(plant, readers="never"), 2.0) == pytest.approx(
-        plant.rate_max, rel=0.01
-    )
+    assert plant.work(governed(plant, readers="never"), 2.0) == pytest.approx(plant.rate_max, rel=0.01)
     plant = Plant(readers=False)
     governor = governed(plant, readers="always")
     plant.work(governor, 1.0)
@@ -340,9 +334,7 @@ def test_a_replicas_own_p99_counts_when_it_is_clearly_above_what_it_was():
 
 def test_one_late_reply_of_many_moves_nothing_and_one_in_ten_is_enough_to_fall():
     calibrated_throttle = throttle()
-    rates = [
-        step(calibrated_throttle, [*[IDLE_S] * 99, 1.0]) for _ in range(2 * COMPARED_STEPS_MIN)
-    ]
+    rates = [step(calibrated_throttle, [*[IDLE_S] * 99, 1.0]) for _ in range(2 * COMPARED_STEPS_MIN)]
     assert rates == sorted(rates) and rates[-1] > rates[0]
 
     for _ in range(2 * COMPARED_STEPS_MIN):

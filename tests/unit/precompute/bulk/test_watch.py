@@ -41,7 +41,5 @@ def test_a_watch_that_meets_an_unexpected_error_tells_it_in_a_sentence_and_goes_
 
     assert heard == [math.inf]
     (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "the watch over readers starts again, after AttributeError("
-    )
+    assert record.getMessage().startswith("the watch over readers starts again, after AttributeError(")
     assert record.exc_info is None

@@ -150,10 +150,7 @@ def test_weights_in_a_file_of_their_own_are_part_of_the_model(bundle):
         "models/user_tower.fp32.onnx",
         "models/user_tower.weights",
     ]
-    assert (
-        model.digest not in (model.sha256, original_tower.digest)
-        and original_tower.digest == original_tower.sha256
-    )
+    assert model.digest not in (model.sha256, original_tower.digest) and original_tower.digest == original_tower.sha256
     assert not bundle.has_weights
 
 
@@ -237,6 +234,4 @@ def test_models_may_share_their_weights(bundle):
 
     reopened_bundle = Bundle.open(bundle.path)
 
-    assert {
-        model.weights for model in (reopened_bundle.user_tower, reopened_bundle.values["vector"])
-    } == {weights_file}
+    assert {model.weights for model in (reopened_bundle.user_tower, reopened_bundle.values["vector"])} == {weights_file}

@@ -28,9 +28,7 @@ from tests.models import train_small
 @pytest.fixture
 def host(tmp_path):
     """Makes hosts: each with folders of its own, all with one store."""
-    return lambda name: NightConfig(
-        artifacts=str(tmp_path / "store"), base=str(tmp_path / name), bundle="bundle"
-    )
+    return lambda name: NightConfig(artifacts=str(tmp_path / "store"), base=str(tmp_path / name), bundle="bundle")
 
 
 def deliver(config, seed) -> str:
@@ -52,10 +50,7 @@ def test_a_host_without_a_bundle_takes_the_one_that_another_host_had(host):
         read_chosen_digest(host("b"))
 
     assert read_chosen_digest(host("a")) == digest == read_chosen_digest(host("b"))
-    assert (
-        chosen_bundle_handed_over_at(host("b"))
-        == all_handovers(host("b").store())[0].unix_ms / 1000
-    )
+    assert chosen_bundle_handed_over_at(host("b")) == all_handovers(host("b").store())[0].unix_ms / 1000
 
 
 def test_a_folder_that_was_followed_by_another_bundle_is_not_gone_back_to(host, caplog):
@@ -187,6 +182,4 @@ def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
 
     assert {name for name in store.names("bundles") if len(name) == 64} == {mine, *digests[1:]}
     assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == digests[1:]
-    assert (
-        from_tables(host("a"), "0" * 64, lambda folder: train_small(folder, dims=4)) == digests[0]
-    )
+    assert from_tables(host("a"), "0" * 64, lambda folder: train_small(folder, dims=4)) == digests[0]

@@ -37,9 +37,7 @@ def test_a_file_that_rests_is_read_once(tmp_path: Path, reads: list[Path]) -> No
     assert reads == [path]
 
 
-def test_a_file_that_changed_is_read_again_whatever_times_it_shows(
-    tmp_path: Path, reads: list[Path]
-) -> None:
+def test_a_file_that_changed_is_read_again_whatever_times_it_shows(tmp_path: Path, reads: list[Path]) -> None:
     path = tmp_path / "model"
     path.write_bytes(b"weights")
     times = path.stat().st_atime_ns, path.stat().st_mtime_ns

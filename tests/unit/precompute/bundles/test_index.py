@@ -29,9 +29,7 @@ def test_recall_is_measured_through_the_file_as_written(tmp_path, vectors, kind,
     report = build_index(vectors, metric, path, kind)
 
     # Pitfall P14: the same figure when the index is opened again
-    reopened_recall = measure_recall(
-        Searcher.open(path, metric, count=4000), vectors, sample_queries(vectors)
-    )
+    reopened_recall = measure_recall(Searcher.open(path, metric, count=4000), vectors, sample_queries(vectors))
     assert reopened_recall == report.recall
     assert report.recall > 0.85
     assert [file.name for file in tmp_path.iterdir()] == ["index.faiss"]
@@ -134,8 +132,7 @@ def test_an_exact_pass_holds_a_tile_of_the_items_at_a_time(metric, monkeypatch):
     tracemalloc.stop()
 
     item_rows, queries = (
-        (unit_rows(matrix) if metric == "cosine" else matrix)
-        for matrix in (item_vectors, sample[:4])
+        (unit_rows(matrix) if metric == "cosine" else matrix) for matrix in (item_vectors, sample[:4])
     )
     expected = np.argsort(-(queries @ item_rows.T), axis=1, kind="stable")[:, :100]
     assert all(set(a) == set(b) for a, b in zip(neighbours[:4], expected, strict=True))
@@ -152,20 +149,14 @@ def test_agreement_compares_a_tile_of_the_items_at_a_time(monkeypatch):
     exclusions = Histories.of([np.argsort(-scores[row])[:2] for row in range(3)] + [()] * 61)
 
     tracemalloc.start()
-    overlap, errors = agreement._compare_tops(
-        exact, close, item_vectors, 20, "inner_product", exclusions
-    )
+    overlap, errors = agreement._compare_tops(exact, close, item_vectors, 20, "inner_product", exclusions)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
     for row in range(3):
         row_exclusions = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
-        first, second = (
-            np.argsort(-score_matrix[row])[:22] for score_matrix in (scores, approximate_scores)
-        )
-        first, second = (
-            ordinals[~np.isin(ordinals, row_exclusions)][:20] for ordinals in (first, second)
-        )
+        first, second = (np.argsort(-score_matrix[row])[:22] for score_matrix in (scores, approximate_scores))
+        first, second = (ordinals[~np.isin(ordinals, row_exclusions)][:20] for ordinals in (first, second))
         assert overlap[row] == len(np.intersect1d(first, second)) / 20
         error = np.abs(scores[row] - approximate_scores[row]).max() / np.abs(scores[row]).max()
         assert errors[row] == pytest.approx(error, rel=1e-5)

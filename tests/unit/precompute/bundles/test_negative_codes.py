@@ -33,10 +33,7 @@ def model() -> OnnxModel:
         helper.make_node("Unsqueeze", ["debt_float", "axes"], ["column"]),
         helper.make_node("Add", ["rows", "column"], ["vector"]),
     ]
-    inputs = [
-        helper.make_tensor_value_info(name, TensorProto.INT64, ["n"])
-        for name in ("country", "debt")
-    ]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["n"]) for name in ("country", "debt")]
     output = helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["n", 2])
     graph = helper.make_graph(nodes, "tower", inputs, [output])
     constants: dict[str, NDArray[Any]] = {

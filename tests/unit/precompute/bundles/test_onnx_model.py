@@ -34,9 +34,7 @@ def spec_of(items, dims):
 
 
 @given(st.integers(4, 40), st.integers(4, 32), st.integers(0, 9))
-def test_a_model_is_the_same_with_its_weights_in_a_file_of_their_own(
-    tmp_path_factory, items, dims, seed
-):
+def test_a_model_is_the_same_with_its_weights_in_a_file_of_their_own(tmp_path_factory, items, dims, seed):
     folder, rows, spec = (
         tmp_path_factory.mktemp("model"),
         table(items, dims, seed),
@@ -50,10 +48,7 @@ def test_a_model_is_the_same_with_its_weights_in_a_file_of_their_own(
         model = onnx_model.history_tower(rows)
     written = [model.write(folder / name) for name in ("outside.onnx", "again.onnx")]
 
-    outputs = [
-        Tower.open(folder / f"{name}.onnx", spec).run({"history": histories})
-        for name in ("inside", "outside")
-    ]
+    outputs = [Tower.open(folder / f"{name}.onnx", spec).run({"history": histories}) for name in ("inside", "outside")]
     forms = [
         quantize_tower(folder / f"{name}.onnx", spec, {"history": histories}, folder / f"{name}.i8")
         for name in ("inside", "outside")
@@ -70,15 +65,11 @@ def test_a_model_is_the_same_with_its_weights_in_a_file_of_their_own(
 def test_several_arrays_begin_at_pages(tmp_path, outside):
     centroids = table(7, 8, 1)
 
-    weights_file = onnx_model.affinity_model(table(9, 8), centroids).write(
-        tmp_path / "affinity.onnx"
-    )
+    weights_file = onnx_model.affinity_model(table(9, 8), centroids).write(tmp_path / "affinity.onnx")
 
     assert weights_file is not None and weights_file.stat().st_size == 4096 + centroids.nbytes
     spec = TowerSpec(spec_of(9, 8).inputs, "probabilities", 8)
-    probabilities = Tower.open(tmp_path / "affinity.onnx", spec).run(
-        {"history": Histories.of([[1, 2]])}
-    )
+    probabilities = Tower.open(tmp_path / "affinity.onnx", spec).run({"history": Histories.of([[1, 2]])})
     assert probabilities.sum() == pytest.approx(1)
     demand_weights("affinity", tmp_path / "affinity.onnx", weights_file)
 
@@ -140,9 +131,7 @@ def test_weights_are_found_wherever_a_graph_may_hold_them(tmp_path, nodes):
 
 def test_a_tensor_in_a_function_is_found_too(tmp_path):
     graph = helper.make_graph([], "tower", [], [])
-    function = helper.make_function(
-        "larder", "f", [], ["vector"], in_an_attribute(), [helper.make_opsetid("", 17)]
-    )
+    function = helper.make_function("larder", "f", [], ["vector"], in_an_attribute(), [helper.make_opsetid("", 17)])
     model = helper.make_model(graph, functions=[function])
     (tmp_path / "tower.onnx").write_bytes(model.SerializeToString())
 

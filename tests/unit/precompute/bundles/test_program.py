@@ -87,15 +87,10 @@ def test_a_program_gives_the_numbers_of_its_onnx_file(bundle, name, rows):
 
 
 def test_the_same_data_and_seed_give_the_same_bundle(bundle, tmp_path):
-    retrained_bundle = train(
-        data(), tmp_path / "again", dims=12, shape=SpectralShape(), programs=True
-    )
+    retrained_bundle = train(data(), tmp_path / "again", dims=12, shape=SpectralShape(), programs=True)
 
     assert retrained_bundle.digest == bundle.digest
-    assert (
-        train(data(), tmp_path / "without", dims=12, shape=SpectralShape()).user_tower.program
-        is None
-    )
+    assert train(data(), tmp_path / "without", dims=12, shape=SpectralShape()).user_tower.program is None
 
 
 def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_path):
@@ -147,9 +142,7 @@ def test_a_device_without_room_takes_smaller_batches_from_then_on(bundle, monkey
     repeated_outputs = tower.run(inputs)
 
     expected_outputs = Tower.open(model.path, model.spec).run(inputs)
-    assert np.allclose(outputs, expected_outputs, rtol=0, atol=1e-6) and np.array_equal(
-        outputs, repeated_outputs
-    )
+    assert np.allclose(outputs, expected_outputs, rtol=0, atol=1e-6) and np.array_equal(outputs, repeated_outputs)
     assert max(first_batch_sizes) > 9 >= max(small.batch_sizes)
 
 
@@ -250,14 +243,9 @@ def write_changed_archive(bundle, tmp_path, name, change, compression=zipfile.ZI
         zipfile.ZipFile(buffer, "w", compression) as written,
     ):
         root = archive.namelist()[0].partition("/")[0]
-        names = {
-            member_path.partition("/")[2]: archive.read(member_path)
-            for member_path in archive.namelist()
-        }
+        names = {member_path.partition("/")[2]: archive.read(member_path) for member_path in archive.namelist()}
         for member_name, content in {name: b"", **names}.items():
-            written.writestr(
-                f"{root}/{member_name}", change(content) if member_name == name else content
-            )
+            written.writestr(f"{root}/{member_name}", change(content) if member_name == name else content)
     path = tmp_path / "changed.pt2"
     path.write_bytes(buffer.getvalue())
     return path
@@ -306,9 +294,7 @@ def container(program_json):
 
 
 def operator(program_json):
-    program_json["graph_module"]["graph"]["nodes"][-1]["inputs"][0]["arg"] = {
-        "as_operator": "torch.load"
-    }
+    program_json["graph_module"]["graph"]["nodes"][-1]["inputs"][0]["arg"] = {"as_operator": "torch.load"}
 
 
 def pickled_weight(raw):
@@ -346,9 +332,7 @@ def test_what_a_tower_does_not_need_is_refused(bundle, tmp_path, attack_name):
 
 
 def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path):
-    path = write_changed_archive(
-        bundle, tmp_path, "data/sample_inputs/model.pt", lambda _: pickled()
-    )
+    path = write_changed_archive(bundle, tmp_path, "data/sample_inputs/model.pt", lambda _: pickled())
     Program.open(path, ["item_index"], DEVICE)
 
     def guard(program_json):
@@ -359,16 +343,12 @@ def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path
     path = write_changed_archive(bundle, tmp_path, "models/model.json", graph(guard))
     program = Program.open(path, ["item_index"], DEVICE)
 
-    expected_outputs = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
-        {"item_index": np.arange(3)}
-    )
+    expected_outputs = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run({"item_index": np.arange(3)})
     assert np.array_equal(alone(program, np.arange(3, dtype=np.int32)), expected_outputs)
 
 
 def test_a_compressed_archive_and_what_is_none_are_refused(bundle, tmp_path):
-    compressed_archive = write_changed_archive(
-        bundle, tmp_path, "byteorder", lambda raw: raw, zipfile.ZIP_DEFLATED
-    )
+    compressed_archive = write_changed_archive(bundle, tmp_path, "byteorder", lambda raw: raw, zipfile.ZIP_DEFLATED)
     with pytest.raises(BundleError, match="no exported tower needs"):
         Program.open(compressed_archive, ["item_index"], DEVICE)
     invalid_file = tmp_path / "nothing.pt2"
@@ -379,20 +359,14 @@ def test_a_compressed_archive_and_what_is_none_are_refused(bundle, tmp_path):
 
 def test_programs_may_be_opened_at_the_same_time(bundle):
     with ThreadPoolExecutor(4) as pool:
-        opened = list(
-            pool.map(
-                lambda _: Program.open(bundle.user_tower.program, ["history"], DEVICE), range(8)
-            )
-        )
+        opened = list(pool.map(lambda _: Program.open(bundle.user_tower.program, ["history"], DEVICE), range(8)))
 
     history = np.zeros((2, 3), np.int32)
     assert len({alone(program, history).tobytes() for program in opened}) == 1
 
 
 def test_other_inputs_than_specified_are_named(bundle):
-    with pytest.raises(
-        BundleError, match=r"\['item_index'\], the specification binds \['history'\]"
-    ):
+    with pytest.raises(BundleError, match=r"\['item_index'\], the specification binds \['history'\]"):
         Program.open(bundle.item_tower.program, ["history"], DEVICE)
 
 

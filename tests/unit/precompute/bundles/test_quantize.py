@@ -24,9 +24,7 @@ def save(path, nodes, constants, inputs, width):
         [helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["n", width])],
         [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path
-    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +109,7 @@ def test_weights_of_products_leave_room_for_pairs_in_16_bits(tmp_path):
 
     quantize_tower(path, spec, inputs, int8_path)
 
-    values = {
-        tensor.name: numpy_helper.to_array(tensor)
-        for tensor in onnx.load(int8_path).graph.initializer
-    }
+    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(int8_path).graph.initializer}
     assert np.abs(values["weights_quantized"].astype(int)).max() == 64
     exact, fast = (Tower.open(tower_path, spec).run(inputs) for tower_path in (path, int8_path))
     assert np.abs(fast - exact).max() < 0.02 * np.abs(exact).max()
@@ -195,9 +190,7 @@ def test_a_model_with_nothing_to_quantize_is_refused(tmp_path):
     path = tmp_path / "plain.onnx"
     taste = helper.make_tensor_value_info("taste", TensorProto.FLOAT, ["n", 3])
     save(path, [helper.make_node("Relu", ["taste"], ["vector"])], {}, [taste], 3)
-    spec = TowerSpec(
-        (InputSpec("taste", "feature", "float32", column="taste", width=3),), "vector", 3
-    )
+    spec = TowerSpec((InputSpec("taste", "feature", "float32", column="taste", width=3),), "vector", 3)
 
     with pytest.raises(BundleError, match=r"plain\.onnx holds no embedding table"):
         quantize_tower(path, spec, {"taste": np.ones((4, 3), np.float32)}, tmp_path / "int8.onnx")

@@ -65,9 +65,7 @@ def test_a_canary_like_the_live_one_is_published() -> None:
         (arm(defaults=2_000), "score_psi inf"),
     ],
 )
-def test_a_canary_that_differs_is_abandoned_and_the_reason_says_by_how_much(
-    canary: CanaryArmTotals, says: str
-) -> None:
+def test_a_canary_that_differs_is_abandoned_and_the_reason_says_by_how_much(canary: CanaryArmTotals, says: str) -> None:
     verdict, against = decide(ArmComparison.of(arm(), canary), LIMITS)
 
     assert verdict == "abandon" and any(says in reason for reason in against)
@@ -145,19 +143,14 @@ def test_keys_of_replicas_that_send_no_sketch_may_be_the_same() -> None:
 
 def test_more_keys_than_are_kept_are_sampled_without_regard_to_how_busy_they_are() -> None:
     keys, rng = KeySample(keys_max=1_000), np.random.default_rng(SEED)
-    for number in rng.zipf(
-        1.3, 200_000
-    ).tolist():  # busy keys have low numbers, and scores to match
+    for number in rng.zipf(1.3, 200_000).tolist():  # busy keys have low numbers, and scores to match
         keys.add_answer(b"key-%d" % number, "stored", 1.0 if number < 10_000 else 2.0)
 
     assert keys.level > 0 and 400 < len(keys) <= 1_000
-    assert keys.count_by_kind == {
-        "stored": len(keys)
-    } and keys.count_by_score_bucket.total() == len(keys)
+    assert keys.count_by_kind == {"stored": len(keys)} and keys.count_by_score_bucket.total() == len(keys)
     assert (
         keys.score_sum
-        == keys.count_by_score_bucket[bucket_of_score(1.0)]
-        + 2.0 * keys.count_by_score_bucket[bucket_of_score(2.0)]
+        == keys.count_by_score_bucket[bucket_of_score(1.0)] + 2.0 * keys.count_by_score_bucket[bucket_of_score(2.0)]
     )
 
 
@@ -165,9 +158,7 @@ def test_the_mix_and_the_distribution_are_compared_by_share() -> None:
     assert mix_shift({"l1": 90, "l2": 10}, {"l1": 9, "l2": 1}) == pytest.approx(0)
     assert mix_shift({"l1": 10}, {"default": 10}) == 1 and mix_shift({}, {"l1": 1}) == 1
     rng = np.random.default_rng(SEED)
-    large_histogram, small_histogram = (
-        Counter(rng.poisson(40, size).tolist()) for size in (20_000, 1_000)
-    )
+    large_histogram, small_histogram = (Counter(rng.poisson(40, size).tolist()) for size in (20_000, 1_000))
     assert (
         population_stability_index(large_histogram, large_histogram) == pytest.approx(0)
         and population_stability_index(large_histogram, small_histogram) < 0.03
@@ -201,8 +192,7 @@ def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
 
 def test_buckets_grow_with_the_score_and_are_bounded() -> None:
     scores = sorted(
-        [0.0, -0.0, 1e-30, math.inf, -math.inf]
-        + [sign * 2.0**power for sign in (-1, 1) for power in range(-20, 21)]
+        [0.0, -0.0, 1e-30, math.inf, -math.inf] + [sign * 2.0**power for sign in (-1, 1) for power in range(-20, 21)]
     )
 
     buckets = [bucket_of_score(score) for score in scores]

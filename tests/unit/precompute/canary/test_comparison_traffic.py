@@ -33,21 +33,16 @@ def tried(seed: int, skew: float, *, scale: float = 1.0, defaults: float = 0.0) 
     arms = {name: [ArmCounts() for _ in range(REPLICAS)] for name in ("live", "canary")}
     for user, key in enumerate(KEYS):
         arm = "canary" if split.has_key(key) else "live"
-        default_share, factor = (
-            (FALLBACKS + defaults, scale) if arm == "canary" else (FALLBACKS, 1.0)
-        )
+        default_share, factor = (FALLBACKS + defaults, scale) if arm == "canary" else (FALLBACKS, 1.0)
         answer = (
-            {"source": "default"}
-            if falls[user] < default_share
-            else {"source": "l2", "scores": [tops[user] * factor]}
+            {"source": "default"} if falls[user] < default_share else {"source": "l2", "scores": [tops[user] * factor]}
         )
         for replica, counts in enumerate(arms[arm]):
             if times := int(met[replica, user]):
                 counts.count_answers(key, [answer])
                 counts.requests += times - 1  # what is known by now changes no more than this
     totals = [
-        CanaryArmTotals.of(replica_counts.to_json() for replica_counts in arms[name])
-        for name in ("live", "canary")
+        CanaryArmTotals.of(replica_counts.to_json() for replica_counts in arms[name]) for name in ("live", "canary")
     ]
     comparison = ArmComparison.of(*totals)
     verdict, against = decide(comparison, CanaryConfig())
@@ -62,7 +57,5 @@ def test_the_live_generation_itself_as_a_canary_is_always_published(skew: float)
 
 @pytest.mark.parametrize("wrong", [{"scale": 1.3}, {"defaults": 0.2}], ids=str)
 @pytest.mark.parametrize("skew", [1.0])
-def test_a_canary_that_answers_differently_is_always_abandoned(
-    skew: float, wrong: dict[str, float]
-) -> None:
+def test_a_canary_that_answers_differently_is_always_abandoned(skew: float, wrong: dict[str, float]) -> None:
     assert [tried(seed, skew, **wrong) for seed in range(SPLITS)] == ["abandon"] * SPLITS

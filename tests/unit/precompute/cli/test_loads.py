@@ -38,13 +38,9 @@ for line in sys.stdin:
 def list_command_places() -> list[CommandPlace]:
     """Places of all commands, each once."""
     (commands,) = (
-        action
-        for action in build_command_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
+        action for action in build_command_parser()._actions if isinstance(action, argparse._SubParsersAction)
     )
-    return sorted(
-        {command_parser.get_default("run") for command_parser in commands.choices.values()}, key=str
-    )
+    return sorted({command_parser.get_default("run") for command_parser in commands.choices.values()}, key=str)
 
 
 def loaded(command_places: list[CommandPlace]) -> tuple[list[int], str]:
@@ -55,9 +51,7 @@ def loaded(command_places: list[CommandPlace]) -> tuple[list[int], str]:
         cwd=ROOT, capture_output=True, text=True,
         timeout=240, check=True,
     )  # fmt: skip
-    return [
-        int(line.split()[0]) for line in completed_process.stdout.splitlines()
-    ], completed_process.stderr
+    return [int(line.split()[0]) for line in completed_process.stdout.splitlines()], completed_process.stderr
 
 
 def test_every_command_loads_in_a_process_in_which_no_other_ran() -> None:
@@ -65,7 +59,5 @@ def test_every_command_loads_in_a_process_in_which_no_other_ran() -> None:
     lacking = [CommandPlace("cli.commands.nobody"), CommandPlace("cli.nowhere.night")]
     statuses, error_output = loaded([*command_places, *lacking])
 
-    assert len(command_places) > 20 and statuses[: -len(lacking)] == [0] * len(command_places), (
-        error_output
-    )
+    assert len(command_places) > 20 and statuses[: -len(lacking)] == [0] * len(command_places), error_output
     assert all(statuses[-len(lacking) :]) and "nobody" in error_output and "nowhere" in error_output

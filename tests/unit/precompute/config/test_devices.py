@@ -114,12 +114,8 @@ def share_memory(device, tasks):
     torch = pytest.importorskip("torch", reason="make torch-env")
     fraction_calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch.cuda, "set_per_process_memory_fraction", lambda *each: fraction_calls.append(each)
-        )
-        patch.setattr(
-            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 << 30)
-        )
+        patch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *each: fraction_calls.append(each))
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 << 30))
         return devices.limit_gpu_memory(device, tasks), fraction_calls
 
 
@@ -165,9 +161,7 @@ with devices.claim_least_busy_device("auto", int(sys.argv[2]), 2, Path(sys.argv[
 def scoring_process(folder, shard_number):
     """(the process that scores a shard, its device)."""
     command = [sys.executable, "-c", SCORING_PROGRAM, str(folder), str(shard_number)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
         process.kill()
@@ -221,13 +215,10 @@ def test_more_tasks_than_declared_on_the_one_gpu_are_reported(monkeypatch, tmp_p
 
     with ExitStack() as stack:
         claimed_devices = [
-            stack.enter_context(devices.claim_least_busy_device("auto", number, 2, tmp_path))
-            for number in range(2)
+            stack.enter_context(devices.claim_least_busy_device("auto", number, 2, tmp_path)) for number in range(2)
         ]
         assert not caplog.text
-        claimed_devices.append(
-            stack.enter_context(devices.claim_least_busy_device("auto", 2, 2, tmp_path))
-        )
+        claimed_devices.append(stack.enter_context(devices.claim_least_busy_device("auto", 2, 2, tmp_path)))
 
     assert claimed_devices == ["cuda:1"] * 3
     assert "3 processes score on cuda:1, and device_tasks is 2" in caplog.text
@@ -276,9 +267,7 @@ def test_no_lock_follows_a_link_that_another_user_has_laid(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("laid", ["a link", "a folder for all", "a file"])
-def test_a_folder_for_locks_that_others_may_enter_is_named_and_not_used(
-    laid, monkeypatch, tmp_path, caplog
-):
+def test_a_folder_for_locks_that_others_may_enter_is_named_and_not_used(laid, monkeypatch, tmp_path, caplog):
     elsewhere, lock_folder = tmp_path / "elsewhere", tmp_path / f"larder-{os.getuid()}"
     elsewhere.mkdir()
     if laid == "a link":
@@ -296,6 +285,4 @@ def test_a_folder_for_locks_that_others_may_enter_is_named_and_not_used(
         assert device == "cuda:1"
 
     assert f"{lock_folder} is no folder that this user alone may enter" in caplog.text
-    assert not list(elsewhere.iterdir()) and (
-        lock_folder.is_file() or not list(lock_folder.iterdir())
-    )
+    assert not list(elsewhere.iterdir()) and (lock_folder.is_file() or not list(lock_folder.iterdir()))

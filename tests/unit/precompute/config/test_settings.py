@@ -71,17 +71,13 @@ def read(folder, text):
         ("shards = = 2", "cannot read"),
     ],
 )
-def test_a_setting_that_cannot_work_is_named_with_its_file_and_what_is_allowed(
-    tmp_path, text, message_pattern
-):
+def test_a_setting_that_cannot_work_is_named_with_its_file_and_what_is_allowed(tmp_path, text, message_pattern):
     with pytest.raises(ConfigError, match=message_pattern) as caught:
         read(tmp_path, text)
     assert str(tmp_path / "larder.toml") in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", ".hidden", "a/b", "a b", "a:b", "{a}", "a*", "é", "a\n", "x" * 65]
-)
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a b", "a:b", "{a}", "a*", "é", "a\n", "x" * 65])
 def test_a_namespace_is_fit_for_keys_and_folders_wherever_it_comes_from(tmp_path, name):
     with pytest.raises(ConfigError, match="namespace has 1 to 64 letters"):
         NightConfig(namespace=name)

@@ -56,7 +56,5 @@ def test_what_cannot_be_meant_is_named(tmp_path: Path, text: str, message_patter
 
 
 def test_a_delay_that_is_no_number_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match="LARDER_RETRY_DELAY_S: retry_delay_s must be a finite number, not 'soon'"
-    ):
+    with pytest.raises(ConfigError, match="LARDER_RETRY_DELAY_S: retry_delay_s must be a finite number, not 'soon'"):
         DagConfig.configured({"LARDER_RETRY_DELAY_S": "soon"})

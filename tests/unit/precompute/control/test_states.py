@@ -45,9 +45,7 @@ def test_a_roll_back_recorded_once_more_jumps_over_nothing_else():
 
 
 def test_publishing_supersedes_and_rolling_back_returns():
-    ledger = fold_releases(
-        [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "roll_back", "a")]
-    )
+    ledger = fold_releases([release(1, "publish", "a"), release(2, "publish", "b"), release(3, "roll_back", "a")])
     assert ledger.live_generation == "a" and ledger.state("b") is GenerationState.ROLLED_BACK
     assert ledger.previous is None
 
@@ -80,10 +78,7 @@ def test_a_roll_back_takes_back_all_that_was_live_after_its_target():
         fold_releases(republished_history).previous,
     ) == ("b", "a")
     # What was left before the target stays one to go back to.
-    assert (
-        fold_releases([*history, release(4, "publish", "d"), release(5, "roll_back", "c")]).previous
-        == "b"
-    )
+    assert fold_releases([*history, release(4, "publish", "d"), release(5, "roll_back", "c")]).previous == "b"
 
 
 def test_previous_follows_the_order_of_releases_and_no_clock():
@@ -104,9 +99,7 @@ def test_a_rolled_back_generation_needs_a_verification_before_it_is_published():
     demand_allowed("publish", "b", GenerationState.VERIFIED)
 
 
-@pytest.mark.parametrize(
-    "state", [state for state in GenerationState if state is not GenerationState.SUPERSEDED]
-)
+@pytest.mark.parametrize("state", [state for state in GenerationState if state is not GenerationState.SUPERSEDED])
 def test_a_rollback_lands_on_superseded_generations_only(state):
     with pytest.raises(Conflict):
         demand_allowed("roll_back", "x", state)
@@ -155,9 +148,7 @@ def test_a_canary_moves_the_pointer_and_makes_nothing_live():
     )
     undone = fold_releases([history[0], replace(history[1], is_done=False)])
     assert (undone.live_epoch, undone.epoch, undone.canary) == (1, 2, None)
-    abandoned_ledger = fold_releases(
-        [*history, replace(release(3, "end_canary", "b"), abandoned=True)]
-    )
+    abandoned_ledger = fold_releases([*history, replace(release(3, "end_canary", "b"), abandoned=True)])
     assert (abandoned_ledger.live_epoch, abandoned_ledger.canary) == (
         3,
         None,
@@ -170,9 +161,7 @@ def test_every_action_of_a_record_is_in_the_table():
     assert set(STATE_OF_REPLACED) == MOVE_ACTIONS
 
 
-@pytest.mark.parametrize(
-    "state", [GenerationState.REFUSED, GenerationState.ROLLED_BACK, GenerationState.ABANDONED]
-)
+@pytest.mark.parametrize("state", [GenerationState.REFUSED, GenerationState.ROLLED_BACK, GenerationState.ABANDONED])
 def test_what_was_rejected_stays_so_however_often_it_is_made_until_it_is_verified(state):
     for action in ("begin", "load", "override"):
         assert TRANSITIONS[action].get(state) in (state, None)
@@ -227,10 +216,7 @@ def test_whatever_is_allowed_keeps_one_live_and_a_previous_that_was_never_bad(st
     ]
     assert live == ([ledger.live_generation] if ledger.live_generation else [])
     if ledger.previous is not None:
-        assert (
-            ledger.state(ledger.previous) is GenerationState.SUPERSEDED
-            and ledger.previous != ledger.live_generation
-        )
+        assert ledger.state(ledger.previous) is GenerationState.SUPERSEDED and ledger.previous != ledger.live_generation
     completed = [
         release_record
         for release_record in history

@@ -102,10 +102,7 @@ def find(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(defect, marks=[pytest.mark.slow] if defect in RARE else [])
-        for defect in sorted(DEFECTS)
-    ],
+    [pytest.param(defect, marks=[pytest.mark.slow] if defect in RARE else []) for defect in sorted(DEFECTS)],
 )
 def test_a_planted_mistake_is_found(name: str) -> None:
     find(name)

@@ -28,16 +28,11 @@ TYPES = {
 def compiled(kernel: Any, options: dict[str, Any], **constants: Any) -> dict[str, Any]:
     """Compiles one kernel, and counts what matters in it."""
     tile = f"tensordesc<fp16[{constants.get('tile')},{constants.get('depth')}]>"
-    types = [argument_type or tile for argument_type in TYPES[kernel]] + ["constexpr"] * len(
-        constants
-    )
+    types = [argument_type or tile for argument_type in TYPES[kernel]] + ["constexpr"] * len(constants)
     source = ASTSource(
         fn=kernel,
         signature=dict(zip(kernel.arg_names, types, strict=True)),
-        constexprs={
-            (kernel.arg_names.index(constant_name),): value
-            for constant_name, value in constants.items()
-        },
+        constexprs={(kernel.arg_names.index(constant_name),): value for constant_name, value in constants.items()},
         attrs={(at,): [["tt.divisibility", 16]] for at, kind in enumerate(types) if kind[0] == "*"},
     )
     compiled_kernel = triton.compile(source, target=HOPPER, options=options)
@@ -67,9 +62,7 @@ def used_by(code: str) -> tuple[int, int]:
             "-o",
             str(path.with_suffix(".cubin")),
         ]
-        assembler_output = subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stderr
+        assembler_output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (spilled,), (registers,) = (
         re.findall(r"(\d+) bytes spill stores", assembler_output),
         re.findall(r"Used (\d+) registers", assembler_output),

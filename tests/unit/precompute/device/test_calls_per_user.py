@@ -59,16 +59,10 @@ def objects(folder: Path, users: int, redis_url: str) -> int:
     """Python's objects that the chunks of so many users are made of, their outputs among them."""
     shards = drawn(folder, users, redis_url)
     build = Build.of(shards.config, shards.build)
-    works = [
-        ShardWork.of(build, open_bundle(build), shard, shards.scorers) for shard in range(SHARDS)
-    ]
+    works = [ShardWork.of(build, open_bundle(build), shard, shards.scorers) for shard in range(SHARDS)]
 
     def chunks() -> list[Any]:
-        return [
-            work.add_tower_outputs(chunk)
-            for work in works
-            for chunk in read_users(work, build.root / "scratch")
-        ]
+        return [work.add_tower_outputs(chunk) for work in works for chunk in read_users(work, build.root / "scratch")]
 
     assert sum(len(encoded_chunk.ids) for encoded_chunk in chunks()) == users
     gc.collect()

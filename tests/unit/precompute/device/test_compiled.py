@@ -26,9 +26,9 @@ def test_kernels_compile_into_products_of_warpgroups_and_sums_that_are_rounded_t
     )
 
     kernel_reports = [json.loads(line) for line in completed_process.stdout.splitlines()]
-    assert [kernel_report["name"] for kernel_report in kernel_reports] == ["above"] * 4 + [
-        "keep"
-    ] + ["exact"] * 2 + ["leading"]
+    assert [kernel_report["name"] for kernel_report in kernel_reports] == ["above"] * 4 + ["keep"] + ["exact"] * 2 + [
+        "leading"
+    ]
     for kernel_report in kernel_reports:
         assert kernel_report["shared_bytes"] <= SHARED_BYTES
         assert (kernel_report["warpgroup_products"] > 0) == (kernel_report["name"] == "above")

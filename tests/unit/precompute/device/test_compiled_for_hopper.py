@@ -24,9 +24,7 @@ def disassembled(name, constants, folder):
     path = folder / f"{name}.cubin"
     path.write_bytes(hopper.compile_kernel(name, constants))
     assembly, resources = (
-        subprocess.run(
-            [str(CUOBJDUMP), option, str(path)], capture_output=True, text=True, check=True
-        ).stdout
+        subprocess.run([str(CUOBJDUMP), option, str(path)], capture_output=True, text=True, check=True).stdout
         for option in ("--dump-sass", "--dump-resource-usage")
     )
     (stack_bytes,) = re.findall(r"STACK:(\d+)", resources)

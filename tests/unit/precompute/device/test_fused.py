@@ -78,9 +78,7 @@ def has_same_bits(left_lists, right):
 
 def assert_same(users, items, k, excluded, metric="inner_product", allowed=None):
     expected_lists = Scorer.of(items, metric, engine=False).top(users, k, excluded, allowed=allowed)
-    assert has_same_bits(
-        by_kernels(items, metric).top(users, k, excluded, allowed=allowed), expected_lists
-    )
+    assert has_same_bits(by_kernels(items, metric).top(users, k, excluded, allowed=allowed), expected_lists)
 
 
 @pytest.mark.usefixtures("agreed")
@@ -111,9 +109,7 @@ def test_some_items_only_and_histories_of_everything():
     vectors[11] = vectors[300] = 0
     queries[2] = 0
     rng = np.random.default_rng(2)
-    excluded = Histories.of(
-        [np.arange(400), [], np.arange(395), rng.permutation(400)[:200], [-1, 9999]]
-    )
+    excluded = Histories.of([np.arange(400), [], np.arange(395), rng.permutation(400)[:200], [-1, 9999]])
 
     for allowed in (None, rng.random(400) < 0.2, np.zeros(400, np.bool_)):
         assert_same(queries, vectors, 30, excluded, allowed=allowed)
@@ -213,38 +209,28 @@ def test_many_cases_are_exact(data):
 )
 def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, spread, metric):
     rng = np.random.default_rng(seed)
-    items = (
-        rng.standard_normal((900, dims)) * np.exp(spread * rng.standard_normal((900, 1)))
-    ).astype("f4")
+    items = (rng.standard_normal((900, dims)) * np.exp(spread * rng.standard_normal((900, 1)))).astype("f4")
     users = (rng.standard_normal((16, dims)) * np.exp(rng.standard_normal((16, 1)))).astype("f4")
     device_items = DeviceItems.of(ComparableItems.of(items, metric), WHERE, torch.float16, 4)
     queried = unit_rows(users) if metric == "cosine" else users
     queries, columns = device_items.queries(users, queried), device_items.all_columns
 
-    bounds = fused.compute_bounds(
-        device_items, columns, queries, choose_tiles(16, queries.codes.shape[1], WHERE)
-    )
+    bounds = fused.compute_bounds(device_items, columns, queries, choose_tiles(16, queries.codes.shape[1], WHERE))
 
     ordinals = columns.ordinals.cpu().numpy()
-    exact = score(users, items, np.tile(np.minimum(ordinals, 899), (16, 1)), metric).astype(
-        np.float64
-    )
+    exact = score(users, items, np.tile(np.minimum(ordinals, 899), (16, 1)), metric).astype(np.float64)
     exact *= queries.scale.double().cpu().numpy()[:, None] * device_items.scale
     exact[:, ordinals == 900] = -np.inf
     members = columns.columns_of(torch.arange(len(columns.longest)))
     highest = exact[:, members.numpy()].max(2)
     computed_bounds, real = bounds.double().cpu().numpy(), highest.max(0) > -np.inf
-    margin = (
-        device_items.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
-    )
+    margin = device_items.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
     reach, weight = (
         queries.length + queries.residual,
         fused.compute_block_weights(device_items, columns, queries),
     )
     # A block's groups share their margin, and users the largest part that is residual.
-    widest = (
-        reach[:, None] * weight.repeat_interleave(BLOCK_GROUPS)
-    ).cpu().numpy() + UNDERFLOW_ERROR
+    widest = (reach[:, None] * weight.repeat_interleave(BLOCK_GROUPS)).cpu().numpy() + UNDERFLOW_ERROR
     assert (computed_bounds >= highest).all()
     assert (computed_bounds <= highest + margin + widest * (1 + 1e-6) + 1e-6)[:, real].all()
     assert np.isneginf(computed_bounds[:, ~real]).all()
@@ -257,9 +243,7 @@ def little_room(monkeypatch):
 
 
 @pytest.mark.usefixtures("little_room")
-@settings(
-    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
     check_kept_groups(data, [100, 1300, 5000])
@@ -267,9 +251,7 @@ def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
 
 @long_where_interpreted
 @pytest.mark.usefixtures("little_room")
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_groups_of_three_stages_are_kept_by_their_bounds(data):
     check_kept_groups(data, [1300, 5000, 17_000])
@@ -288,9 +270,7 @@ def check_kept_groups(data, item_counts):
     if kind in ("falling", "rising"):  # the first to be seen are the best, or the worst
         items = np.abs(items) * np.exp(rng.standard_normal((count, 1))).astype("f4")
         users = np.abs(users) * (1 if kind == "falling" else -1)
-    device_items = DeviceItems.of(
-        ComparableItems.of(items, "inner_product"), WHERE, torch.float16, fused.GROUP
-    )
+    device_items = DeviceItems.of(ComparableItems.of(items, "inner_product"), WHERE, torch.float16, fused.GROUP)
     queries, columns = device_items.queries(users, users), device_items.all_columns
     tiles = choose_tiles(3, queries.codes.shape[1], WHERE)
     required_counts = torch.tensor([1, 20, 32], dtype=torch.int32, device=WHERE)
@@ -332,10 +312,7 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
     is_filled = (np.arange(room) < counts[..., None]).reshape(4, -1)
     numbers = np.tile(np.arange(bounds.shape[1], dtype="i4"), (4, 1))
     entries = np.stack([bounds.view("i4"), numbers, numbers + 7, numbers * 3], 2)
-    kernel_inputs = [
-        torch.from_numpy(array).to(WHERE)
-        for array in (entries, counts, required_counts.astype("i4"))
-    ]
+    kernel_inputs = [torch.from_numpy(array).to(WHERE) for array in (entries, counts, required_counts.astype("i4"))]
     guard = torch.full((6, capacity, 4), -7, dtype=torch.int32, device=WHERE)
     guard[1:5] = fused.NO_GROUP
     limits, left_out = (torch.full((4,), -torch.inf, device=WHERE) for _ in range(2))
@@ -350,19 +327,12 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
         kept_entries = guard[1 + row][guard[1 + row, :, 1] != fused.NO_GROUP].cpu().numpy()
         kept_numbers = kept_entries[:, 1]
         assert np.array_equal(kept_entries, entries[row][kept_numbers])
-        remaining_bounds = np.delete(
-            bounds[row], np.union1d(kept_numbers, np.flatnonzero(~is_filled[row]))
-        )
-        assert (
-            len(set(kept_numbers.tolist())) == len(kept_numbers)
-            and is_filled[row][kept_numbers].all()
-        )
+        remaining_bounds = np.delete(bounds[row], np.union1d(kept_numbers, np.flatnonzero(~is_filled[row])))
+        assert len(set(kept_numbers.tolist())) == len(kept_numbers) and is_filled[row][kept_numbers].all()
         assert remaining_bounds.max(initial=-np.inf) <= left_out[row].item() or kind == "endless"
         if kind == "normal":
             assert len(kept_numbers) >= min(required_counts[row], is_filled[row].sum())
-            assert (
-                left_out[row].item() <= np.sort(bounds[row][is_filled[row]])[-required_counts[row]]
-            )
+            assert left_out[row].item() <= np.sort(bounds[row][is_filled[row]])[-required_counts[row]]
 
 
 def test_a_member_whose_product_was_rounded_down_is_scored():
@@ -401,9 +371,7 @@ def test_the_best_keys_are_those_of_the_operators(wide, k):
     keys[3, 3, -1] = 2**62
     tiles = choose_tiles(5, 16, WHERE)
 
-    assert torch.equal(
-        fused.select_leading_keys(keys, k, tiles), operators.select_best_keys(keys.flatten(1), k)
-    )
+    assert torch.equal(fused.select_leading_keys(keys, k, tiles), operators.select_best_keys(keys.flatten(1), k))
 
 
 @pytest.mark.parametrize("room", [32, 64, 512])
@@ -426,9 +394,7 @@ def test_estimating_stages_look_at_every_block_once_and_first_at_the_middle(bloc
 
     assert sorted(block_numbers) == list(range(blocks))
     assert 0 < stages[0].blocks <= SEGMENTS * room // BLOCK_GROUPS
-    for stage in stages[
-        :-1
-    ]:  # neither the longest items nor the shortest are looked at more than others
+    for stage in stages[:-1]:  # neither the longest items nor the shortest are looked at more than others
         early = np.array([stage.block(at) for at in range(stage.blocks)])
         assert abs(early.mean() - (blocks - 1) / 2) <= blocks / 8
 
@@ -476,9 +442,7 @@ def test_kernels_that_disagree_are_not_used(monkeypatch, caplog):
     original_bounds_of = fused.compute_bounds
     monkeypatch.setattr(fused, "compute_bounds", lambda *given: original_bounds_of(*given) - 0.02)
 
-    scorer = DeviceScorer.of(
-        np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True
-    )
+    scorer = DeviceScorer.of(np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True)
 
     assert scorer is not None and scorer._fused is None
     assert "kernels' lists differ" in caplog.text
@@ -490,9 +454,7 @@ def test_kernels_that_cannot_be_run_are_not_used(monkeypatch, caplog):
 
     monkeypatch.setattr(fused, "agrees", broken)
 
-    scorer = DeviceScorer.of(
-        np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True
-    )
+    scorer = DeviceScorer.of(np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True)
 
     assert scorer is not None and scorer._fused is None
     assert "RuntimeError: no compiler" in caplog.text

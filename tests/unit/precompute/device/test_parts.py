@@ -37,9 +37,7 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
 
     dot_products = exact_dots(
         arrange_in_sum_order(torch.from_numpy(users).to(WHERE)),
-        arrange_in_sum_order(torch.from_numpy(items).to(WHERE))[
-            torch.from_numpy(candidate_ordinals).to(WHERE)
-        ],
+        arrange_in_sum_order(torch.from_numpy(items).to(WHERE))[torch.from_numpy(candidate_ordinals).to(WHERE)],
     )
 
     assert (
@@ -72,9 +70,7 @@ def test_keys_sort_and_read_like_those_of_the_night(values):
     device_lists = unpack_keys(torch.cat([keys, torch.tensor([WORST], device=WHERE)])[None])
     expected_lists = unpack_sort_keys(np.append(unsigned, np.uint64(0))[None], len(keys) + 1)
     assert np.array_equal(device_lists[0].cpu().numpy().view(np.uint32), expected_lists[0])
-    assert np.array_equal(
-        device_lists[1].cpu().numpy().view(np.uint32), expected_lists[1].view(np.uint32)
-    )
+    assert np.array_equal(device_lists[1].cpu().numpy().view(np.uint32), expected_lists[1].view(np.uint32))
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,9 +81,7 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     dims = data.draw(st.integers(1, 200), "dims")
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
     spread = data.draw(st.sampled_from([0, 1, 4]), "spread of lengths")
-    items = (
-        rng.standard_normal((700, dims)) * np.exp(spread * rng.standard_normal((700, 1)))
-    ).astype("f4")
+    items = (rng.standard_normal((700, dims)) * np.exp(spread * rng.standard_normal((700, 1)))).astype("f4")
     users = (rng.standard_normal((20, dims)) * np.exp(rng.standard_normal((20, 1)))).astype("f4")
     compared = ComparableItems.of(items, metric)
     device_items = DeviceItems.of(compared, WHERE, dtype)
@@ -100,9 +94,7 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     item_ordinals = np.minimum(columns.ordinals.cpu().numpy(), 699)
     exact = score(users, items, np.tile(item_ordinals, (20, 1)), metric).astype(np.float64)
     exact *= queries.scale.double().cpu().numpy()[:, None] * device_items.scale
-    margin = (
-        device_items.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
-    )
+    margin = device_items.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
     group = groups_of(columns)
     over = np.abs(product - exact)[:, real] / margin[:, group][:, real]
     assert over.max() <= 1
@@ -120,9 +112,7 @@ def groups_of(columns):
 @pytest.mark.parametrize("group", [2, 4, 8, 64])
 def test_the_largest_of_a_group_is_that_of_its_columns(group):
     vectors = np.random.default_rng(0).standard_normal((1000, 8)).astype("f4")
-    device_items = DeviceItems.of(
-        ComparableItems.of(vectors, "inner_product"), WHERE, torch.float16, group
-    )
+    device_items = DeviceItems.of(ComparableItems.of(vectors, "inner_product"), WHERE, torch.float16, group)
     columns = device_items.all_columns
     product = torch.randn(5, len(columns.ordinals), device=WHERE)
 
@@ -148,9 +138,7 @@ def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
         assert (columns.column_by_ordinal.cpu().numpy() >= 0).sum() == count
         assert np.array_equal(columns.padding.cpu().numpy(), np.flatnonzero(ordinals == 5000))
         group = groups_of(columns)[real]
-        sizes = (
-            np.linalg.norm(items[ordinals[real]].astype(np.float64), axis=1) * device_items.scale
-        )
+        sizes = np.linalg.norm(items[ordinals[real]].astype(np.float64), axis=1) * device_items.scale
         assert (columns.longest.cpu().numpy()[group] >= sizes).all()
         starts = columns.longest.cpu().numpy()
         assert (starts[1:] <= starts[:-1]).all()
@@ -159,9 +147,7 @@ def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
 @pytest.fixture(scope="module")
 def device_columns():
     vectors = np.random.default_rng(0).standard_normal((40_000, 2)).astype("f4")
-    return DeviceItems.of(
-        ComparableItems.of(vectors, "inner_product"), WHERE, torch.float16
-    ).all_columns
+    return DeviceItems.of(ComparableItems.of(vectors, "inner_product"), WHERE, torch.float16).all_columns
 
 
 @given(st.integers(1, 200_000))

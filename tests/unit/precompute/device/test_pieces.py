@@ -26,9 +26,7 @@ def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
     users[UNCERTAIN] = 0
     theirs = Scorer.of(items, engine=False)
     best_ordinals = theirs.top(users, 5)[0]
-    excluded = Histories.of(
-        [best_ordinals[row][:3] if row == 8 else [] for row in range(len(users))]
-    )
+    excluded = Histories.of([best_ordinals[row][:3] if row == 8 else [] for row in range(len(users))])
     torch_scorer = DeviceScorer.of(items, "inner_product", DEVICE, dtype=torch.float16, fused=False)
     assert torch_scorer is not None
     original_search = device_search.search

@@ -38,15 +38,11 @@ def test_a_rehearsal_is_of_the_device_itself() -> None:
     rate = rate_from_rehearsal(DEVICE, vectors(64), vectors(300), "inner_product", 500)
 
     assert rate is not None and rate.users_per_s > 0 and "64 users" in rate.origin
-    assert (
-        rate_from_rehearsal(DEVICE, vectors(4), np.zeros((3, 16), np.float32), "cosine", 2) is None
-    )
+    assert rate_from_rehearsal(DEVICE, vectors(4), np.zeros((3, 16), np.float32), "cosine", 2) is None
     assert rate_from_rehearsal(DEVICE, vectors(4)[:0], vectors(300), "inner_product", 500) is None
 
 
-def on(
-    monkeypatch: pytest.MonkeyPatch, device_names: tuple[str, ...], rate: DeviceRate | None
-) -> DeviceRate:
+def on(monkeypatch: pytest.MonkeyPatch, device_names: tuple[str, ...], rate: DeviceRate | None) -> DeviceRate:
     """What a plan for 2,000 items of 32 numbers goes by, from a sample with 500 items of 16."""
     monkeypatch.setattr(trial, "devices", lambda device_setting: device_names)
     monkeypatch.setattr(trial, "rate_from_rehearsal", lambda *_: rate)
@@ -92,9 +88,6 @@ def test_no_list_is_too_long_for_the_kernels_that_the_table_is_of() -> None:
     from precompute.device.fused import FETCH_MAX
 
     assert (
-        max(
-            K_MAX + K_MAX // k_divisor + extra_candidates
-            for k_divisor, extra_candidates in scorer._FETCH_MARGINS
-        )
+        max(K_MAX + K_MAX // k_divisor + extra_candidates for k_divisor, extra_candidates in scorer._FETCH_MARGINS)
         <= FETCH_MAX
     )

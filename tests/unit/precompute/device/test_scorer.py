@@ -78,14 +78,10 @@ def test_lists_have_the_bits_of_faiss_and_numpy(dtype, metric, users, items, dim
 
     for allowed_mask in (None, allowed, np.zeros(items, np.bool_)):
         expected_lists = theirs.top(queries, k, excluded, allowed=allowed_mask)
-        assert has_same_bits(
-            torch_scorer.top(queries, k, excluded, allowed=allowed_mask), expected_lists
-        )
+        assert has_same_bits(torch_scorer.top(queries, k, excluded, allowed=allowed_mask), expected_lists)
 
 
-@settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_case_is_exact_in_any_pieces(monkeypatch, data):
     items = data.draw(st.sampled_from([1, 2, 255, 257, 3000, 20_000]), "items")
@@ -109,9 +105,7 @@ def test_any_case_is_exact_in_any_pieces(monkeypatch, data):
 
     torch_scorer = on_device(vectors, metric, data.draw(st.sampled_from(DTYPES), "dtype"))
 
-    expected_lists = Scorer.of(vectors, metric, engine=False).top(
-        queries, k, excluded, allowed=allowed
-    )
+    expected_lists = Scorer.of(vectors, metric, engine=False).top(queries, k, excluded, allowed=allowed)
     assert has_same_bits(torch_scorer.top(queries, k, excluded, allowed=allowed), expected_lists)
 
 
@@ -172,15 +166,11 @@ def test_products_that_are_rougher_than_their_dtype_are_not_used(monkeypatch, ca
     assert DeviceScorer.of(vectors, "inner_product", DEVICE, dtype=dtype) is not None
 
     def rough(left_matrix, right):
-        total = torch.zeros(
-            len(left_matrix), right.shape[1], dtype=torch.bfloat16, device=left_matrix.device
-        )
+        total = torch.zeros(len(left_matrix), right.shape[1], dtype=torch.bfloat16, device=left_matrix.device)
         for step in range(left_matrix.shape[1]):
             total += left_matrix[:, step, None].bfloat16() * right[None, step].bfloat16()
         return (
-            total.to(left_matrix.dtype)
-            if left_matrix.dtype != torch.float64
-            else original_matmul(left_matrix, right)
+            total.to(left_matrix.dtype) if left_matrix.dtype != torch.float64 else original_matmul(left_matrix, right)
         )
 
     original_matmul = torch.Tensor.__matmul__
@@ -263,9 +253,7 @@ def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypat
     monkeypatch.setattr(device_scorer, "search", breaks)
     progress_counts: list[int] = []
 
-    all_device_lists = [
-        scorer.top(users, 50, excluded, progress=progress_counts.append) for _ in range(2)
-    ]
+    all_device_lists = [scorer.top(users, 50, excluded, progress=progress_counts.append) for _ in range(2)]
 
     assert all(has_same_bits(device_lists, expected_lists) for device_lists in all_device_lists)
     assert scorer.has_failed
@@ -276,9 +264,7 @@ def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypat
 def with_kernels(items, kernels):
     """A scorer whose kernels are a function in the place of their search."""
     scorer = on_device(items)
-    scorer._fused = SimpleNamespace(
-        fits=lambda *_: True, shape_of=device_search.shape_of, search=kernels
-    )
+    scorer._fused = SimpleNamespace(fits=lambda *_: True, shape_of=device_search.shape_of, search=kernels)
     return scorer
 
 

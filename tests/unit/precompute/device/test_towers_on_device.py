@@ -30,9 +30,7 @@ class FixedTower:
 
     def __init__(self, vectors: NDArray[np.float32]) -> None:
         self.vectors = vectors
-        self.spec: Any = SimpleNamespace(
-            output_dims=vectors.shape[1], inputs=[SimpleNamespace(name="row")]
-        )
+        self.spec: Any = SimpleNamespace(output_dims=vectors.shape[1], inputs=[SimpleNamespace(name="row")])
 
     def run(self, inputs: Any) -> NDArray[np.float32]:
         row_vectors: NDArray[np.float32] = self.vectors[inputs["row"]]
@@ -59,9 +57,7 @@ def on_device(
     return DeviceTower(name, tower, FixedTower(device_vectors)).run({"row": rows})
 
 
-def off_by(
-    vectors: NDArray[np.float32], towards: NDArray[np.float32], length_share: float
-) -> NDArray[np.float32]:
+def off_by(vectors: NDArray[np.float32], towards: NDArray[np.float32], length_share: float) -> NDArray[np.float32]:
     """Vectors moved by a share of their length in the direction of others."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     direction = towards / np.linalg.norm(towards, axis=1, keepdims=True)
@@ -70,9 +66,7 @@ def off_by(
 
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(
-    metric: Any, seed: int
-) -> None:
+def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(metric: Any, seed: int) -> None:
     # Given items that come in pairs close by, and vectors moved where it changes their order most
     rng = np.random.default_rng(seed)
     users = rng.standard_normal((64, DIMS)).astype(np.float32)
@@ -214,10 +208,7 @@ def test_an_unrequested_form_that_is_off_leaves_the_model_to_the_processor(
             tower.run(rows)
         return
     assert all(np.array_equal(tower.run(rows), vectors) for _ in range(2))
-    assert (
-        caplog.text.count("item_tower stays on the processor: item_tower on the device differs")
-        == 1
-    )
+    assert caplog.text.count("item_tower stays on the processor: item_tower on the device differs") == 1
 
 
 def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has_no_gpu(
@@ -237,9 +228,7 @@ def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has
 def test_models_without_a_program_and_torch_share_a_tasks_memory_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bundle = SimpleNamespace(
-        models=[SimpleNamespace(program=program) for program in (None, None, "p", None)]
-    )
+    bundle = SimpleNamespace(models=[SimpleNamespace(program=program) for program in (None, None, "p", None)])
     opened: list[Accelerator] = []
 
     def record_open(_path: Any, spec: Any, *, accelerator: Accelerator) -> Any:

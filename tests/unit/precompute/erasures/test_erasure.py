@@ -75,9 +75,7 @@ def test_forgetting_needs_a_reason(store):
         readmit_entity(store, b"u1", "user", forgotten_at=6.0, reason=" ")
 
 
-@pytest.mark.parametrize(
-    "raw", [b"", b"[]", b"{}", b'{"number": 2, "entity": "u", "kind": "user", "at": 1}']
-)
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"number": 2, "entity": "u", "kind": "user", "at": 1}'])
 def test_a_damaged_record_stops_the_night_instead_of_losing_an_erasure(store, raw):
     store.write("erasures/000000000001.json", raw)
 
@@ -88,9 +86,7 @@ def test_a_damaged_record_stops_the_night_instead_of_losing_an_erasure(store, ra
 def test_a_night_leaves_out_erased_users_and_whatever_was_done_with_erased_items(store):
     erased = ErasedEntities(frozenset({b"u1"}), frozenset({b"i9"}))
 
-    remaining_interactions = erased.leave_out(
-        batch(("u1", "i1"), ("u2", "i9"), ("u2", "i1"), ("i9", "u1"))
-    )
+    remaining_interactions = erased.leave_out(batch(("u1", "i1"), ("u2", "i9"), ("u2", "i1"), ("i9", "u1")))
 
     assert remaining_interactions.users.raws() == [
         b"u2",
@@ -126,9 +122,7 @@ def test_forgotten_ones_are_not_left_out_and_done_ones_are():
         Erasure(3, "c", "item", 0.0),
     ]
 
-    assert ErasedEntities.of(erasures) == ErasedEntities(
-        frozenset({b"a"}), frozenset({b"c"}), (1, 3)
-    )
+    assert ErasedEntities.of(erasures) == ErasedEntities(frozenset({b"a"}), frozenset({b"c"}), (1, 3))
 
 
 def test_an_unreadable_generation_counts_as_holding_the_entity(store, tmp_path):
@@ -169,9 +163,7 @@ def test_a_user_of_the_same_id_does_not_hold_an_erased_item(store):
 
 def test_copies_of_a_generation_that_is_gone_hold_whom_it_did_not_leave_out(store, tmp_path):
     """Else each night's retirement, whose copies other hosts still have, would keep every erasure pending for ever."""
-    earlier_erasure, after = (
-        request_erasure(store, raw, "user", requested_at=5.0) for raw in (b"u1", b"u2")
-    )
+    earlier_erasure, after = (request_erasure(store, raw, "user", requested_at=5.0) for raw in (b"u1", b"u2"))
     other_store = ArtefactStore(store.url, tmp_path / "other host")
     note_left_out(store, G1, ErasedEntities.of([earlier_erasure]))
     record_copies(other_store, G1)

@@ -49,9 +49,7 @@ def published(stream: Stream, until_position: Position) -> None:
         events=IncludedEvents(str(until_position), 10),
         format=FORMAT_WITH_EVENTS,
     )
-    stream.store.write(
-        generation_path(GENERATION, "manifest.json"), manifest_with_events.to_bytes()
-    )
+    stream.store.write(generation_path(GENERATION, "manifest.json"), manifest_with_events.to_bytes())
 
 
 def erase(stream: Stream, user: str) -> None:

@@ -64,9 +64,7 @@ class Stream:
     def add(self, event: Event | None = None) -> Position:
         """One more event, of its own id; where none is given, by somebody on something."""
         number = len(self.added)
-        event = event or Event(
-            f"e{number}", 1_000_000 * number, b"u%d" % (number % 5), b"i%d" % number
-        )
+        event = event or Event(f"e{number}", 1_000_000 * number, b"u%d" % (number % 5), b"i%d" % number)
         position = Position.parse(self.client.xadd(self.keys.events, {"e": event.to_bytes()}))
         self.added[position] = event
         return position

@@ -61,9 +61,7 @@ def test_both_nights_write_and_read_the_same_files(stream: Stream, redis_url: st
     assert arm.store().names("events") == []
 
 
-def test_events_stay_until_the_generations_of_arms_have_them(
-    stream: Stream, redis_url: str
-) -> None:
+def test_events_stay_until_the_generations_of_arms_have_them(stream: Stream, redis_url: str) -> None:
     control_config, arm = stream.config(redis_url), arm_of(stream, redis_url)
     positions = list(stream.added)
     published(control_config, positions[1], "")
@@ -83,18 +81,14 @@ def test_events_stay_until_the_generations_of_arms_have_them(
         (ExperimentArm("control", control_config.namespace, 0.5, ()), ExperimentArm("b", arm.namespace, 0.5, ())),
         created_at=0.0,
     )  # fmt: skip
-    change_experiments(
-        control_config.store(), lambda experiments: replace(experiments, experiments=(experiment,))
-    )
+    change_experiments(control_config.store(), lambda experiments: replace(experiments, experiments=(experiment,)))
 
     assert trimmed() == 1
     published(arm, positions[0], "")  # a stream of its own, whose positions say nothing here
     assert trimmed() == 1
 
 
-def test_nights_of_an_arm_trim_and_erase_nothing_of_the_control(
-    stream: Stream, redis_url: str
-) -> None:
+def test_nights_of_an_arm_trim_and_erase_nothing_of_the_control(stream: Stream, redis_url: str) -> None:
     arm = arm_of(stream, redis_url)
     initial_rows = stream.rows()
 
@@ -117,12 +111,8 @@ def test_what_was_taken_in_before_another_namespaces_events_counted_is_erased_an
 
     forget_events(config, [request_erasure(stream.store, b"u1", "user", requested_at=0.0)])
 
-    remaining_positions = [
-        position for position, event in stream.added.items() if event.user != b"u1"
-    ]
-    assert [position for position, _ in stream.rows()] == [
-        position.number for position in remaining_positions
-    ]
+    remaining_positions = [position for position, event in stream.added.items() if event.user != b"u1"]
+    assert [position for position, _ in stream.rows()] == [position.number for position in remaining_positions]
     assert stream.client.xlen(stream.keys.events) == len(remaining_positions) == 2
     assert retire.run(config, attempt="a")["events_trimmed"] == len(remaining_positions)
 

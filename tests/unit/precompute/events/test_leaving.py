@@ -43,22 +43,16 @@ def stream(redis_url: str, tmp_path: Path) -> Stream:
 
 def begin_generation(stream: Stream, until_position: Position | None) -> None:
     """A generation in the making."""
-    begin_report = (
-        {} if until_position is None else {"events": {"until": str(until_position), "files": 1}}
-    )
+    begin_report = {} if until_position is None else {"events": {"until": str(until_position), "files": 1}}
     stream.store.write(generation_path(GENERATION, "work/begin.json"), orjson.dumps(begin_report))
 
 
 def list_stream_positions(stream: Stream) -> list[Position]:
-    return [
-        Position.parse(position) for position, _ in read_entries(stream.client, stream.keys.events)
-    ]
+    return [Position.parse(position) for position, _ in read_entries(stream.client, stream.keys.events)]
 
 
 def trimmed(stream: Stream, keep_s: float = -60.0, stream_bytes: int = 1 << 30) -> int:
-    return trim_stream(
-        stream.stores, stream.client, stream.keys, keep_s=keep_s, stream_bytes=stream_bytes
-    )
+    return trim_stream(stream.stores, stream.client, stream.keys, keep_s=keep_s, stream_bytes=stream_bytes)
 
 
 def test_what_no_file_has_stays(stream: Stream) -> None:
@@ -85,9 +79,7 @@ def test_a_stream_that_is_half_full_keeps_nothing_for_its_age(stream: Stream) ->
 
 
 @pytest.mark.parametrize(("position_index", "trimmed_count"), [(None, 4), (0, 1), (1, 2), (3, 4)])
-def test_what_a_generation_does_not_have_stays(
-    stream: Stream, position_index: int | None, trimmed_count: int
-) -> None:
+def test_what_a_generation_does_not_have_stays(stream: Stream, position_index: int | None, trimmed_count: int) -> None:
     begin_generation(stream, None if position_index is None else list(stream.added)[position_index])
 
     assert trimmed(stream) == trimmed_count
@@ -116,9 +108,7 @@ def test_who_is_erased_leaves_files_and_stream(stream: Stream) -> None:
     assert forget_in_files(stream.store, erased) == 1
 
     remaining_indices = [index for index in range(6) if index not in (1, 4)]
-    assert list_stream_positions(stream) == [
-        list(stream.added)[index] for index in remaining_indices
-    ]
+    assert list_stream_positions(stream) == [list(stream.added)[index] for index in remaining_indices]
     assert stream.rows() == [rows[index] for index in (0, 2, 3)]
     assert stream.bounds() == bounds
     assert stream.client.xlen(stream.keys.rejected_events) == 0
@@ -129,9 +119,7 @@ def test_who_is_erased_leaves_files_and_stream(stream: Stream) -> None:
     assert [event_id for _, event_id in stream.rows()] == ["e0", "e2", "e3", "e5"]
 
 
-def test_nothing_is_forgotten_quietly_while_the_redis_of_events_is_away(
-    stream: Stream, tmp_path: Path
-) -> None:
+def test_nothing_is_forgotten_quietly_while_the_redis_of_events_is_away(stream: Stream, tmp_path: Path) -> None:
     config = stream.config("unix:///nowhere/redis.sock")
     erasure: Erasure = request_erasure(config.store(), b"u1", "user", requested_at=0.0)
 
@@ -221,6 +209,5 @@ def test_an_erased_user_leaves_the_inbox_while_no_night_takes_it_in(stream: Stre
     assert forgotten_count == 2 + 6  # of the stream and of the inbox
     waiting: Any = stream.client.xrange(inbox)
     assert [fields for _, fields in waiting] == [
-        {name.encode(): text.encode() for name, text in inbox_entries[at].items()}
-        for at in (2, 5, 8)
+        {name.encode(): text.encode() for name, text in inbox_entries[at].items()} for at in (2, 5, 8)
     ]

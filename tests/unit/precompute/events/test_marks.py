@@ -40,8 +40,6 @@ def test_a_position_at_which_no_file_ends_is_refused(tmp_path: Path) -> None:
     config = replace(config, events=replace(config.events, enabled=True))
 
     assert event_files(config).files == ()
-    with pytest.raises(
-        ConfigError, match=r"no file of .* ends at 7-0, they go up to 0-0"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"no file of .* ends at 7-0, they go up to 0-0") as refused:
         event_files(config, "7-0")
     assert refused.value.details["field"] == "events_until"

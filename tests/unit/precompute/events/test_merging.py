@@ -58,9 +58,7 @@ def test_many_kills_lose_nothing_and_take_nothing_twice(
     killed_and_gone_on(redis_url, at, is_behind, before, others)
 
 
-def killed_and_gone_on(
-    redis_url: str, at: int, is_behind: bool, earlier_nights: int, later_nights: int
-) -> None:
+def killed_and_gone_on(redis_url: str, at: int, is_behind: bool, earlier_nights: int, later_nights: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(merging, "FILES_PER_MERGE", FILES_PER_MERGE)
         stream = Stream.of(redis_url, Path(folder))
@@ -89,9 +87,7 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
     published(stream, ends[-2])
     assert merge_files(stream.stores) == 0  # one of them has to be told from those before
     published(stream, ends[-1])
-    assert (
-        merge_files(stream.stores) == 0
-    )  # the newest is never among them: it says where the next begins
+    assert merge_files(stream.stores) == 0  # the newest is never among them: it says where the next begins
     later = nights(stream, 1)
 
     assert merge_files(stream.stores) == FILES_PER_MERGE
@@ -124,11 +120,7 @@ def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> N
     merge_files(stream.stores)
 
     erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
-    assert (
-        stream.rows()
-        == [row for row in all_event_rows if row[1] not in erased_event_ids]
-        != all_event_rows
-    )
+    assert stream.rows() == [row for row in all_event_rows if row[1] not in erased_event_ids] != all_event_rows
     assert forget_in_files(stream.store, ErasedEntities(frozenset({b"u2"}), frozenset())) > 0
     erased_event_ids |= {event.id for event in stream.added.values() if event.user == b"u2"}
     assert stream.rows() == [row for row in all_event_rows if row[1] not in erased_event_ids]
@@ -151,18 +143,14 @@ def test_an_erasure_during_a_merge_reaches_the_merged_file(redis_url: str, tmp_p
                 assert merge_files(stream.stores) == FILES_PER_MERGE
             return super().read(path)
 
-    forget_in_files(
-        ConcurrentMergeStore(stream.store.url), ErasedEntities(frozenset({b"u1"}), frozenset())
-    )
+    forget_in_files(ConcurrentMergeStore(stream.store.url), ErasedEntities(frozenset({b"u1"}), frozenset()))
 
     assert not {event.id for event in stream.added.values() if event.user == b"u1"} & {
         name for _, name in stream.rows()
     }
 
 
-def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken_position(stream.store))
@@ -176,13 +164,9 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
         name for _, name in stream.rows()
     }
 
-    merge_files(
-        stream.stores
-    )  # as the next `take-events` does, and an erasure that is still under way
+    merge_files(stream.stores)  # as the next `take-events` does, and an erasure that is still under way
 
-    assert superseded_files(stream.store) == [] and not erased_event_ids & {
-        name for _, name in stream.rows()
-    }
+    assert superseded_files(stream.store) == [] and not erased_event_ids & {name for _, name in stream.rows()}
 
 
 def test_while_a_night_is_in_the_making_its_files_stay(redis_url: str, tmp_path: Path) -> None:
@@ -198,9 +182,7 @@ def test_while_a_night_is_in_the_making_its_files_stay(redis_url: str, tmp_path:
     assert merge_files(stream.stores) == FILES_PER_MERGE
 
 
-def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 2)
     published(stream, last_taken_position(stream.store))

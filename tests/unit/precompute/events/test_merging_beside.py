@@ -51,20 +51,14 @@ def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_eras
         merge_files(EventStores(killed, stream.keys.namespace))
     erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
     assert erased_event_ids & {name for _, name in stream.rows()}
-    unrelated_erasure = request_erasure(
-        stream.store, b"somebody", "user", requested_at=0.0
-    )  # in none of them
+    unrelated_erasure = request_erasure(stream.store, b"somebody", "user", requested_at=0.0)  # in none of them
 
     forget_in_files(stream.store, ErasedEntities.of([unrelated_erasure]))
 
-    assert superseded_files(stream.store) == [] and not erased_event_ids & {
-        name for _, name in stream.rows()
-    }
+    assert superseded_files(stream.store) == [] and not erased_event_ids & {name for _, name in stream.rows()}
 
 
-def test_a_night_that_begins_during_a_merge_keeps_the_files_that_it_reads(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_a_night_that_begins_during_a_merge_keeps_the_files_that_it_reads(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, FILES_PER_MERGE + 1)
     published(stream, last_taken_position(stream.store))
@@ -78,10 +72,7 @@ def test_a_night_that_begins_during_a_merge_keeps_the_files_that_it_reads(
             super().write(begin_path, b"{}")
             return super().write_once(path, data)
 
-    assert (
-        merge_files(EventStores(ConcurrentNightStore(stream.store.url), stream.keys.namespace))
-        == FILES_PER_MERGE
-    )
+    assert merge_files(EventStores(ConcurrentNightStore(stream.store.url), stream.keys.namespace)) == FILES_PER_MERGE
 
     assert all(stream.store.read(path) for path in paths) and stream.rows() == stream.all_rows()
     stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
@@ -89,9 +80,7 @@ def test_a_night_that_begins_during_a_merge_keeps_the_files_that_it_reads(
     assert superseded_files(stream.store) == [] and stream.rows() == stream.all_rows()
 
 
-def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(redis_url: str, tmp_path: Path) -> None:
     """One of an arm that no experiment names yet: who merges does not know of it."""
     stream = Stream.of(redis_url, tmp_path)
     ends = nights(stream, FILES_PER_MERGE + 1)
@@ -106,9 +95,7 @@ def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
         "events": {"until": str(ends[0])},
     }
     begun_generation = "20260201T000000Z-0123456789ab"
-    arm.store().write(
-        generation_path(begun_generation, "work/begin.json"), orjson.dumps(begin_report)
-    )
+    arm.store().write(generation_path(begun_generation, "work/begin.json"), orjson.dumps(begin_report))
     with open_releases(arm) as releases:
         releases.note(begun_generation, GenerationState.BEGUN)
     assert merge_files(stream.stores) == FILES_PER_MERGE

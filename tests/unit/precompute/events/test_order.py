@@ -26,9 +26,7 @@ CUT = "1970-01-01T00:00:08Z"
 """Some of the events happened after it."""
 USERS, ITEMS = [f"u{number}" for number in range(4)], [f"i{number}" for number in range(4)]
 
-click = st.tuples(
-    st.sampled_from(USERS), st.sampled_from([*ITEMS, "x"]), st.integers(1, 7), st.just(1.0)
-)
+click = st.tuples(st.sampled_from(USERS), st.sampled_from([*ITEMS, "x"]), st.integers(1, 7), st.just(1.0))
 event = st.tuples(
     st.sampled_from(USERS), st.sampled_from([*ITEMS, "x"]), st.integers(1, 12),
     st.sampled_from([1.0, 0.0]),
@@ -71,9 +69,7 @@ class Sandbox:
 
     def partition(self, name: str, earlier: EarlierPartition | None = None) -> PartitionResult:
         sources = Sources(interactions=("clicks",))
-        config = NightConfig(
-            base=str(self.root), shards=SHARDS, sources=sources, events=EventsConfig(enabled=True)
-        )
+        config = NightConfig(base=str(self.root), shards=SHARDS, sources=sources, events=EventsConfig(enabled=True))
         files = [self.root / f"{number}.events" for number in range(len(self.events))]
         further = FurtherInput(interactions=partial(read_event_interactions, files))
         night = NightInput(config, self.items, parse_time(CUT), further=further)
@@ -125,9 +121,7 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
         box = Sandbox(Path(folder))
         box.add([first], events)
         base = box.partition("base")
-        assert {
-            user: history for user, (history, _) in box.inputs("base").items()
-        } == box.expected()
+        assert {user: history for user, (history, _) in box.inputs("base").items()} == box.expected()
         interaction_counts = base.interaction_counts
         assert interaction_counts.late == 0
         earlier = EarlierPartition(
@@ -144,14 +138,9 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
             box.partition("ours", earlier),
         )
 
-        assert {
-            user: history for user, (history, _) in box.inputs("whole").items()
-        } == box.expected()
+        assert {user: history for user, (history, _) in box.inputs("whole").items()} == box.expected()
         assert box.inputs("ours") == box.inputs("whole")
-        assert (
-            incremental_partition.interaction_counts.interactions
-            == full_partition.interaction_counts.interactions
-        )
+        assert incremental_partition.interaction_counts.interactions == full_partition.interaction_counts.interactions
         assert (
             incremental_partition.interaction_counts.popularity.tolist()
             == full_partition.interaction_counts.popularity.tolist()

@@ -22,9 +22,7 @@ OLDER, NEWER = "20260131T000000Z-0123456789ab", "20260131T000000Z-f123456789ab"
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NightConfig:
     """Settings with a store that has no file of events, all of whose generations are unfinished."""
-    night_config = NightConfig(
-        namespace="taking", artifacts=str(tmp_path), events=EventsConfig(enabled=True)
-    )
+    night_config = NightConfig(namespace="taking", artifacts=str(tmp_path), events=EventsConfig(enabled=True))
 
     @contextmanager
     def opened(_: NightConfig) -> Iterator[Any]:

@@ -75,9 +75,7 @@ def happen(stream: Stream, happening: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(HAPPENINGS), max_size=14), st.integers(1, 9))
-def test_every_event_is_in_exactly_one_file(
-    redis_url: str, happenings: list[str], events_of_a_file: int
-) -> None:
+def test_every_event_is_in_exactly_one_file(redis_url: str, happenings: list[str], events_of_a_file: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(stream_of_entries, "FILE_EVENTS_MAX", events_of_a_file)
         patched.setattr(stream_of_entries, "ENTRIES_AT_ONCE", 3)
@@ -91,9 +89,7 @@ def test_every_event_is_in_exactly_one_file(
 
         assert stream.rows() == stream.all_rows()
         assert (
-            taken_events.until_position
-            == max([*stream.added, STREAM_BEGINNING])
-            == last_taken_position(stream.store)
+            taken_events.until_position == max([*stream.added, STREAM_BEGINNING]) == last_taken_position(stream.store)
         )
         bounds = stream.bounds()
         assert all(end == after for (_, end), (after, _) in pairwise(bounds))
@@ -106,9 +102,7 @@ def test_every_event_is_in_exactly_one_file(
         )
 
 
-def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     stream.add(Event("kept", 1, b"u1", b"i1"))
     stream.add(Event("of-the-user", 1, b"gone", b"i1"))
@@ -129,14 +123,10 @@ def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(
     assert [event_id for _, event_id in stream.rows()] == ["kept"]
 
 
-def test_a_night_reads_interactions_of_positive_weight_at_their_time(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_a_night_reads_interactions_of_positive_weight_at_their_time(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     config = stream.config(redis_url)
-    late = stream.add(
-        Event("a", 1_700_000_000_123_456, "ü".encode(), b"i1", type="buy", weight=2.5)
-    )
+    late = stream.add(Event("a", 1_700_000_000_123_456, "ü".encode(), b"i1", type="buy", weight=2.5))
     stream.add(Event("b", 5, b"u1", b"i1", weight=0.0))
     stream.add(Event("c", 6, b"u1", attributes={"country": "DE"}))
     stream.add(Event("d", 7, item=b"i1", vector=(1.0, 0.5)))
@@ -182,9 +172,7 @@ def test_without_events_nothing_is_read_and_a_position_is_refused(tmp_path: Path
         taking.run(config)
 
 
-def test_a_damaged_file_is_named_and_no_event_is_lost_behind_it(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_named_and_no_event_is_lost_behind_it(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     stream.add()
     stream.store.write(taken_file_path(STREAM_BEGINNING), b"PAR1 and no more")
@@ -207,9 +195,7 @@ def test_a_night_before_the_first_event_says_so() -> None:
     assert taking.describe_taken_events(step_result) == "0 events taken over: none was accepted yet"
 
 
-def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     config = stream.config(redis_url)
     stream.add(Event("of-them", 1, b"gone", b"i1"))

@@ -13,9 +13,7 @@ from precompute.traffic.experiments import ArmOption, ExperimentOption
 KEYS = [f"key-{number}".encode() for number in range(3_000)]
 
 
-def make_option(
-    name: str = "ranker", key_share: float = 0.2, other_namespace: str = "second"
-) -> ExperimentOption:
+def make_option(name: str = "ranker", key_share: float = 0.2, other_namespace: str = "second") -> ExperimentOption:
     arms = (ArmOption("control", "default", 0.5), ArmOption("other", other_namespace, 0.5))
     return ExperimentOption("default", name, arms, key_share)
 
@@ -27,10 +25,7 @@ def assigned(experiments: Experiments) -> dict[bytes, tuple[str, str | None] | N
         {experiment.name: experiment.owners for experiment in experiments.current},
     )
     named = {key: owners.owner_of(key) for key in KEYS}
-    return {
-        key: None if name is None else (name, arms[name].owner_of(key))
-        for key, name in named.items()
-    }
+    return {key: None if name is None else (name, arms[name].owner_of(key)) for key, name in named.items()}
 
 
 def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> None:
@@ -39,9 +34,7 @@ def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> Non
     assert edits.add_experiment(experiments, make_option(), at=2.0) == experiments
     with pytest.raises(Conflict, match="other arms or shares"):
         edits.add_experiment(experiments, make_option(key_share=0.3), at=2.0)
-    over = edits.end_experiment(
-        edits.begin_experiment(experiments, "ranker", at=3.0), "ranker", at=4.0
-    )
+    over = edits.end_experiment(edits.begin_experiment(experiments, "ranker", at=3.0), "ranker", at=4.0)
     assert edits.end_experiment(over, "ranker", at=5.0) == over
     for change in (
         lambda: edits.add_experiment(over, make_option(), at=5.0),
@@ -77,9 +70,7 @@ def test_what_can_be_no_experiment_is_refused(
 
 
 def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free() -> None:
-    experiments = edits.add_experiment(
-        Experiments(), make_option(key_share=0.6), holdout=0.1, at=1.0
-    )
+    experiments = edits.add_experiment(Experiments(), make_option(key_share=0.6), holdout=0.1, at=1.0)
 
     with pytest.raises(Conflict, match=r"would have 1\.1 of all keys: 0\.3 are free"):
         edits.add_experiment(experiments, make_option("second", key_share=0.4), at=2.0)
@@ -89,18 +80,14 @@ def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free()
         edits.share_keys(experiments, {}, holdout=1.0)
     experiments = edits.add_experiment(experiments, make_option("second", key_share=0.3), at=2.0)
     assert bucket_count(experiments.holdout) == 1_000 and None not in {
-        assignment and assignment[1]
-        for assignment in assigned(experiments).values()
-        if assignment is not None
+        assignment and assignment[1] for assignment in assigned(experiments).values() if assignment is not None
     }
 
 
 def test_no_more_run_and_no_more_namespaces_are_held_than_replicas_can_hold() -> None:
     experiments = Experiments()
     for number in range(ARM_NAMESPACES_MAX):
-        experiments = edits.add_experiment(
-            experiments, make_option(f"e{number}", 0.05, f"n{number}"), at=1.0
-        )
+        experiments = edits.add_experiment(experiments, make_option(f"e{number}", 0.05, f"n{number}"), at=1.0)
 
     with pytest.raises(Conflict, match=f"{RUNNING_EXPERIMENTS_MAX} experiments run already"):
         edits.add_experiment(experiments, make_option("more", 0.05, "n0"), at=1.0)
@@ -132,9 +119,7 @@ def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
             assert bucket_count(experiments.current[0].buckets) == round(drawn_share * BUCKET_COUNT)
         case "arms":
             drawn_share = data.draw(st.integers(0, 100)) / 100
-            experiments = edits.share_arms(
-                experiments, "one", {"control": drawn_share, "other": 1 - drawn_share}
-            )
+            experiments = edits.share_arms(experiments, "one", {"control": drawn_share, "other": 1 - drawn_share})
             after = assigned(experiments)
             moved_keys = [key for key in KEYS if after[key] != initial_assignments[key]]
             assert {_name(initial_assignments[key]) for key in moved_keys} <= {"one"}
@@ -150,11 +135,7 @@ def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
         case "add":
             experiments = edits.add_experiment(experiments, make_option("three", 0.3), at=2.0)
             after = assigned(experiments)
-            assert {
-                _name(initial_assignments[key])
-                for key in KEYS
-                if after[key] != initial_assignments[key]
-            } == {None}
+            assert {_name(initial_assignments[key]) for key in KEYS if after[key] != initial_assignments[key]} == {None}
     assert experiments.holdout == holdout
 
 

@@ -32,18 +32,14 @@ def part(store: ArtefactStore, hour: int, replica: str, number: int, *arms: dict
     assert store.write_once(exposure_part_path(hour, replica, number), orjson.dumps({"arms": arms}))
 
 
-def line(
-    arm: str, keys: dict[str, float], requests: int = 1, experiment: str = "e", **feedback: int
-) -> dict[str, Any]:
+def line(arm: str, keys: dict[str, float], requests: int = 1, experiment: str = "e", **feedback: int) -> dict[str, Any]:
     return {
         "experiment": experiment, "arm": arm, "requests": requests, "feedback": feedback,
         "exposures": [[key, at] for key, at in keys.items()],
     }  # fmt: skip
 
 
-def rows(
-    store: ArtefactStore, hour: int = HOUR, experiment: str = "e"
-) -> dict[tuple[str, str], float]:
+def rows(store: ArtefactStore, hour: int = HOUR, experiment: str = "e") -> dict[tuple[str, str], float]:
     raw = store.read(f"exposures/{experiment}/{hour}.parquet")
     if raw is None:  # of no key there is no file
         return {}
@@ -60,16 +56,12 @@ def test_parts_of_all_replicas_become_one_file_without_repeated_keys(tmp_path: P
     part(store, HOUR, "r2", 2, line("x", {"z": 1.0}, experiment="other"))
     part(store, HOUR + 20, "r2", 3, line("x", {"a": 1.0}, 7))
 
-    ungathered_totals = {
-        name: arm_totals.to_json() for name, arm_totals in read_totals_by_arm(store, "e").items()
-    }
+    ungathered_totals = {name: arm_totals.to_json() for name, arm_totals in read_totals_by_arm(store, "e").items()}
     assert gather_exposures(store, gathered_at=LATER) == {"hours": 1, "files": 2, "parts": 3}
 
     assert rows(store) == {("x", "a"): 4.25, ("x", "b"): 6.0, ("y", "c"): 1.0}
     assert rows(store, experiment="other") == {("x", "z"): 1.0}
-    after = {
-        name: arm_totals.to_json() for name, arm_totals in read_totals_by_arm(store, "e").items()
-    }
+    after = {name: arm_totals.to_json() for name, arm_totals in read_totals_by_arm(store, "e").items()}
     assert after["x"] == {"requests": 13, "exposures": 3, "feedback": {"buy": 1, "click": 3}}
     # Before it was gathered each part counted for itself.
     assert ungathered_totals == {"x": {**after["x"], "exposures": 4}, "y": after["y"]}
@@ -111,9 +103,7 @@ class Dies(ArtefactStore):
 
 
 @pytest.mark.parametrize("changes_left", range(7))
-def test_killed_at_any_place_and_run_again_it_is_as_if_it_had_run_once(
-    tmp_path: Path, changes_left: int
-) -> None:
+def test_killed_at_any_place_and_run_again_it_is_as_if_it_had_run_once(tmp_path: Path, changes_left: int) -> None:
     store = Dies(str(tmp_path))
     part(store, HOUR, "r1", 1, line("x", {"a": 5.0}, 2, click=1), line("x", {"q": 1.0}, 1, "other"))
     part(store, HOUR, "r2", 1, line("y", {"a": 4.0}, 3))
@@ -132,9 +122,7 @@ def test_killed_at_any_place_and_run_again_it_is_as_if_it_had_run_once(
     }
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_whatever_comes_in_whatever_order_the_log_is_exact(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -156,10 +144,7 @@ def test_whatever_comes_in_whatever_order_the_log_is_exact(tmp_path: Path, seed:
     gather_exposures(store, gathered_at=LATER)
 
     assert rows(store) == expected
-    assert (
-        sum(arm_totals.requests for arm_totals in read_totals_by_arm(store, "e").values())
-        == requests
-    )
+    assert sum(arm_totals.requests for arm_totals in read_totals_by_arm(store, "e").values()) == requests
 
 
 def test_who_was_erased_is_in_no_file_and_no_part(tmp_path: Path) -> None:

@@ -71,8 +71,6 @@ def test_nineteen_of_twenty_intervals_hold_the_mean(seed):
 def test_the_same_seed_draws_the_same():
     values = np.random.default_rng(0).random((600, 2))
 
-    first, second = (
-        bootstrap_means(np.arange(600), values, ALL, np.random.default_rng(4)) for _ in "ab"
-    )
+    first, second = (bootstrap_means(np.arange(600), values, ALL, np.random.default_rng(4)) for _ in "ab")
 
     assert first == second

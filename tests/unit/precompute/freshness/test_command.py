@@ -24,9 +24,7 @@ def test_programs_get_json(replay_arguments, capsys):
 
     report = orjson.loads(capsys.readouterr().out)
     assert (report["k"], report["seed"], report["days"], report["users"]) == (10, 3, 1, 300)
-    assert (
-        report["cut"] == "2026-03-12T00:00:00" and report["trained"] == "on what is before the cut"
-    )
+    assert report["cut"] == "2026-03-12T00:00:00" and report["trained"] == "on what is before the cut"
     first = report["groups"][0]
     assert first["group"] == "all" and first["targets"] == 500
     assert set(first["recall"]) == {"night", "night_less", "hourly", "events"}
@@ -63,9 +61,7 @@ def test_what_cannot_be_is_refused_in_a_line(replay_arguments, option, value, li
 
 
 def test_the_configured_bundle_may_be_replayed(replay_arguments, tmp_path, capsys):
-    rows, _ = make_earlier_rows(
-        np.random.default_rng(0), users=300, groups=20, size=10, items_per_user=5
-    )
+    rows, _ = make_earlier_rows(np.random.default_rng(0), users=300, groups=20, size=10, items_per_user=5)
     (tmp_path / "earlier").mkdir()
     write(tmp_path / "earlier", rows)
     (tmp_path / "earlier/larder.toml").write_text(

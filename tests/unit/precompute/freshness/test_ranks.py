@@ -48,9 +48,7 @@ def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows,
     popularity = np.random.default_rng(1).permutation(ITEMS)
     model = ListModel.of(bundle, popularity, history_limit=6)
     tower = Tower.open(bundle.user_tower.path, bundle.user_tower.spec)
-    vectors = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
-        {"item_index": np.arange(ITEMS)}
-    )
+    vectors = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run({"item_index": np.arange(ITEMS)})
 
     for strategy in STRATEGIES:
         ranked_targets = rank_targets(model, log, targets, strategy, K)
@@ -79,9 +77,7 @@ def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
     targets = Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
     model = ListModel.of(bundle, np.arange(ITEMS), history_limit=100)
 
-    list_count_by_strategy = {
-        strategy: rank_targets(model, log, targets, strategy, K).lists for strategy in STRATEGIES
-    }
+    list_count_by_strategy = {strategy: rank_targets(model, log, targets, strategy, K).lists for strategy in STRATEGIES}
 
     ends = set(zip(targets.starts, targets.ends[NIGHT], strict=True))
     assert list_count_by_strategy[NIGHT] == sum(end > start for start, end in ends) > 0
@@ -94,9 +90,7 @@ def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 5), max_size=12), min_size=1, max_size=8), st.integers(1, 4)
-)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=12), min_size=1, max_size=8), st.integers(1, 4))
 def test_a_history_has_every_item_once_at_its_latest_position(rows, limit):
     items = np.array([item for row in rows for item in row], np.int64)
     ends = np.cumsum([len(row) for row in rows])
@@ -110,10 +104,7 @@ def test_a_history_has_every_item_once_at_its_latest_position(rows, limit):
         expected = list(dict.fromkeys(row[::-1]))[::-1]
         history_span = slice(full_histories.indptr[number], full_histories.indptr[number + 1])
         assert full_histories.indices[history_span].tolist() == expected
-        assert (
-            short.indices[short.indptr[number] : short.indptr[number + 1]].tolist()
-            == expected[-limit:]
-        )
+        assert short.indices[short.indptr[number] : short.indptr[number + 1]].tolist() == expected[-limit:]
 
 
 def test_a_model_that_a_log_cannot_fill_is_refused(bundle):

@@ -39,9 +39,7 @@ def test_where_interest_jumps_events_find_what_nights_do_not(tmp_path, seed):
     everything = report.groups[0]
     recall = {strategy: estimate.value for strategy, estimate in everything.recall.items()}
     assert (everything.targets, everything.with_newer) == (500, 400)
-    assert (
-        recall[NIGHT] == pytest.approx(recall[NIGHT_LESS_SEEN], abs=0.02) and recall[NIGHT] < 0.15
-    )
+    assert recall[NIGHT] == pytest.approx(recall[NIGHT_LESS_SEEN], abs=0.02) and recall[NIGHT] < 0.15
     assert 0.8 <= recall[EVENTS] < 0.85
     assert recall[HOURLY] - recall[NIGHT] == pytest.approx(0.2, abs=0.03)
     gain = everything.gain[EVENTS]

@@ -47,10 +47,7 @@ def test_targets_are_items_of_a_first_time_and_histories_end_before_they_are_com
     expected = []
     for user in sorted({user for user, _, _ in found}):
         user_rows = [log_row for log_row in found if log_row[0] == user]
-        firsts = {
-            item: min(at for _, row_item, at in user_rows if row_item == item)
-            for _, item, _ in user_rows
-        }
+        firsts = {item: min(at for _, row_item, at in user_rows if row_item == item) for _, item, _ in user_rows}
         for item, at in firsts.items():
             if at >= 0:
                 ends = {}
@@ -70,10 +67,7 @@ def test_targets_are_items_of_a_first_time_and_histories_end_before_they_are_com
         (
             int(targets.items[row]),
             int(targets.since_night_us[row]),
-            {
-                strategy: int(ends[row] - targets.starts[row])
-                for strategy, ends in targets.ends.items()
-            },
+            {strategy: int(ends[row] - targets.starts[row]) for strategy, ends in targets.ends.items()},
         )
         for row in range(len(targets))
     ]

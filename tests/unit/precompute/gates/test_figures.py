@@ -42,9 +42,7 @@ def test_small_catalogues_are_compared_less_deep() -> None:
 
 
 def test_many_shards_are_sampled_over_the_whole_range() -> None:
-    small_entity_set, large_entity_set = (
-        SimpleNamespace(parts=range(count)) for count in (3, 1024)
-    )
+    small_entity_set, large_entity_set = (SimpleNamespace(parts=range(count)) for count in (3, 1024))
     assert sampled_shards(cast(Any, small_entity_set)) == [0, 1, 2]
     shard_numbers = sampled_shards(cast(Any, large_entity_set))
     assert len(shard_numbers) == 16 and shard_numbers[0] == 0 and shard_numbers[-1] == 960
@@ -64,9 +62,7 @@ def lists_of(
     if metric == "cosine":
         scores /= np.linalg.norm(users, axis=1, keepdims=True) * np.linalg.norm(items, axis=1)
     for row in range(len(users)):
-        scores[
-            row, seen_items.indices[seen_items.indptr[row] : seen_items.indptr[row + 1]]
-        ] = -np.inf
+        scores[row, seen_items.indices[seen_items.indptr[row] : seen_items.indptr[row + 1]]] = -np.inf
     order = np.argsort(-scores, axis=1)[:, :K]
     return order.astype(np.uint32), np.take_along_axis(scores, order, axis=1)
 
@@ -110,9 +106,7 @@ def test_lists_under_a_filter_are_the_best_of_what_passes() -> None:
     counts = np.full(len(users), K)
     unfiltered_ordinals, all_scores = lists_of(users, items, seen_items, "inner_product")
 
-    def right(
-        listed_ordinals: NDArray[np.uint32], listed_scores: NDArray[np.float64], mask: Any
-    ) -> Any:
+    def right(listed_ordinals: NDArray[np.uint32], listed_scores: NDArray[np.float64], mask: Any) -> Any:
         layout = Layout("topk", K, "f4")
         return _check_lists_best(
             users,
@@ -149,9 +143,7 @@ def scanned(folder: Path, edit: Any = None, *, sums: bool = True, cut: bool = Fa
         edit(records)
     size, raw = 8 * layout.size_bytes, records.tobytes()
     (folder / "p.pages").write_bytes(raw[:-3] if cut else raw)
-    page_checksums = [
-        xxhash.xxh3_64_intdigest(raw[start : start + size]) for start in range(0, len(raw), size)
-    ]
+    page_checksums = [xxhash.xxh3_64_intdigest(raw[start : start + size]) for start in range(0, len(raw), size)]
     np.array(page_checksums if sums else page_checksums[::-1], "<u8").tofile(folder / "p.sums")
     file, checks = (Artefact(f"p.{kind}", 0, "") for kind in ("pages", "sums"))
     parts = (TablePart(0, 5, 40, file, checks),)
@@ -182,9 +174,7 @@ def test_whole_records_have_no_fault(tmp_path: Path) -> None:
         (lambda records: records["flags"].__setitem__(8, 0x11), "headers", 1),
     ],
 )  # fmt: skip
-def test_every_fault_of_a_record_is_counted(
-    tmp_path: Path, edit: Any, kind: str, count: int
-) -> None:
+def test_every_fault_of_a_record_is_counted(tmp_path: Path, edit: Any, kind: str, count: int) -> None:
     scan = scanned(tmp_path, edit)
     assert scan.faults[kind] == count and "p.pages" in scan.first_location_by_fault[kind]
 
@@ -213,9 +203,7 @@ def test_numbers_are_read_as_a_reader_reads_them(tmp_path: Path) -> None:
     layout = Layout("topk", 2, "f2")
     user_fingerprints = np.array([1], np.uint64)
     items, scores = np.array([[3, 4]], np.uint32), np.array([[1e-12, 3e-13]], np.float32)
-    dequantized_scores = dequantize(
-        layout, encode_topk(layout, user_fingerprints, items, scores, 0), np.float64
-    )
+    dequantized_scores = dequantize(layout, encode_topk(layout, user_fingerprints, items, scores, 0), np.float64)
     assert dequantized_scores[0].tolist() == pytest.approx([1e-12, 3e-13], rel=1e-3)
 
 

@@ -48,9 +48,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def cut_off(
-    store: ArtefactStore, artefacts: Sequence[Artefact], monkeypatch, *, after: int
-) -> None:
+def cut_off(store: ArtefactStore, artefacts: Sequence[Artefact], monkeypatch, *, after: int) -> None:
     """A try that a store ends, which no longer answers."""
     with monkeypatch.context() as patched:
         patched.setattr("precompute.gates.rules.checksums.FILES_AT_ONCE", 1)
@@ -117,12 +115,8 @@ def test_a_line_that_a_killed_try_left_half_is_no_note(store, root, artefacts, h
     assert len(hashed) == 20
 
 
-def test_notes_may_be_forgotten_by_a_try_that_ran_out_of_time_but_goes_on(
-    store, root, artefacts, monkeypatch
-):
-    monkeypatch.setattr(
-        Path, "exists", lambda _path: True
-    )  # they are there until the moment they are read
+def test_notes_may_be_forgotten_by_a_try_that_ran_out_of_time_but_goes_on(store, root, artefacts, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda _path: True)  # they are there until the moment they are read
 
     assert check_files(store, GENERATION, artefacts).passed
 

@@ -37,9 +37,7 @@ def replica(name: str, **headroom: Any) -> Replica:
     ("gate", "headroom_field", "needed"),
     [(disk_headroom, "disk_free_bytes", MAPPED), (memory_headroom, "memory_available_bytes", 4 * MAPPED)],
 )  # fmt: skip
-def test_the_replica_with_the_least_room_decides(
-    gate: Any, headroom_field: str, needed: int
-) -> None:
+def test_the_replica_with_the_least_room_decides(gate: Any, headroom_field: str, needed: int) -> None:
     other_replicas = replica("roomy", **{headroom_field: ROOMY}), replica("of an earlier version")
 
     assert gate(candidate(*other_replicas, replica("tight", **{headroom_field: needed}))).passed
@@ -58,9 +56,7 @@ def test_every_superseded_generation_that_is_kept_takes_memory() -> None:
 def test_arms_of_experiments_take_memory_of_the_same_hosts() -> None:
     arm = ArmRoom("second", ("e=b",), 2, 10, 2_000, 1_000, MAPPED)
 
-    tight, enough = (
-        replica("r", memory_available_bytes=mapped_multiple * MAPPED) for mapped_multiple in (7, 8)
-    )
+    tight, enough = (replica("r", memory_available_bytes=mapped_multiple * MAPPED) for mapped_multiple in (7, 8))
 
     assert memory_headroom(candidate(enough, arms=(arm,))).passed
     measurement = memory_headroom(candidate(tight, arms=(arm,)))
@@ -70,19 +66,13 @@ def test_arms_of_experiments_take_memory_of_the_same_hosts() -> None:
 @pytest.mark.parametrize("gate", [disk_headroom, memory_headroom])
 def test_without_a_replica_that_says_what_it_has_nothing_is_refused(gate: Any) -> None:
     for measurement in (gate(candidate()), gate(candidate(replica("of an earlier version")))):
-        assert (
-            measurement.passed
-            and measurement.value is None
-            and "no live replica" in measurement.note
-        )
+        assert measurement.passed and measurement.value is None and "no live replica" in measurement.note
 
 
 @pytest.mark.parametrize(
     ("used_bytes", "passed", "used_share"), [(800, True, 0.8), (801, False, 0.801), (0, True, 0.0)]
 )
-def test_redis_may_be_filled_up_to_the_threshold(
-    used_bytes: int, passed: bool, used_share: float
-) -> None:
+def test_redis_may_be_filled_up_to_the_threshold(used_bytes: int, passed: bool, used_share: float) -> None:
     room = redis_room("primary", used_bytes, 1_000, "maxmemory", 0.8)
 
     assert (room.passed, room.value, room.threshold) == (passed, used_share, 0.8)

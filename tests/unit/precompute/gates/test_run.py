@@ -73,9 +73,7 @@ def passes(_candidate: Candidate) -> Measurement:
     return Measurement(True, 1, 1)
 
 
-def test_a_gate_that_hangs_can_no_longer_use_redis(
-    candidate: Candidate, keyspace: Keyspace
-) -> None:
+def test_a_gate_that_hangs_can_no_longer_use_redis(candidate: Candidate, keyspace: Keyspace) -> None:
     over, gate_finished = threading.Event(), threading.Event()
     errors: list[Exception] = []
 
@@ -98,9 +96,7 @@ def test_a_gate_that_hangs_can_no_longer_use_redis(
     assert candidate.control.client.get(keyspace.live) == b"before"
 
 
-def test_a_gate_that_waits_for_redis_itself_is_cut_off(
-    candidate: Candidate, keyspace: Keyspace
-) -> None:
+def test_a_gate_that_waits_for_redis_itself_is_cut_off(candidate: Candidate, keyspace: Keyspace) -> None:
     gate_finished = threading.Event()
     errors: list[Exception] = []
 
@@ -160,9 +156,7 @@ def test_gates_have_the_time_that_the_bytes_take(candidate: Candidate) -> None:
     seconds = iter([0.0, 0.0, 9_000.0, 9_000.0])
     limits = TimeLimits.of(candidate.thresholds, GovernorConfig(), 60 * GIB)
 
-    verdicts = list(
-        run_gates(candidate, [passes, passes], limits=limits, timer=lambda: next(seconds))
-    )
+    verdicts = list(run_gates(candidate, [passes, passes], limits=limits, timer=lambda: next(seconds)))
 
     assert all(verdict.passed for verdict in verdicts)
 
@@ -171,9 +165,7 @@ def test_a_gate_that_raises_refuses_nothing_and_says_where_it_raised() -> None:
     def raises() -> Measurement:
         raise KeyError("users_scored")
 
-    with pytest.raises(
-        NotJudged, match="coverage could not be judged, so nothing is refused"
-    ) as caught:
+    with pytest.raises(NotJudged, match="coverage could not be judged, so nothing is refused") as caught:
         run_within("coverage", raises, 5.0)
 
     assert re.search(r"KeyError: 'users_scored' \(.*, line \d+, in raises\)", caught.value.message)
@@ -281,13 +273,9 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_refusal_names_rule_value_threshold_and_the_command() -> None:
-    refusal_text = failure_reason(
-        GENERATION, Verdict("list_jaccard", False, 0.1, 0.4, "user_topk", "live-one")
-    )
+    refusal_text = failure_reason(GENERATION, Verdict("list_jaccard", False, 0.1, 0.4, "user_topk", "live-one"))
 
-    assert (
-        "list_jaccard is 0.1, the threshold 0.4 (compared with live-one) user_topk" in refusal_text
-    )
+    assert "list_jaccard is 0.1, the threshold 0.4 (compared with live-one) user_topk" in refusal_text
     assert f'larder override {GENERATION} --rule list_jaccard --reason "..."' in refusal_text
     assert "cannot be overridden" in failure_reason(GENERATION, Verdict("finite", False, 2, 0))
 

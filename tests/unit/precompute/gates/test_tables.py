@@ -81,15 +81,11 @@ def test_tables_of_the_live_generation_are_missed(
     ("items", "passed", "threshold"),
     [(79, False, 0.8), (80, True, 0.8), (150, True, 0.8), (151, False, 1.5)],
 )
-def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(
-    items: int, passed: bool, threshold: float
-) -> None:
+def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(items: int, passed: bool, threshold: float) -> None:
     """An upstream filter that fails brings back what was withdrawn, and no lower bound sees it."""
 
     def manifest(count: int) -> Any:
-        return SimpleNamespace(
-            generation="live", entity_sets={"item": SimpleNamespace(count=count)}
-        )
+        return SimpleNamespace(generation="live", entity_sets={"item": SimpleNamespace(count=count)})
 
     placeholder: Any = None
     candidate = Candidate(
@@ -114,11 +110,7 @@ def test_the_first_lists_and_the_first_generation_are_compared_with_nothing() ->
 
 def test_a_live_generation_without_a_readable_manifest_is_no_first_one() -> None:
     measurement = judged(LIVE, None, unreadable="live")
-    assert (
-        not measurement.passed
-        and measurement.note == UNREADABLE_LIVE_NOTE
-        and measurement.baseline == "live"
-    )
+    assert not measurement.passed and measurement.note == UNREADABLE_LIVE_NOTE and measurement.baseline == "live"
 
 
 def test_a_person_may_judge_otherwise() -> None:
@@ -192,9 +184,7 @@ def test_defaults_are_distinct_items_of_the_table_best_first(
     tmp_path: Path, items: list[str], scores: list[Any], problem: str
 ) -> None:
     # Given a table with lists of two, and the defaults that the night wrote
-    (tmp_path / "defaults.json").write_bytes(
-        orjson.dumps({"lists": {"items": items, "scores": scores}})
-    )
+    (tmp_path / "defaults.json").write_bytes(orjson.dumps({"lists": {"items": items, "scores": scores}}))
 
     def ordinals_of(raws: Sequence[bytes]) -> list[int]:
         return [b"abc".find(raw) for raw in raws]
@@ -216,9 +206,7 @@ def test_defaults_are_distinct_items_of_the_table_best_first(
 def test_a_table_without_defaults_is_named(tmp_path: Path) -> None:
     (tmp_path / "defaults.json").write_bytes(b"{}")
     table = SimpleNamespace(kind="topk", is_facet=False, layout=SimpleNamespace(width=2))
-    candidate: Any = SimpleNamespace(
-        root=tmp_path, manifest=SimpleNamespace(tables={"lists": table})
-    )
+    candidate: Any = SimpleNamespace(root=tmp_path, manifest=SimpleNamespace(tables={"lists": table}))
 
     judged = defaults(candidate)
 
@@ -233,9 +221,7 @@ def test_erased_users_do_not_count_as_missing(users: int, passed: bool) -> None:
     erased = ErasedEntities(users=frozenset({*names[:6], b"stranger"}))
 
     def manifest(count: int) -> Any:
-        return SimpleNamespace(
-            generation="live", entity_sets={"user": SimpleNamespace(count=count)}
-        )
+        return SimpleNamespace(generation="live", entity_sets={"user": SimpleNamespace(count=count)})
 
     placeholder: Any = None
     candidate = Candidate(
@@ -251,9 +237,7 @@ def test_erased_users_do_not_count_as_missing(users: int, passed: bool) -> None:
     assert judged.note == f"{users} users, 4 before"
 
 
-@pytest.mark.parametrize(
-    ("width", "shorter", "short_share"), [(5, 0, 0.0), (5, 1, 0.1), (2, 0, 0.0), (2, 1, 0.1)]
-)
+@pytest.mark.parametrize(("width", "shorter", "short_share"), [(5, 0, 0.0), (5, 1, 0.1), (2, 0, 0.0), (2, 1, 0.1)])
 def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
     width: int, shorter: int, short_share: float
 ) -> None:
@@ -262,9 +246,7 @@ def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
     counts[2], counts[1] = 10 - shorter, shorter
     table = SimpleNamespace(kind="topk", entity="item", layout=SimpleNamespace(width=width))
     scan = SimpleNamespace(table=table, lists_by_length=counts, record_count=10)
-    evidence = SimpleNamespace(
-        unfiltered_scans={"similar": scan}, seen_items=SimpleNamespace(indptr=np.array([0]))
-    )
+    evidence = SimpleNamespace(unfiltered_scans={"similar": scan}, seen_items=SimpleNamespace(indptr=np.array([0])))
     candidate: Any = SimpleNamespace(
         manifest=SimpleNamespace(facts={"short_lists": 0, "users_scored": 10}), evidence=evidence,
         items=SimpleNamespace(count=3), thresholds=GateThresholds(short_lists=0.05),

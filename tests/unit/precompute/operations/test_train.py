@@ -33,9 +33,7 @@ def prepared(folder: Path, items: list[str], features: dict[str, Any] | None = N
     pq.write_table(pa.table(table), folder / "interactions.parquet")
     if features is not None:
         pq.write_table(pa.table(features), folder / "items.parquet")
-    sources = Sources(
-        ("interactions.parquet",), item_features=None if features is None else "items.parquet"
-    )
+    sources = Sources(("interactions.parquet",), item_features=None if features is None else "items.parquet")
     return NightConfig(
         base=str(folder), artifacts="artifacts", bundle="bundle", sources=sources,
         reference=ReferenceConfig(dims=4),
@@ -125,9 +123,7 @@ def test_no_python_object_is_made_per_item(tmp_path, handed):
     assert peak < 160 * ITEMS
 
 
-def test_categories_are_the_first_that_an_item_is_given_as_in_the_night_else_unknown(
-    tmp_path, handed
-):
+def test_categories_are_the_first_that_an_item_is_given_as_in_the_night_else_unknown(tmp_path, handed):
     features = {
         "item": ["c", "a", "stranger", "d", "a", "e"],
         "category": ["red", "blue", "green", None, "red", ""],
@@ -152,6 +148,4 @@ def test_a_bundle_of_arrow_texts_is_the_bundle_of_python_texts(tmp_path):
 
     assert python_bundle.values["user_affinity"].labels == arrow.values["user_affinity"].labels
     assert python_bundle.vocabulary_digest == arrow.vocabulary_digest
-    assert [model.sha256 for model in python_bundle.models] == [
-        model.sha256 for model in arrow.models
-    ]
+    assert [model.sha256 for model in python_bundle.models] == [model.sha256 for model in arrow.models]

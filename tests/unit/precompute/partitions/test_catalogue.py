@@ -47,17 +47,13 @@ def test_a_catalogue_is_written_without_a_python_object_per_item(tmp_path):
 def test_ordinals_ids_and_model_indices_belong_together(tmp_path):
     texts = ["b", "ü", "007", "7", "x" * 256]
     pq.write_table(pa.table({"item": ["7", "ü", "new", "x" * 256]}), tmp_path / "items.parquet")
-    config = NightConfig(
-        shards=3, base=str(tmp_path), sources=Sources(item_features="items.parquet")
-    )
+    config = NightConfig(shards=3, base=str(tmp_path), sources=Sources(item_features="items.parquet"))
 
     laid = write_catalogue(config, bundle_of(texts), tmp_path, erased_raw_ids=[b"7"])
 
     items = open_items(tmp_path, laid)
     item_ids = items.ids_of(np.arange(items.count, dtype=np.uint32))
-    assert item_ids == sorted(
-        ["ü", "new", "x" * 256], key=lambda item_id: hash_id(item_id.encode(), 0)
-    )
+    assert item_ids == sorted(["ü", "new", "x" * 256], key=lambda item_id: hash_id(item_id.encode(), 0))
     expected = [texts.index(item_id) if item_id in texts else -1 for item_id in item_ids]
     assert items.model_indices_of(Ordinals(np.arange(items.count))).tolist() == expected
 

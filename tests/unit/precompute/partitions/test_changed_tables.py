@@ -50,14 +50,8 @@ def apply_values(values: EntityValues) -> dict[str, Any]:
         rows = (column.cast(pa.int64()) if is_time else column).to_pylist()
         for at, id_ in enumerate(IDS):
             if name in (entity_values := values.get(id_.encode(), {})):
-                rows[at] = (
-                    1_000_000
-                    if is_time and entity_values[name] is not None
-                    else entity_values[name]
-                )
-        changed_columns[name] = pa.array(rows, pa.int64() if is_time else column.type).cast(
-            column.type
-        )
+                rows[at] = 1_000_000 if is_time and entity_values[name] is not None else entity_values[name]
+        changed_columns[name] = pa.array(rows, pa.int64() if is_time else column.type).cast(column.type)
     return changed_columns
 
 
@@ -69,9 +63,7 @@ def written(
     pq.write_table(pa.table({"item": IDS, **table}), folder / "items.parquet")
     sources = Sources(item_features="items.parquet", item_attributes=NAMES)
     config = NightConfig(shards=1, sources=sources, base=str(folder))
-    bundle: Any = SimpleNamespace(
-        vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))), models=[]
-    )
+    bundle: Any = SimpleNamespace(vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))), models=[])
     items = open_items(folder, write_catalogue(config, bundle, folder))
     files = write_item_attributes(config, items, folder, event_values=values, unusable=unusable)
     return {
@@ -93,22 +85,16 @@ def test_attributes_are_those_of_the_changed_table(tmp_path: Path) -> None:
 def test_an_attribute_of_another_kind_is_noted(tmp_path: Path) -> None:
     unusable = UnusableRows()
 
-    attribute_files = written(
-        tmp_path / "events", TABLE, {b"i4": {"price": "seven", "brand": 7}}, unusable
-    )
+    attribute_files = written(tmp_path / "events", TABLE, {b"i4": {"price": "seven", "brand": 7}}, unusable)
 
     cleared: EntityValues = {b"i4": {"price": None, "brand": None}}
     assert attribute_files == written(tmp_path / "table", apply_values(cleared), NO_ENTITY_VALUES)
     unusable_report = unusable.to_json()
-    assert unusable_report["events.price"]["reasons"]["not a finite number"]["cases"] == [
-        {"item": "i4"}
-    ]
+    assert unusable_report["events.price"]["reasons"]["not a finite number"]["cases"] == [{"item": "i4"}]
     assert unusable_report["events.brand"]["reasons"]["not a text"]["rows"] == 1
 
 
-def pinned(
-    folder: Path, prices: list[float | None], values: EntityValues
-) -> tuple[bytes, list[str]]:
+def pinned(folder: Path, prices: list[float | None], values: EntityValues) -> tuple[bytes, list[str]]:
     """The pinned columns, and the catalogue that the item tower can use."""
     folder.mkdir()
     table = {
@@ -130,9 +116,7 @@ def pinned(
     )
     items = open_items(folder, write_catalogue(config, bundle, folder, event_values=values))
     write_item_features(config, bundle, items, folder, event_values=values)
-    return (folder / ITEM_FEATURES_FILE).read_bytes(), [
-        items.id_of(at) for at in range(items.count)
-    ]
+    return (folder / ITEM_FEATURES_FILE).read_bytes(), [items.id_of(at) for at in range(items.count)]
 
 
 def test_features_and_catalogue_are_those_of_the_changed_table(tmp_path: Path) -> None:
@@ -164,14 +148,9 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
         for shard in range(shards):
             part = read_shard(folder / "work", shard, history_limit=9)
             ages_ = part.features["age"].to_pylist()
-            spans = [
-                part.ordinals[a:b].tolist()
-                for a, b in zip(part.indptr, part.indptr[1:], strict=False)
-            ]
+            spans = [part.ordinals[a:b].tolist() for a, b in zip(part.indptr, part.indptr[1:], strict=False)]
             names = part.ids.to_pylist()
-            inputs_by_user |= {
-                name: user_input for name, *user_input in zip(names, ages_, spans, strict=True)
-            }
+            inputs_by_user |= {name: user_input for name, *user_input in zip(names, ages_, spans, strict=True)}
         return inputs_by_user
 
     values: EntityValues = {
@@ -180,7 +159,5 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
     }  # fmt: skip
     inputs_with_events = users("events", {"a": 1, "b": 2, "c": 3}, values)
 
-    assert inputs_with_events == users(
-        "table", {"a": 9, "b": None, "c": 3, "new": 5}, NO_ENTITY_VALUES
-    )
+    assert inputs_with_events == users("table", {"a": 9, "b": None, "c": 3, "new": 5}, NO_ENTITY_VALUES)
     assert set(inputs_with_events) == {"a", "b", "c", "new"}

@@ -64,9 +64,7 @@ def test_rows_have_one_digest_where_they_hold_the_same(kind: str, data: st.DataO
 
     for row, digest in enumerate(digests):
         for earlier_row in range(row):
-            assert (digest == digests[earlier_row]) == (
-                bits(values[row]) == bits(values[earlier_row])
-            )
+            assert (digest == digests[earlier_row]) == (bits(values[row]) == bits(values[earlier_row]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,9 +81,7 @@ def test_chunks_and_slices_change_nothing(kind: str, data: st.DataObject) -> Non
     expected = digest_column(full_array).tolist()
     for chunk_list in (chunks, copies):
         assert digest_column(pa.chunked_array(chunk_list, full_array.type)).tolist() == expected
-        assert [
-            digest for chunk in chunk_list for digest in digest_column(chunk).tolist()
-        ] == expected
+        assert [digest for chunk in chunk_list for digest in digest_column(chunk).tolist()] == expected
 
 
 @pytest.mark.parametrize(
@@ -97,9 +93,7 @@ def test_chunks_and_slices_change_nothing(kind: str, data: st.DataObject) -> Non
 )  # fmt: skip
 @settings(max_examples=25)
 @given(data=st.data())
-def test_how_a_value_is_laid_out_does_not_matter(
-    first_kind: str, second_kind: str, data: st.DataObject
-) -> None:
+def test_how_a_value_is_laid_out_does_not_matter(first_kind: str, second_kind: str, data: st.DataObject) -> None:
     values = data.draw(columns(first_kind))
 
     first_digests, second_digests = (
@@ -127,9 +121,7 @@ def test_rows_of_numbers_have_their_own_bounds(rows: list[list[int]]) -> None:
     digests = digest_value_rows(values, starts).tolist()
 
     for row, digest in enumerate(digests):
-        assert digest_value_rows(np.array(rows[row], np.uint64), np.array([0, len(rows[row])])) == [
-            digest
-        ]
+        assert digest_value_rows(np.array(rows[row], np.uint64), np.array([0, len(rows[row])])) == [digest]
         for earlier_row in range(row):
             assert (digest == digests[earlier_row]) == (rows[row] == rows[earlier_row])
 
@@ -169,8 +161,7 @@ parts = st.fixed_dictionaries(
         "history": st.lists(st.integers(0, 39), max_size=6, unique=True),
         "country": st.none() | st.integers(0, 3),
         "tags": st.none() | st.lists(st.sampled_from(["a", "b", "ab"]), max_size=3),
-        "vector": st.just([float("nan")] * 2)
-        | st.tuples(*[st.floats(-2, 2, width=32)] * 2).map(list),
+        "vector": st.just([float("nan")] * 2) | st.tuples(*[st.floats(-2, 2, width=32)] * 2).map(list),
     }
 )
 CHANGES: dict[str, Callable[[Parts], Parts]] = {

@@ -24,9 +24,7 @@ from precompute.sources.vocabulary import Vocabulary, to_string_chunks
 IDS = [f"i{number}" for number in range(6)]
 
 
-def opened(
-    folder: Path, column: Any, unusable: UnusableRows | None = None
-) -> tuple[ItemAttributes, dict[str, int]]:
+def opened(folder: Path, column: Any, unusable: UnusableRows | None = None) -> tuple[ItemAttributes, dict[str, int]]:
     """The attribute `a` of six items, written and mapped; ordinals by id."""
     pq.write_table(pa.table({"item": IDS, "a": column}), folder / "items.parquet")
     sources = Sources(item_features="items.parquet", item_attributes=("a",))
@@ -50,9 +48,7 @@ def opened(
     return ItemAttributes.open(folder, manifest), ordinals
 
 
-def find_passing_ids(
-    attributes_and_ordinals: tuple[ItemAttributes, dict[str, int]], filter_: Any
-) -> set[str]:
+def find_passing_ids(attributes_and_ordinals: tuple[ItemAttributes, dict[str, int]], filter_: Any) -> set[str]:
     attributes, ordinals = attributes_and_ordinals
     mask = FilterMask.of(mask_of(read_filter(filter_).root_expression, attributes))
     is_passing = mask.among(np.arange(len(ordinals)))
@@ -78,9 +74,7 @@ COLUMNS: list[tuple[Any, Any, set[str]]] = [
 
 
 @pytest.mark.parametrize(("column", "filter_", "expected_ids"), COLUMNS)
-def test_a_column_is_kept_in_its_kind(
-    tmp_path: Path, column: Any, filter_: Any, expected_ids: set[str]
-) -> None:
+def test_a_column_is_kept_in_its_kind(tmp_path: Path, column: Any, filter_: Any, expected_ids: set[str]) -> None:
     assert find_passing_ids(opened(tmp_path, column), filter_) == expected_ids
 
 
@@ -106,9 +100,7 @@ def test_a_value_that_cannot_be_kept_is_noted_and_lacks(
 
 @pytest.mark.parametrize("column", [pa.array([[1.0]] * 6), pa.array([{"x": 1}] * 6), pa.array([b"x"] * 6)])  # fmt: skip
 def test_a_type_that_no_attribute_has_is_refused(tmp_path: Path, column: Any) -> None:
-    with pytest.raises(
-        SourceError, match=r"column 'a' is .*; attributes are texts, lists of texts"
-    ):
+    with pytest.raises(SourceError, match=r"column 'a' is .*; attributes are texts, lists of texts"):
         opened(tmp_path, column)
 
 

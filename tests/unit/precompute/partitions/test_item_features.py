@@ -78,9 +78,7 @@ def test_no_step_makes_a_python_object_per_item_text(tmp_path):
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 1 << 14])
-def test_values_and_notes_are_the_same_however_many_are_read_at_once(
-    tmp_path, monkeypatch, at_once
-):
+def test_values_and_notes_are_the_same_however_many_are_read_at_once(tmp_path, monkeypatch, at_once):
     names = [f"i{number}" for number in range(10)]
     prices = pa.array([*range(5), None, float("nan"), float("inf"), 8, 9], pa.float64())
     titles = pa.array([None, *(name.upper() for name in names[1:])])

@@ -18,9 +18,7 @@ def night(**filters: Any) -> NightConfig:
     sources = Sources(item_features="items.parquet", item_attributes=("price",))
     return NightConfig(
         sources=sources,
-        filters={
-            name: FilterConfig(filter_expression) for name, filter_expression in filters.items()
-        },
+        filters={name: FilterConfig(filter_expression) for name, filter_expression in filters.items()},
     )
 
 

@@ -72,9 +72,7 @@ def config(tmp_path):
     users = rng.choice(USERS, 300)
     items = [f"i{number}" for number in rng.integers(0, 20, 300)]
     times = rng.integers(1_000, 2_000, 300)
-    pq.write_table(
-        pa.table({"user": users, "item": items, "timestamp": times}), tmp_path / "a.parquet"
-    )
+    pq.write_table(pa.table({"user": users, "item": items, "timestamp": times}), tmp_path / "a.parquet")
     return NightConfig(base=str(tmp_path), shards=3, sources=Sources(interactions=("a.parquet",)))
 
 
@@ -113,13 +111,9 @@ def test_every_user_lands_in_one_shard_with_known_items_once_and_in_order(config
     for user, history in history_by_user.items():
         times = [times_by_user[user][item] for item in history]
         assert set(history) == set(times_by_user[user]) and times == sorted(times)
+    assert partition_result.users == len(USERS) and partition_result.interaction_counts.interactions == 300
     assert (
-        partition_result.users == len(USERS)
-        and partition_result.interaction_counts.interactions == 300
-    )
-    assert (
-        partition_result.interaction_counts.unknown_items
-        + int(partition_result.interaction_counts.popularity.sum())
+        partition_result.interaction_counts.unknown_items + int(partition_result.interaction_counts.popularity.sum())
         == 300
     )
 
@@ -134,13 +128,9 @@ def test_two_ids_with_one_hash_lead_to_the_next_seed(config, tmp_path):
 
 
 def test_the_cut_keeps_what_is_strictly_older(config, tmp_path):
-    batches = list(
-        read_interactions(config.sources, tmp_path, cutoff_at=parse_time("1970-01-01T00:25:00Z"))
-    )
+    batches = list(read_interactions(config.sources, tmp_path, cutoff_at=parse_time("1970-01-01T00:25:00Z")))
     table = pq.read_table(tmp_path / "a.parquet")
-    assert sum(len(batch.times) for batch in batches) == sum(
-        t < 1500 for t in table["timestamp"].to_pylist()
-    )
+    assert sum(len(batch.times) for batch in batches) == sum(t < 1500 for t in table["timestamp"].to_pylist())
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7, 64])
@@ -148,9 +138,7 @@ def test_ranges_tile_the_whole_hash(shards):
     firsts = [first_hash(shard, shards) for shard in range(shards)]
     assert firsts[0] == 0 and firsts == sorted(set(firsts))
     edges = np.array([edge for first in firsts[1:] for edge in (first - 1, first)], np.uint64)
-    assert shard_of(edges, shards).tolist() == [
-        index // 2 + index % 2 for index in range(len(edges))
-    ]
+    assert shard_of(edges, shards).tolist() == [index // 2 + index % 2 for index in range(len(edges))]
     assert shard_of(np.array([0, 2**64 - 1], np.uint64), shards).tolist() == [0, shards - 1]
 
 
@@ -206,26 +194,18 @@ def test_a_pattern_without_a_file_is_an_error(tmp_path):
         list(read_interactions(Sources(interactions=("*.parquet",)), tmp_path))
 
 
-def test_models_get_the_newest_items_of_a_long_history_and_nothing_of_it_comes_back(
-    config, tmp_path
-):
+def test_models_get_the_newest_items_of_a_long_history_and_nothing_of_it_comes_back(config, tmp_path):
     """What lay beyond the limit could come back into a list, and the gate that looks had the same limit."""
     _partition_result, history_by_user = histories(config, tmp_path)
     items, spec = item_table(ITEMS), InputSpec("past", "history", "int32", max_length=99, pad=-1)
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=4)
-        _, model_histories, _ = select_usable_inputs(
-            items, part, {"user_tower": TowerSpec((spec,), "v", 4)}
-        )
+        _, model_histories, _ = select_usable_inputs(items, part, {"user_tower": TowerSpec((spec,), "v", 4)})
         for row, name in enumerate(part.ids.to_pylist()):
             ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
             assert items.ids_of(ordinals.astype(np.uint32)) == history_by_user[name]
-            model_indices = model_histories.indices[
-                model_histories.indptr[row] : model_histories.indptr[row + 1]
-            ]
-            assert (
-                model_indices.tolist() == items.model_indices_of(Ordinals(ordinals[-4:])).tolist()
-            )
+            model_indices = model_histories.indices[model_histories.indptr[row] : model_histories.indptr[row + 1]]
+            assert model_indices.tolist() == items.model_indices_of(Ordinals(ordinals[-4:])).tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40])
@@ -239,9 +219,7 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
         slices = slice_shard(folder, shard, config.shards, scratch, slice_rows_max=rows)
         assert len(slices.numbers) > 1 or not len(whole_shard.ids)
         parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
-        distinct_counts = [
-            (len(set(part.ids.to_pylist())), len(set(part.hashes.tolist()))) for part in parts
-        ]
+        distinct_counts = [(len(set(part.ids.to_pylist())), len(set(part.hashes.tolist()))) for part in parts]
         assert list(count_distinct_ids(slices)) == distinct_counts
         assert pa.concat_arrays([part.ids for part in parts]) == whole_shard.ids
         for name in ("hashes", "ordinals"):
@@ -281,9 +259,7 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
     users = ["u4", "u5", "007", "7", "ü/1"]
     wide = pa.array([[float(number)] * 500 for number in range(5)], pa.list_(pa.float32()))
     pq.write_table(pa.table({"user": users, "taste": wide}), tmp_path / "users.parquet")
-    config = replace(
-        config, shards=1, sources=replace(config.sources, user_features="users.parquet")
-    )
+    config = replace(config, shards=1, sources=replace(config.sources, user_features="users.parquet"))
     folder = tmp_path / "work"
     PartitionJob(NightInput(config, item_table(ITEMS)), folder, feature_columns=["taste"]).run()
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_BYTES_MAX", 6_000)
@@ -312,9 +288,7 @@ def test_only_the_first_slices_are_written_where_no_more_are_wanted(config, tmp_
 
     assert list(first.numbers) == list(every.numbers)[:2]
     for number in first.numbers:
-        limited_slice, theirs = (
-            read_shard(slices.folder, number, history_limit=9) for slices in (first, every)
-        )
+        limited_slice, theirs = (read_shard(slices.folder, number, history_limit=9) for slices in (first, every))
         assert limited_slice.ids == theirs.ids
     assert len(list(first.folder.iterdir())) == 2 * 3
 
@@ -355,9 +329,7 @@ def test_every_hash_is_found_where_it_lies(hashes, data):
     positions = data.draw(st.lists(st.integers(0, len(hashes) - 1), max_size=50))
     assert positions_of_hashes(sorted_hashes, sorted_hashes[positions]).tolist() == positions
 
-    stranger = data.draw(
-        st.integers(0, 2**64 - 1).filter(lambda candidate_hash: candidate_hash not in hashes)
-    )
+    stranger = data.draw(st.integers(0, 2**64 - 1).filter(lambda candidate_hash: candidate_hash not in hashes))
     with pytest.raises(CorruptArtefact, match="does not name"):
         positions_of_hashes(sorted_hashes, np.array([hashes[0], stranger], np.uint64))
 
@@ -393,9 +365,7 @@ def test_features_are_aligned_with_their_entities(config, tmp_path):
         tmp_path / "users.parquet",
     )
     config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
-    PartitionJob(
-        NightInput(config, item_table(ITEMS)), tmp_path / "work", feature_columns=["age"]
-    ).run()
+    PartitionJob(NightInput(config, item_table(ITEMS)), tmp_path / "work", feature_columns=["age"]).run()
     ages: dict[str, int | None] = {}
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=10)
@@ -448,17 +418,14 @@ def test_two_models_that_name_an_input_alike_get_their_own_columns():
         {"country": pa.array([1, 2, None]), "city": pa.array([98, None, 99])},
     )
     specs = {
-        name: TowerSpec((InputSpec("x", "feature", "int64", column=name),), "v", 4)
-        for name in ("country", "city")
+        name: TowerSpec((InputSpec("x", "feature", "int64", column=name),), "v", 4) for name in ("country", "city")
     }
     usable, _, features = select_usable_inputs(item_table(ITEMS), entities, specs)
     assert usable.tolist() == [0]
     assert (features["country"]["x"][0], features["city"]["x"][0]) == (1, 98)
 
 
-@pytest.mark.parametrize(
-    "kind", [pa.list_(pa.float32()), pa.large_list(pa.float64()), pa.list_(pa.float32(), 256)]
-)
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.large_list(pa.float64()), pa.list_(pa.float32(), 256)])
 def test_wide_features_are_never_numbers_of_python(kind):
     """32 bytes for each number: a slice of a million users with 768 numbers took 25 GB."""
     rows, wide = 2_000, InputSpec("x", "feature", "float32", column="taste", width=256)
@@ -519,6 +486,4 @@ def test_more_files_are_allowed_or_refused_by_name(config, tmp_path, monkeypatch
     assert len(limits) == 2
 
     with pytest.raises(ConfigError, match=r"may open 2048.*ulimit -n.*fewer shards"):
-        PartitionJob(
-            NightInput(replace(config, shards=1000), item_table(ITEMS)), tmp_path / "work"
-        ).run()
+        PartitionJob(NightInput(replace(config, shards=1000), item_table(ITEMS)), tmp_path / "work").run()

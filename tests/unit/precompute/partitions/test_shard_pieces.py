@@ -63,10 +63,7 @@ def test_pieces_together_are_the_shard(tmp_path: Path) -> None:
     pieces = ShardPieces.open(tmp_path, SHARD, SHARDS)
     assert pieces is not None and len(pieces.numbers) > 8
 
-    parts = [
-        group_rows_by_entity(pieces.tables(number), history_limit=LIMIT)
-        for number in pieces.numbers
-    ]
+    parts = [group_rows_by_entity(pieces.tables(number), history_limit=LIMIT) for number in pieces.numbers]
     pieces.let_go()
 
     total = SHARDS * len(pieces.numbers)
@@ -106,9 +103,7 @@ def test_a_shard_without_rows_is_one_piece(tmp_path: Path) -> None:
     assert len(group_rows_by_entity(pieces.tables(SHARD), history_limit=LIMIT).hashes) == 0
 
 
-def test_a_shard_too_large_for_its_ranges_has_no_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_too_large_for_its_ranges_has_no_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path, in_order=True)
     monkeypatch.setattr(shard_input, "SLICE_ROWS_MAX", 1)
     assert ShardPieces.open(tmp_path, SHARD, SHARDS) is None

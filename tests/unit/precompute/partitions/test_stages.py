@@ -100,9 +100,7 @@ def test_leaving_early_ends_a_stage_that_waits_for_room() -> None:
 @pytest.mark.parametrize("workers", [1, 4])
 def test_values_that_several_threads_work_on_keep_their_order(workers: int) -> None:
     with StreamStages() as stages:
-        doubled = stages.map_values(
-            lambda value: 2 * value, stages.run_ahead(range(1000)), workers=workers
-        )
+        doubled = stages.map_values(lambda value: 2 * value, stages.run_ahead(range(1000)), workers=workers)
         assert list(doubled) == [2 * value for value in range(1000)]
 
 
@@ -130,9 +128,7 @@ def test_an_error_of_one_of_several_threads_arrives_in_its_place() -> None:
     initial_thread_count = threading.active_count()
     received_values: list[int] = []
     with StreamStages() as stages, pytest.raises(KeyError, match="broken"):
-        received_values.extend(
-            stages.map_values(work, stages.run_ahead(iter(range(100))), workers=4)
-        )
+        received_values.extend(stages.map_values(work, stages.run_ahead(iter(range(100))), workers=4))
     assert received_values == [0, 1]
     assert threading.active_count() == initial_thread_count
 

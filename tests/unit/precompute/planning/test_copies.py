@@ -30,9 +30,7 @@ DAY_US = 86_400_000_000
 
 
 def shape(**layouts: Any) -> Any:
-    return SimpleNamespace(
-        items=40_000, layouts=layouts or {"user_topk": ("user", Layout("topk", 100, "f2"))}
-    )
+    return SimpleNamespace(items=40_000, layouts=layouts or {"user_topk": ("user", Layout("topk", 100, "f2"))})
 
 
 def sample(times: list[int], owners: list[int], users: int) -> Any:
@@ -46,10 +44,7 @@ def sample(times: list[int], owners: list[int], users: int) -> Any:
 def test_one_percent_of_the_items_touches_most_lists_of_100_and_a_thousandth_a_tenth() -> None:
     assert touched_share(1_000_000, 0.01, 100) == pytest.approx(1 - 0.99**100, abs=1e-4)
     assert touched_share(1_000_000, 0.001, 100) == pytest.approx(1 - 0.999**100, abs=1e-4)
-    assert (
-        0.6 < touched_share(40_000, 0.01, 100) < 0.7
-        and 0.09 < touched_share(40_000, 0.001, 100) < 0.1
-    )
+    assert 0.6 < touched_share(40_000, 0.01, 100) < 0.7 and 0.09 < touched_share(40_000, 0.001, 100) < 0.1
 
 
 def test_a_list_of_most_items_is_touched_as_often_as_drawing_says() -> None:
@@ -69,30 +64,19 @@ def test_where_no_item_changed_only_the_users_who_did_something_are_computed() -
 
 
 def test_items_that_change_cost_lists_histories_and_the_towers_of_all() -> None:
-    none, few_changed, many_changed = copying_nights(
-        TIMINGS, shape(), 0.1, None, np.array([10, 10])
-    )
+    none, few_changed, many_changed = copying_nights(TIMINGS, shape(), 0.1, None, np.array([10, 10]))
 
-    assert [forecast.items_changed for forecast in (none, few_changed, many_changed)] == list(
-        ITEMS_CHANGED_SHARES
-    )
+    assert [forecast.items_changed for forecast in (none, few_changed, many_changed)] == list(ITEMS_CHANGED_SHARES)
     lost_share = touched_share(40_000, 0.001, 100)
     stay = 0.9 * (1 - touched_share(40_000, 0.001, 10))
     assert few_changed.inputs == pytest.approx(1 - stay)
     assert few_changed.lost == pytest.approx(stay * lost_share)
     assert few_changed.entered == pytest.approx(stay * (1 - lost_share) * lost_share)
     assert none.copied > few_changed.copied > many_changed.copied > 0
-    assert (
-        none.scoring.cpu_s + 9
-        < few_changed.scoring.cpu_s
-        < many_changed.scoring.cpu_s
-        < TIMINGS.total.cpu_s
-    )
+    assert none.scoring.cpu_s + 9 < few_changed.scoring.cpu_s < many_changed.scoring.cpu_s < TIMINGS.total.cpu_s
 
 
-def test_with_more_items_than_may_enter_everybody_is_computed_and_nothing_is_dearer_than_all() -> (
-    None
-):
+def test_with_more_items_than_may_enter_everybody_is_computed_and_nothing_is_dearer_than_all() -> None:
     (forecast,) = copying_nights(TIMINGS, shape(), 0.1, 0.1, np.array([10]))
     (all_,) = copying_nights(TIMINGS, shape(), 1.0, 1.0, np.array([10]))
 

@@ -27,10 +27,7 @@ def test_break_even_is_compared_with_the_stated_requests() -> None:
     assert _break_even_in_words(COST, None) == "from 60,000 lookups a day"
     assert _break_even_in_words(COST, 1.0) == "from 60,000 lookups a day, 69.44% of those stated"
     assert _break_even_in_words(COST, 0.1) == "from 60,000 lookups a day: more than those stated"
-    assert (
-        _break_even_in_words(replace(COST, is_made=True), None)
-        == "from 60,000 lookups a day (made)"
-    )
+    assert _break_even_in_words(replace(COST, is_made=True), None) == "from 60,000 lookups a day (made)"
 
 
 def test_a_full_list_of_which_too_few_pass_is_short_and_one_that_is_not_full_is_whole() -> None:

@@ -64,9 +64,7 @@ def test_a_log_foretells_requests_that_are_not_in_it():
 
 
 def test_an_l1_that_holds_every_user_misses_all_of_them_once():
-    hit_rates = l1_hit_rates(
-        zipf_popularity(100, 0.0), MIB, record_bytes=RECORD, request_count=1000
-    )
+    hit_rates = l1_hit_rates(zipf_popularity(100, 0.0), MIB, record_bytes=RECORD, request_count=1000)
 
     assert (hit_rates.steady, hit_rates.entries) == (1.0, 100)
     # Expected: 100 users uniformly at random in 1,000 requests; all but e**-10 of them come at all.
@@ -107,9 +105,7 @@ def test_more_memory_never_hits_less(exponent, mib, has_answers):
     popularity, answer = zipf_popularity(200_000, exponent), 900 if has_answers else 0
 
     small, large = (
-        l1_hit_rates(
-            popularity, size * MIB, record_bytes=RECORD, answer_bytes=answer, request_count=1e6
-        )
+        l1_hit_rates(popularity, size * MIB, record_bytes=RECORD, answer_bytes=answer, request_count=1e6)
         for size in (mib, 2 * mib)
     )
 

@@ -15,11 +15,7 @@ def test_more_users_cost_only_the_directory_that_verify_reads():
         step_bytes(shape(**{**TARGET, "shards": 8, "users": users, "interactions": 10 * users}))
         for users in (50_000_000, 100_000_000)
     )
-    grown = {
-        step
-        for step in base_bytes_by_step
-        if doubled_bytes_by_step[step] > 1.01 * base_bytes_by_step[step]
-    }
+    grown = {step for step in base_bytes_by_step if doubled_bytes_by_step[step] > 1.01 * base_bytes_by_step[step]}
     assert grown <= {"train", "verify"}
     assert doubled_bytes_by_step["verify"] - base_bytes_by_step["verify"] < 16 * 50_000_000
 
@@ -34,6 +30,4 @@ def test_features_of_any_width_are_bounded_in_scoring():
 
 def test_a_hundred_million_users_fit_a_host_of_64_gib_in_every_step_of_a_night():
     bytes_by_step = step_bytes(shape(**{**TARGET, "shards": 8}))
-    assert (
-        max(size_bytes for step, size_bytes in bytes_by_step.items() if step != "train") < 64 * GIB
-    ), bytes_by_step
+    assert max(size_bytes for step, size_bytes in bytes_by_step.items() if step != "train") < 64 * GIB, bytes_by_step

@@ -98,12 +98,8 @@ def test_users_are_repeated_under_new_names(config, tmp_path):
     written = rows_of(sample.write(tmp_path / "s", 100, config.sources), tmp_path)
 
     lengths = sorted(map(len, written.values()))
-    one_copy_lengths = sorted(
-        map(len, rows_of(sample.write(tmp_path / "t", 40, config.sources), tmp_path).values())
-    )
-    half_copy_lengths = sorted(
-        map(len, rows_of(sample.write(tmp_path / "r", 20, config.sources), tmp_path).values())
-    )
+    one_copy_lengths = sorted(map(len, rows_of(sample.write(tmp_path / "t", 40, config.sources), tmp_path).values()))
+    half_copy_lengths = sorted(map(len, rows_of(sample.write(tmp_path / "r", 20, config.sources), tmp_path).values()))
     assert len(written) == 100
     assert lengths == sorted([*one_copy_lengths, *one_copy_lengths, *half_copy_lengths])
 

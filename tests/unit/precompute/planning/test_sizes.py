@@ -63,10 +63,7 @@ def test_a_generation_is_the_sum_of_its_files():
     assert night_shape.index_bytes == 4 * 200 * 8
     assert night_shape.fp32_bytes == 12_000  # twice the items of the bundle
     int8 = 12_000 * (1 + 4 / 8) / 4
-    assert (
-        night_shape.mapped_bytes
-        == night_shape.directory_bytes + night_shape.item_bytes + 6400 + 12_000 + int8
-    )
+    assert night_shape.mapped_bytes == night_shape.directory_bytes + night_shape.item_bytes + 6400 + 12_000 + int8
     pages = night_shape.payload_bytes + 8 * night_shape.pages()["user_topk"].count
     assert night_shape.disk_bytes == night_shape.mapped_bytes + pages + 12_000 + REPORTS_BYTES
 
@@ -90,9 +87,7 @@ def test_time_grows_along_the_line_of_two_runs():
 @settings(deadline=None)
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(200, 1e9))
 def test_noise_never_makes_more_work_cost_less(first, second, amount):
-    time_spent = extrapolate(
-        TimedRun(100, TimeSpent(first, first)), TimedRun(200, TimeSpent(second, second)), amount
-    )
+    time_spent = extrapolate(TimedRun(100, TimeSpent(first, first)), TimedRun(200, TimeSpent(second, second)), amount)
 
     assert time_spent.wall_s >= second
 
@@ -111,9 +106,7 @@ def room(**changes):
         RedisNode("primary a", 0.5, int(2.5 * GB), "maxmemory"),
         RedisNode("primary b", 0.5, int(2.5 * GB), "maxmemory", 10**8),
     )
-    limits = CapacityLimits(
-        **{"nodes": nodes, "memory_bytes": 4 * GB, "disk_bytes": 8 * GB, **changes}
-    )
+    limits = CapacityLimits(**{"nodes": nodes, "memory_bytes": 4 * GB, "disk_bytes": 8 * GB, **changes})
     return judge_capacity(
         limits, GateThresholds(), generation_count=peak_generation_count(1),
         redis_bytes=GB, mapped_bytes=GB, disk_bytes=2 * GB,

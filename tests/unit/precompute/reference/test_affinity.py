@@ -7,9 +7,7 @@ from precompute.reference.train import cluster_spherically
 
 def test_clusters_find_separate_directions():
     directions = np.repeat(np.eye(3, dtype=np.float32), 20, axis=0)
-    clusterings = [
-        cluster_spherically(directions, 3, np.random.default_rng(seed)) for seed in range(20)
-    ]
+    clusterings = [cluster_spherically(directions, 3, np.random.default_rng(seed)) for seed in range(20)]
 
     best_clustering = max(clusterings, key=lambda groups: len(np.unique(groups)))
 

@@ -31,9 +31,7 @@ def data() -> UserItemMatrix:
 
 @pytest.fixture(scope="module")
 def start(data):
-    return compute_singular_vectors(
-        data, SpectralShape(dims=8), np.random.default_rng(0), round_count=5
-    )
+    return compute_singular_vectors(data, SpectralShape(dims=8), np.random.default_rng(0), round_count=5)
 
 
 def solved(clicks: np.ndarray, theirs: np.ndarray) -> np.ndarray:
@@ -50,9 +48,7 @@ def solved(clicks: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 def test_after_many_rounds_either_side_is_optimal_given_the_other(data, start):
     clicks = data.matrix.toarray().astype(np.float64)
 
-    items = train_alternating_item_vectors(data, start, SHAPE, RNG, round_count=300).astype(
-        np.float64
-    )
+    items = train_alternating_item_vectors(data, start, SHAPE, RNG, round_count=300).astype(np.float64)
 
     np.testing.assert_allclose(solved(clicks.T, solved(clicks, items)), items, atol=2e-3)
     assert np.abs(items).max() > 0.5
@@ -72,14 +68,10 @@ def test_the_bits_do_not_depend_on_cores_and_hardly_on_blocks(data, start, monke
         monkeypatch.setattr(matrix_factorisation, "usable_cores", lambda cores=cores: cores)
         assert train_alternating_item_vectors(data, start, SHAPE, RNG).tobytes() == usual.tobytes()
     monkeypatch.setattr(matrix_factorisation, "BLOCK_NUMBERS", 1)
-    np.testing.assert_allclose(
-        train_alternating_item_vectors(data, start, SHAPE, RNG), usual, atol=1e-4
-    )
+    np.testing.assert_allclose(train_alternating_item_vectors(data, start, SHAPE, RNG), usual, atol=1e-4)
 
 
-def test_of_more_users_than_fit_a_random_part_trains_vectors_much_like_all(
-    data, start, monkeypatch
-):
+def test_of_more_users_than_fit_a_random_part_trains_vectors_much_like_all(data, start, monkeypatch):
     usual = train_alternating_item_vectors(data, start, SHAPE, RNG)
     monkeypatch.setattr(matrix_factorisation, "USER_NUMBERS_MAX", 8 * USERS * 2 // 3)
 
@@ -103,9 +95,7 @@ def test_a_fold_is_the_ridge_regression_that_knows_only_the_other_items(data, st
     mean = data.matrix.nnz / USERS + 0.05 * ITEMS
     square = 0.05 * wide.T @ wide + 3.0 * 0.02 * mean * np.eye(8)
     degrees = np.maximum(data.item_degrees, 1)[:, None]
-    np.testing.assert_allclose(
-        rows, degrees**-0.2 * wide @ np.linalg.inv(square), rtol=1e-3, atol=1e-5
-    )
+    np.testing.assert_allclose(rows, degrees**-0.2 * wide @ np.linalg.inv(square), rtol=1e-3, atol=1e-5)
 
 
 def test_rows_are_solved_together_with_rows_of_about_their_length():
@@ -114,10 +104,6 @@ def test_rows_are_solved_together_with_rows_of_about_their_length():
     rows = np.repeat(np.arange(7), lengths)
     matrix = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), (7, 1_000))
 
-    blocks = list(
-        matrix_factorisation._Side.of(matrix, SHAPE)._blocks(
-            matrix_factorisation.BLOCK_NUMBERS // 6
-        )
-    )
+    blocks = list(matrix_factorisation._Side.of(matrix, SHAPE)._blocks(matrix_factorisation.BLOCK_NUMBERS // 6))
 
     assert [block.tolist() for block in blocks] == [[2, 6, 5], [0, 4], [3]]

@@ -16,9 +16,7 @@ def clicks(seed: int = 0, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     users = np.repeat(np.arange(USERS), 8)
     group_items = rng.integers(0, ITEMS // GROUPS, len(users)) * GROUPS + users % GROUPS
-    return users, np.where(
-        rng.random(len(users)) < noise, rng.integers(0, ITEMS, len(users)), group_items
-    )
+    return users, np.where(rng.random(len(users)) < noise, rng.integers(0, ITEMS, len(users)), group_items)
 
 
 def test_every_shape_is_tried_and_the_chosen_one_finds_about_as_much_as_the_best():
@@ -64,11 +62,7 @@ def test_alternating_vectors_are_taken_only_where_they_find_clearly_more(monkeyp
 def test_users_of_six_groups_need_no_more_dimensions_than_about_as_many():
     shape_choice = choose_shape(*clicks(noise=0.0), ITEMS, 48, np.random.default_rng(0))
 
-    assert (
-        shape_choice.shape.dims <= 12
-        and shape_choice.recall is not None
-        and shape_choice.recall > 0.9
-    )
+    assert shape_choice.shape.dims <= 12 and shape_choice.recall is not None and shape_choice.recall > 0.9
 
 
 def test_the_same_seed_chooses_the_same():
@@ -104,9 +98,7 @@ def test_with_times_the_latest_items_are_held_out(monkeypatch):
 
     choose_shape(users[mixed], items[mixed], 20, 4, np.random.default_rng(0), times=order[mixed])
 
-    assert held_out_arrays and all(
-        (held_out_items % 2 == 1).all() for held_out_items in held_out_arrays
-    )
+    assert held_out_arrays and all((held_out_items % 2 == 1).all() for held_out_items in held_out_arrays)
 
 
 def test_a_large_data_set_is_judged_on_a_sample_of_whole_users(monkeypatch):
@@ -123,8 +115,4 @@ def test_without_a_user_whose_history_can_be_cut_it_is_the_default(repeats):
 
     shape_choice = choose_shape(users, users, 5, 4, np.random.default_rng(0))
 
-    assert (
-        shape_choice.shape == SpectralShape(dims=4)
-        and not shape_choice.trials
-        and shape_choice.recall is None
-    )
+    assert shape_choice.shape == SpectralShape(dims=4) and not shape_choice.trials and shape_choice.recall is None

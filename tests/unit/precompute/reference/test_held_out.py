@@ -28,7 +28,5 @@ def test_recall_is_the_mean_share_of_held_out_items_among_the_best_unseen_ones(u
         scores = items @ vector
         scores[history] = -np.inf
         top_items = np.argsort(-scores)[:RECALL_TOP_ITEMS]
-        expected_recalls.append(
-            len(set(top_items) & set(target_items)) / min(RECALL_TOP_ITEMS, len(target_items))
-        )
+        expected_recalls.append(len(set(top_items) & set(target_items)) / min(RECALL_TOP_ITEMS, len(target_items)))
     assert measured_recall == pytest.approx(np.mean(expected_recalls), abs=1e-9)

@@ -37,9 +37,7 @@ def normalised(matrix: sp.csr_matrix, shape: SpectralShape) -> np.ndarray:
     return normalised_matrix
 
 
-@pytest.mark.parametrize(
-    "shape", [SpectralShape(), SpectralShape(0.25, 0.2), SpectralShape(0.0, 0.0)]
-)
+@pytest.mark.parametrize("shape", [SpectralShape(), SpectralShape(0.25, 0.2), SpectralShape(0.0, 0.0)])
 def test_the_product_with_the_gram_matrix_is_that_of_the_normalised_matrix(matrix, shape):
     basis = np.random.default_rng(1).standard_normal((ITEMS, 9)).astype(np.float32)
     wide = normalised(matrix, shape)
@@ -63,9 +61,7 @@ def test_the_bits_of_a_product_do_not_depend_on_cores_or_chunks_of_users(matrix,
 def test_singular_vectors_equal_the_exact_ones(matrix):
     shape = SpectralShape(dims=10)
 
-    spectrum = compute_singular_vectors(
-        UserItemMatrix.of(matrix), shape, np.random.default_rng(0), round_count=30
-    )
+    spectrum = compute_singular_vectors(UserItemMatrix.of(matrix), shape, np.random.default_rng(0), round_count=30)
 
     _, values, rows = np.linalg.svd(normalised(matrix, shape))
     np.testing.assert_allclose(spectrum.values[:10], values[:10], rtol=1e-3)
@@ -92,9 +88,7 @@ def test_scores_are_those_of_the_ridge_regression_of_the_normalised_matrix(matri
         @ filtered[is_clicked]
         * np.where(is_clicked, np.where(is_clicked, degrees, 1) ** 0.4, 0)
     )
-    np.testing.assert_allclose(
-        (clicks @ rows) @ items.T, expected_scores, atol=2e-3 * expected_scores.max()
-    )
+    np.testing.assert_allclose((clicks @ rows) @ items.T, expected_scores, atol=2e-3 * expected_scores.max())
 
 
 def test_a_basis_becomes_orthonormal_and_a_column_that_adds_nothing_becomes_zero():
@@ -112,9 +106,7 @@ def test_a_basis_becomes_orthonormal_and_a_column_that_adds_nothing_becomes_zero
 
 def test_an_item_without_clicks_scores_nothing(matrix):
     data = UserItemMatrix.of(matrix)
-    spectrum = compute_singular_vectors(
-        data, SpectralShape(dims=8), np.random.default_rng(0), round_count=5
-    )
+    spectrum = compute_singular_vectors(data, SpectralShape(dims=8), np.random.default_rng(0), round_count=5)
 
     rows, items = compute_spectral_tables(spectrum, data.item_degrees, SpectralShape(dims=8))
 

@@ -34,9 +34,7 @@ def test_users_rank_their_own_half_of_the_items_first(tmp_path):
 
     # Then their own half scores higher
     is_own_half = np.array([(np.arange(ITEMS) + user) % 2 == 1 for user in range(USERS)])
-    assert (
-        np.where(is_own_half, scores, 0).sum(axis=1) > np.where(is_own_half, 0, scores).sum(axis=1)
-    ).mean() > 0.9
+    assert (np.where(is_own_half, scores, 0).sum(axis=1) > np.where(is_own_half, 0, scores).sum(axis=1)).mean() > 0.9
 
 
 def test_given_categories_become_the_labels(tmp_path):
@@ -57,9 +55,7 @@ def test_clusters_are_named_by_one_of_their_items(tmp_path):
 def test_the_bundle_says_what_was_chosen_and_how_well_it_found_what_was_held_out(tmp_path):
     users, items = interactions()
 
-    training_facts = train(
-        ReferenceData(users, items, [str(item) for item in range(ITEMS)]), tmp_path
-    ).training
+    training_facts = train(ReferenceData(users, items, [str(item) for item in range(ITEMS)]), tmp_path).training
 
     assert training_facts["shapes_tried"] in {33, 39} and 0 < training_facts["recall_at_20"] <= 1
     assert training_facts["held_out"] == "random" and training_facts["users_held_out"] > 0

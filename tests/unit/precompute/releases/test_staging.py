@@ -33,9 +33,7 @@ def test_the_note_of_a_publisher_that_died_after_its_move_is_in_nobodys_way(
 ) -> None:
     # given: the pointer moved, the note was not taken away
     stage = StagingNote(control)
-    staged, other_generation = (
-        (FIRST_GENERATION, TWO) if canary is None else (TWO, "20260202T000000Z-cccccccccccc")
-    )
+    staged, other_generation = (FIRST_GENERATION, TWO) if canary is None else (TWO, "20260202T000000Z-cccccccccccc")
     assert stage.set(staged, "dead") is None
     pointer = Pointer(FIRST_GENERATION, 1, None, "dead", published_at=0.0, canary=canary)
     control.client.set(control.keyspace.live, pointer.to_bytes())

@@ -37,10 +37,7 @@ def test_a_row_says_more_than_releases_only_on_the_way_to_the_next_one(
 ) -> None:
     ledger: Any = SimpleNamespace(state={GENERATION: proven}.get)
 
-    assert (
-        generation_state(GENERATION, ledger, None if row is None else RegistryRow(row, 0.0))
-        is state
-    )
+    assert generation_state(GENERATION, ledger, None if row is None else RegistryRow(row, 0.0)) is state
 
 
 def test_nothing_is_confirmed_for_what_is_no_generation() -> None:

@@ -35,20 +35,13 @@ def name_of(number: int) -> str:
 
 states = st.sampled_from([None, *GenerationState])
 StoredGeneration = tuple[GenerationState | None, GenerationState | None, bool, bool, bool]
-generations = st.lists(
-    st.tuples(states, states, st.booleans(), st.booleans(), st.booleans()), max_size=8
-)
+generations = st.lists(st.tuples(states, states, st.booleans(), st.booleans(), st.booleans()), max_size=8)
 """Of each: its state by the ledger, and by its row; whether it can be read, and is of the same settings and bundle."""
 
 
 @given(stored_generations=generations, making=st.integers(0, 9))
-def test_the_base_is_the_newest_that_fits(
-    stored_generations: list[StoredGeneration], making: int
-) -> None:
-    named = {
-        name_of(number): stored_generation
-        for number, stored_generation in enumerate(stored_generations, 1)
-    }
+def test_the_base_is_the_newest_that_fits(stored_generations: list[StoredGeneration], making: int) -> None:
+    named = {name_of(number): stored_generation for number, stored_generation in enumerate(stored_generations, 1)}
     reads = {
         name: (None, {
             "settings": settings_digest(CONFIG) if settings else "others",
@@ -98,9 +91,7 @@ def test_the_base_is_the_newest_that_fits(
 
 
 def test_nothing_is_looked_at_where_it_is_off() -> None:
-    base_and_reason = choose_base(
-        cast(Releases, None), replace(CONFIG, reuse="off"), OWN_BUNDLE, making=MAKING
-    )
+    base_and_reason = choose_base(cast(Releases, None), replace(CONFIG, reuse="off"), OWN_BUNDLE, making=MAKING)
 
     assert base_and_reason == (None, REUSE_OFF_REASON)
 
@@ -113,9 +104,7 @@ def test_nothing_is_looked_at_where_it_is_off() -> None:
         ({"threads": 3}, True), ({"keep": 4}, True), ({"reuse": "off"}, True),
     ],
 )  # fmt: skip
-def test_settings_that_decide_what_is_stored_make_another_digest(
-    changes: dict[str, Any], is_same: bool
-) -> None:
+def test_settings_that_decide_what_is_stored_make_another_digest(changes: dict[str, Any], is_same: bool) -> None:
     assert (settings_digest(replace(CONFIG, **changes)) == settings_digest(CONFIG)) is is_same
 
 
@@ -133,9 +122,7 @@ def test_a_base_has_a_model_of_the_same_bytes_that_is_fed_in_the_same_way(
     models: dict[str, tuple[str, dict[str, int]]], expected: bool
 ) -> None:
     # Given a base whose bundle had these models
-    base_models = {
-        name: SimpleNamespace(digest=digest, spec=spec) for name, (digest, spec) in models.items()
-    }
+    base_models = {name: SimpleNamespace(digest=digest, spec=spec) for name, (digest, spec) in models.items()}
     earlier = BaseGeneration(
         cast(Any, None),
         cast(Any, {}),

@@ -76,14 +76,10 @@ def test_pieces_are_a_naive_merge(found: list[User], most: int) -> None:
         copied_records += part.copied_positions.tolist()
         unchanged_records += part.unchanged_positions.tolist()
         assert (part.copied_positions[part.rows] == -1).all()
-        assert sorted([*part.rows.tolist(), *part.copied_rows.tolist()]) == list(
-            range(len(part.hashes))
-        )
+        assert sorted([*part.rows.tolist(), *part.copied_rows.tolist()]) == list(range(len(part.hashes)))
 
     assert hashes == [user.hash_ for user in present_users]
-    assert copied_records == [
-        -1 if is_own(user) else max(0, user.position) for user in present_users
-    ]
+    assert copied_records == [-1 if is_own(user) else max(0, user.position) for user in present_users]
     assert unchanged_records == [user.position for user in present_users if is_own(user)]
 
 
@@ -110,27 +106,16 @@ def test_who_stays_is_copied_and_everybody_has_a_reason(found: list[User]) -> No
             else ITEM_LOST_REASON
         )
         record_by_hash[user.hash_] = user.position if stay else -1
-    assert (
-        dict(zip(copied.hashes.tolist(), copied.reason_numbers().tolist(), strict=True)) == reasons
-    )
-    assert (
-        dict(zip(copied.hashes.tolist(), copied.copied_positions.tolist(), strict=True))
-        == record_by_hash
-    )
+    assert dict(zip(copied.hashes.tolist(), copied.reason_numbers().tolist(), strict=True)) == reasons
+    assert dict(zip(copied.hashes.tolist(), copied.copied_positions.tolist(), strict=True)) == record_by_hash
 
 
 @given(users, st.integers(0, 2**32 - 1))
 def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) -> None:
     rng, copied = np.random.default_rng(seed), copied_of(found)
-    of_user = {
-        hash_value: rng.integers(0, 9, rng.integers(0, 4)) for hash_value in copied.hashes.tolist()
-    }
-    own_histories = Histories.of(
-        [of_user[hash_value] for hash_value in copied.hashes[copied.rows].tolist()]
-    )
-    copied_histories = Histories.of(
-        [of_user[hash_value] for hash_value in copied.hashes[copied.copied_rows].tolist()]
-    )
+    of_user = {hash_value: rng.integers(0, 9, rng.integers(0, 4)) for hash_value in copied.hashes.tolist()}
+    own_histories = Histories.of([of_user[hash_value] for hash_value in copied.hashes[copied.rows].tolist()])
+    copied_histories = Histories.of([of_user[hash_value] for hash_value in copied.hashes[copied.copied_rows].tolist()])
 
     merged_histories = copied.merge_histories(own_histories, copied_histories)
 
@@ -156,9 +141,7 @@ def test_a_user_of_a_shard_without_base_users_is_computed() -> None:
         True,
         None,
     )
-    entities = ShardInput(
-        pa.array(["ann"]), np.array([7], np.uint64), np.array([0, 1]), np.array([3]), {}
-    )
+    entities = ShardInput(pa.array(["ann"]), np.array([7], np.uint64), np.array([0, 1]), np.array([3]), {})
 
     decisions = reuse.decide(entities, np.array([9], np.uint64), range(1 << 64))
 
@@ -171,9 +154,7 @@ def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included
     # Given a base of two users with records, and no item that could enter a list
     pairs = np.array([(3, 30), (7, 70)], HASH_AND_DIGEST)
     kept_shard = BaseShard(pairs, np.array([0, 1]), {}, np.ones(2, np.bool_))
-    reuse = ShardReuse(
-        kept_shard, None, {}, np.zeros(2, np.bool_), np.empty((0, 2), np.float32), True, None
-    )
+    reuse = ShardReuse(kept_shard, None, {}, np.zeros(2, np.bool_), np.empty((0, 2), np.float32), True, None)
 
     # When both come with the inputs that they had, and a third is new
     entities = ShardInput(

@@ -42,9 +42,7 @@ click = st.tuples(
     st.sampled_from([*CATALOGUE_IDS, *NAMELESS]),
     st.integers(1, 1_799),
 )
-good = st.tuples(
-    st.sampled_from(USERS), st.sampled_from([*CATALOGUE_IDS, *NAMELESS]), st.integers(1, 1_799)
-)
+good = st.tuples(st.sampled_from(USERS), st.sampled_from([*CATALOGUE_IDS, *NAMELESS]), st.integers(1, 1_799))
 late = st.tuples(st.sampled_from(USERS), st.sampled_from(CATALOGUE_IDS), st.integers(1_800, 1_899))
 Clicks = list[tuple[str | None, str, int]]
 
@@ -82,41 +80,29 @@ class Night:
 
     def touched(self) -> set[int]:
         paths = [shard_paths(self.folder, shard, (TOUCHED_KIND,))[0] for shard in range(SHARDS)]
-        return {
-            hash_ for path in paths for hash_ in read_stream(path).column(HASH_COLUMN).to_pylist()
-        }
+        return {hash_ for path in paths for hash_ in read_stream(path).column(HASH_COLUMN).to_pylist()}
 
 
-def partitioned(
-    root: Path, name: str, ids: list[str], earlier: EarlierPartition | None = None
-) -> Night:
+def partitioned(root: Path, name: str, ids: list[str], earlier: EarlierPartition | None = None) -> Night:
     sources = Sources(interactions=("clicks",), user_features="users.parquet")
     config = NightConfig(base=str(root), shards=SHARDS, sources=sources)
     items = item_table(ids)
-    job = PartitionJob(
-        NightInput(config, items, parse_time(CUT)), root / name, feature_columns=["age"]
-    )
+    job = PartitionJob(NightInput(config, items, parse_time(CUT)), root / name, feature_columns=["age"])
     return Night(items, root / name, job.run(earlier))
 
 
 def taken_over(night: Night, files: int, items: ItemTable) -> EarlierPartition:
     """What a night takes over of another one, as `earlier_partition` finds it."""
     base_item_ids = night.items.ids_of(np.arange(night.items.count, dtype=np.uint32))
-    new_ordinals = np.asarray(
-        items.ordinals_of([item_id.encode() for item_id in base_item_ids]), np.int64
-    )
+    new_ordinals = np.asarray(items.ordinals_of([item_id.encode() for item_id in base_item_ids]), np.int64)
     lost_item_ids = [
-        item_id
-        for item_id, ordinal in zip(base_item_ids, new_ordinals.tolist(), strict=True)
-        if ordinal < 0
+        item_id for item_id, ordinal in zip(base_item_ids, new_ordinals.tolist(), strict=True) if ordinal < 0
     ]
     interaction_counts, unusable = (
         night.partition_result.interaction_counts,
         night.partition_result.unusable,
     )
-    stayed = len(new_ordinals) == items.count and bool(
-        (new_ordinals == np.arange(len(new_ordinals))).all()
-    )
+    stayed = len(new_ordinals) == items.count and bool((new_ordinals == np.arange(len(new_ordinals))).all())
     return EarlierPartition(
         folder=night.folder, seed=night.partition_result.seed, files=files,
         new_ordinals=None if stayed else new_ordinals,
@@ -143,9 +129,7 @@ def write(root: Path, number: int, clicks: Clicks) -> None:
 
 def dump_counts(interaction_counts: Any) -> dict[str, Any]:
     return {
-        name: count.tolist()
-        if isinstance(count := getattr(interaction_counts, name), np.ndarray)
-        else count
+        name: count.tolist() if isinstance(count := getattr(interaction_counts, name), np.ndarray) else count
         for name in ("interactions", "unknown_items", "popularity", "late")
     }
 
@@ -202,10 +186,7 @@ def test_taking_over_gives_what_reading_all_gives(
             full_night.partition_result.seed,
         )
         assert incremental_night.partition_result.unusable == full_night.partition_result.unusable
-        assert (
-            incremental_night.partition_result.took_over
-            and not full_night.partition_result.took_over
-        )
+        assert incremental_night.partition_result.took_over and not full_night.partition_result.took_over
         changed_hashes = {
             user_input[1]
             for user, user_input in full_inputs.items()

@@ -55,17 +55,11 @@ def test_a_no_is_certain(
     earlier_items = np.setdiff1d(np.arange(items), entering)
     seen_items = [rng.choice(items, rng.integers(0, items), replace=False) for _ in range(users)]
     with np.errstate(all="ignore"):
-        earlier_lists = rank(
-            vectors, catalogue, every(users, earlier_items), seen_items, k, metric=metric
-        )
-        new_lists = rank(
-            vectors, catalogue, every(users, np.arange(items)), seen_items, k, metric=metric
-        )
+        earlier_lists = rank(vectors, catalogue, every(users, earlier_items), seen_items, k, metric=metric)
+        new_lists = rank(vectors, catalogue, every(users, np.arange(items)), seen_items, k, metric=metric)
     layout = Layout("topk", k, precision)
     with np.errstate(all="ignore"):
-        records, _ = encode_records(
-            layout, np.zeros(users, np.uint64), earlier_lists, np.ones(users, np.bool_), 0
-        )
+        records, _ = encode_records(layout, np.zeros(users, np.uint64), earlier_lists, np.ones(users, np.bool_), 0)
     present_rows = np.flatnonzero(records["flags"] != ABSENT_FLAGS)
 
     with np.errstate(all="ignore"):
@@ -84,9 +78,7 @@ def test_far_from_the_last_score_the_answer_is_no(metric: Metric) -> None:
     """Else nothing would be copied: of usual items few reach lists of few."""
     rng = np.random.default_rng(1)
     vectors, catalogue = drawn(rng, "usual", 400, 32), drawn(rng, "usual", 500, 32)
-    earlier_lists = rank(
-        vectors, catalogue, every(400, np.arange(10, 500)), None, 10, metric=metric
-    )
+    earlier_lists = rank(vectors, catalogue, every(400, np.arange(10, 500)), None, 10, metric=metric)
     new_lists = rank(vectors, catalogue, every(400, np.arange(500)), None, 10, metric=metric)
     layout = Layout("topk", 10, "f2")
     records = encode_topk(layout, np.zeros(400, np.uint64), *earlier_lists, 0)
@@ -123,8 +115,7 @@ def test_a_list_holds_what_is_lost(lists: list[list[int]], lost: list[bool]) -> 
     has_lost_item = find_lists_with_lost_items(records, mask)
 
     assert has_lost_item.tolist() == [
-        any(lost[item] for item in ordinals) or (len(ordinals) < 4 and lost[10])
-        for ordinals in lists
+        any(lost[item] for item in ordinals) or (len(ordinals) < 4 and lost[10]) for ordinals in lists
     ]
 
 
@@ -137,9 +128,7 @@ def test_items_are_numbered_by_their_places(lists: list[list[int]], places: list
 
     renumber_items(records, np.array(places[:10]))
 
-    expected = [
-        [places[item] for item in ordinals] + [NO_ITEM] * (4 - len(ordinals)) for ordinals in lists
-    ]
+    expected = [[places[item] for item in ordinals] + [NO_ITEM] * (4 - len(ordinals)) for ordinals in lists]
     assert records["items"].tolist() == expected
 
 
@@ -153,24 +142,18 @@ def records_of(lists: list[list[int]]) -> NDArray[np.void]:
 def test_the_floor_is_below_every_score_that_a_half_stands_for() -> None:
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     between = np.concatenate([halves, (halves[1:] + halves[:-1]) / 2])
-    near = np.concatenate(
-        [between, *(np.nextafter(between, np.float32(to)) for to in (-np.inf, np.inf))]
-    )
+    near = np.concatenate([between, *(np.nextafter(between, np.float32(to)) for to in (-np.inf, np.inf))])
     last = np.unique(np.concatenate([near, -near]))
     last = last[np.abs(last) < 20_000]
     assert_below(np.stack([np.full(len(last), 20_000, np.float32), last], axis=1), "f2")
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(-90, 90), st.sampled_from(PRECISIONS), st.booleans())
-def test_the_floor_is_below_every_score(
-    seed: int, power: int, precision: Precision, falls: bool
-) -> None:
+def test_the_floor_is_below_every_score(seed: int, power: int, precision: Precision, falls: bool) -> None:
     rng = np.random.default_rng(seed)
     scores = np.ldexp(rng.standard_normal((50, 3)) * 2.0 ** -rng.integers(0, 12, (50, 3)), power)
     float32_scores = scores.astype(np.float32)
-    assert_below(
-        np.sort(-np.abs(float32_scores) if falls else float32_scores, axis=1)[:, ::-1], precision
-    )
+    assert_below(np.sort(-np.abs(float32_scores) if falls else float32_scores, axis=1)[:, ::-1], precision)
 
 
 def assert_below(scores: NDArray[np.float32], precision: Precision) -> None:
@@ -183,8 +166,6 @@ def assert_below(scores: NDArray[np.float32], precision: Precision) -> None:
     is_present = records["flags"] != ABSENT_FLAGS
 
     assert is_present.any()
-    assert (
-        find_score_floors(layout, records[is_present]) <= scores[is_present, -1].astype(np.float64)
-    ).all()
+    assert (find_score_floors(layout, records[is_present]) <= scores[is_present, -1].astype(np.float64)).all()
     records, _ = encode_records(layout, fingerprints, (short, scores), has_answer, 0)
     assert np.isneginf(find_score_floors(layout, records[records["flags"] != ABSENT_FLAGS])).all()

@@ -43,9 +43,7 @@ def with_count(tower_inputs: Inputs) -> NDArray[np.float32]:
 
 
 def with_place(tower_inputs: Inputs) -> NDArray[np.float32]:
-    return (
-        alone(tower_inputs) + (np.arange(row_count_of(tower_inputs), dtype=np.float32) % 4)[:, None]
-    )
+    return alone(tower_inputs) + (np.arange(row_count_of(tower_inputs), dtype=np.float32) % 4)[:, None]
 
 
 def with_neighbour(tower_inputs: Inputs) -> NDArray[np.float32]:

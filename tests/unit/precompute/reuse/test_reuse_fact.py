@@ -52,9 +52,7 @@ def test_a_night_stands_behind_those_of_its_base(earlier: dict[str, Any]) -> Non
 
 
 def test_only_the_last_nights_are_kept(earlier: dict[str, Any]) -> None:
-    earlier["nights"] = [
-        {"users": {}, "spared_s": float(number)} for number in range(REUSE_NIGHTS_MAX)
-    ]
+    earlier["nights"] = [{"users": {}, "spared_s": float(number)} for number in range(REUSE_NIGHTS_MAX)]
 
     nights = build_reuse_fact(made("g"), [shard(0, 1, 0.0)])["nights"]
 
@@ -64,9 +62,7 @@ def test_only_the_last_nights_are_kept(earlier: dict[str, Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("computed", "user_s"), [(MEASURED_USERS, 16.0 / MEASURED_USERS), (MEASURED_USERS - 1, 0.25)]
-)
+@pytest.mark.parametrize(("computed", "user_s"), [(MEASURED_USERS, 16.0 / MEASURED_USERS), (MEASURED_USERS - 1, 0.25)])
 def test_few_computed_users_say_nothing_of_the_time_that_copies_spare(
     earlier: dict[str, Any], computed: int, user_s: float
 ) -> None:

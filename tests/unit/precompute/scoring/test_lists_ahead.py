@@ -56,14 +56,10 @@ def test_lists_of_a_value_are_the_best_items_that_have_it(
     tags: list[list[str]], k: int, data: st.DataObject, *, is_list: bool
 ) -> None:
     tags_by_item = tags if is_list else [item_tags[:1] for item_tags in tags]
-    scores = data.draw(
-        st.lists(st.integers(0, 3), min_size=len(tags_by_item), max_size=len(tags_by_item))
-    )
+    scores = data.draw(st.lists(st.integers(0, 3), min_size=len(tags_by_item), max_size=len(tags_by_item)))
     names, codes = names_of({text for item_tags in tags_by_item for text in item_tags})
     if is_list:
-        flat = np.array(
-            [codes[text] for item_tags in tags_by_item for text in item_tags], np.uint32
-        )
+        flat = np.array([codes[text] for item_tags in tags_by_item for text in item_tags], np.uint32)
         offsets = np.cumsum([0, *map(len, tags_by_item)]).astype(np.uint64)
         column = AttributeColumn("texts", flat, offsets, names)
     else:
@@ -87,9 +83,7 @@ def test_mean_scores_are_those_of_the_defaults() -> None:
         rng.standard_normal((5_000, 7), np.float32),
         rng.standard_normal((9, 7), np.float32),
     )
-    items: Any = SimpleNamespace(
-        count=5_000, vectors=vectors, ids_of=lambda ordinals: ordinals.tolist()
-    )
+    items: Any = SimpleNamespace(count=5_000, vectors=vectors, ids_of=lambda ordinals: ordinals.tolist())
     for metric in ("inner_product", "cosine"):
         ids, scores = find_favourites(items, users, metric, 50)
         item_scores = compute_mean_scores(items, users, metric)

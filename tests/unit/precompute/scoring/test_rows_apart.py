@@ -28,9 +28,7 @@ class Odd:
         self.runs += 1
         numbers: Any = inputs["home"]
         if (numbers < 0).any():
-            raise RuntimeError(
-                "Non-zero status code\nidx=-1 must be within the inclusive range [0,4]"
-            )
+            raise RuntimeError("Non-zero status code\nidx=-1 must be within the inclusive range [0,4]")
         return np.repeat(np.asarray(numbers, np.float32)[:, None], 2, axis=1)
 
 
@@ -49,18 +47,14 @@ def test_rows_that_raise_are_found_and_the_others_have_their_outputs(
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.data())
-def test_the_first_row_that_ends_a_night_is_named_with_its_value(
-    numbers: list[int], data: Any
-) -> None:
+def test_the_first_row_that_ends_a_night_is_named_with_its_value(numbers: list[int], data: Any) -> None:
     row = data.draw(st.integers(0, len(numbers) - 1))
     numbers[row] = -7
 
     with pytest.raises(SourceError, match="country -7") as caught:
         run_named(Odd(), {"home": np.array(numbers)}, lambda row: f"user 'u{row}'")
 
-    assert str(caught.value).startswith(f"user 'u{row}': ") and "idx=-1 must be" in str(
-        caught.value
-    )
+    assert str(caught.value).startswith(f"user 'u{row}': ") and "idx=-1 must be" in str(caught.value)
 
 
 def test_what_no_row_alone_is_to_blame_for_is_raised_as_it_is() -> None:

@@ -18,12 +18,8 @@ from precompute.scoring.shard_work import ShardWork
 K = 7
 
 
-@pytest.mark.parametrize(
-    "unanswered", [[], [0, 3, 9], list(range(10))], ids=["none", "some", "all"]
-)
-def test_lists_are_made_for_those_who_have_a_vector(
-    monkeypatch: pytest.MonkeyPatch, unanswered: list[int]
-) -> None:
+@pytest.mark.parametrize("unanswered", [[], [0, 3, 9], list(range(10))], ids=["none", "some", "all"])
+def test_lists_are_made_for_those_who_have_a_vector(monkeypatch: pytest.MonkeyPatch, unanswered: list[int]) -> None:
     rng = np.random.default_rng(1)
     users = rng.standard_normal((10, 8)).astype(np.float32)
     users[unanswered] = np.nan

@@ -19,9 +19,7 @@ VECTORS = RNG.normal(size=(ITEMS, DIMS)).astype(np.float32)
 
 
 def items() -> Any:
-    return SimpleNamespace(
-        vectors=VECTORS, count=ITEMS, ids_of=lambda rows: [f"i{row}" for row in rows.tolist()]
-    )
+    return SimpleNamespace(vectors=VECTORS, count=ITEMS, ids_of=lambda rows: [f"i{row}" for row in rows.tolist()])
 
 
 def entities(count: int, without: tuple[int, ...] = ()) -> ShardInput:

@@ -45,13 +45,9 @@ def test_a_column_is_its_rows_however_it_is_encoded(
     ids = Ids.of(column.dictionary_encode() if encoded else column)
     assert check_and_get_texts(ids) == texts and len(ids) == len(texts)
 
-    kept_mask = np.array(
-        data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))), bool
-    )
+    kept_mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))), bool)
     kept_ids = ids.only(kept_mask)
-    assert check_and_get_texts(kept_ids) == [
-        text for text, is_kept in zip(texts, kept_mask, strict=True) if is_kept
-    ]
+    assert check_and_get_texts(kept_ids) == [text for text, is_kept in zip(texts, kept_mask, strict=True) if is_kept]
     assert kept_ids.hashes(5).tolist() == hash_ids(kept_ids.raws(), 5).tolist()
 
 
@@ -77,9 +73,7 @@ def test_long_texts_and_slices_are_distinguished_too():
 
 
 def test_a_name_without_a_row_is_not_there():
-    column = pa.DictionaryArray.from_arrays(
-        pa.array([2, 0, 2], pa.int8()), pa.array(["a", "x" * 300, "c", ""])
-    )
+    column = pa.DictionaryArray.from_arrays(pa.array([2, 0, 2], pa.int8()), pa.array(["a", "x" * 300, "c", ""]))
     assert check_and_get_texts(read_ids(column, Path("a"), "user")[0]) == ["c", "a", "c"]
 
 
@@ -157,10 +151,7 @@ def test_who_acted_only_after_the_cut_or_with_no_weight_is_in_no_batch(tmp_path,
         )
     )  # fmt: skip
     assert [text for batch in batches for text in check_and_get_texts(batch.users)] == users[:rows]
-    assert not {"late-item", "light-item"} & {
-        name for batch in batches for name in batch.items.names.to_pylist()
-    }
-    assert [
-        check_and_get_texts(batch.users) + check_and_get_texts(batch.items)
-        for batch in late_batches
-    ] == [["late", "late-item"]]
+    assert not {"late-item", "light-item"} & {name for batch in batches for name in batch.items.names.to_pylist()}
+    assert [check_and_get_texts(batch.users) + check_and_get_texts(batch.items) for batch in late_batches] == [
+        ["late", "late-item"]
+    ]

@@ -30,9 +30,7 @@ def read(folder, *names, **settings):
     pairs = [
         pair
         for batch in batches
-        for pair in zip(
-            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True
-        )
+        for pair in zip(batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True)
     ]
     times = [time for batch in batches for time in batch.times.tolist()]
     return pairs, times, unusable.to_json()["interactions"]
@@ -72,16 +70,12 @@ def test_dates_as_digits_are_read_with_a_remark(tmp_path, kind):
     name = write_times(tmp_path, kind, [20231114, 20231115, 0, 20231399])
     _, times, report = read(tmp_path, name)
     assert times == [DAY_AT, DAY_AT + DAY_US]
-    assert report["remarks"] == [
-        "column 'timestamp' holds dates as yyyymmdd: they are read so, as UTC"
-    ]
+    assert report["remarks"] == ["column 'timestamp' holds dates as yyyymmdd: they are read so, as UTC"]
     assert report["left_out"] == 2
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-@pytest.mark.parametrize(
-    ("value", "seconds"), [(202311142213, 22 * 3600 + 13 * 60), (20231114221320, 80_000)]
-)
+@pytest.mark.parametrize(("value", "seconds"), [(202311142213, 22 * 3600 + 13 * 60), (20231114221320, 80_000)])
 def test_moments_as_digits_are_read_with_a_remark(tmp_path, kind, value, seconds):
     _, times, report = read(tmp_path, write_times(tmp_path, kind, [value]))
     assert times == [DAY_AT + seconds * 10**6] and "yyyymmddhhmm" in report["remarks"][0]
@@ -213,9 +207,7 @@ def test_a_word_for_nothing_names_no_row_of_a_feature_table(tmp_path):
     assert ids.texts().to_pylist() == ["a"] and columns["age"].to_pylist() == [1]
 
 
-@pytest.mark.parametrize(
-    "texts", [["42.0", "7.0"], ["1.23457E+12"], ["42.0", "", "7.0"], ["42.00"]]
-)
+@pytest.mark.parametrize("texts", [["42.0", "7.0"], ["1.23457E+12"], ["42.0", "", "7.0"], ["42.00"]])
 @pytest.mark.parametrize("kind", ["csv", pa.string(), pa.string_view()])
 def test_ids_that_a_program_made_fractions_of_are_refused_with_what_to_do(tmp_path, texts, kind):
     if kind == "csv":
@@ -412,12 +404,7 @@ def test_what_settings_call_lines_are_lines(tmp_path, line):
 )
 def test_lines_of_ids_are_read(tmp_path, text):
     (tmp_path / "a.txt").write_text("\ufeff" + text)
-    expected = [
-        (fields[0], item)
-        for line in text.splitlines()
-        for fields in [line.split()]
-        for item in fields[1:]
-    ]
+    expected = [(fields[0], item) for line in text.splitlines() for fields in [line.split()] for item in fields[1:]]
     assert read(tmp_path, "a.txt")[0] == expected
 
 
@@ -550,9 +537,7 @@ def test_times_whose_last_digits_a_spreadsheet_dropped_are_told(tmp_path):
     [("%d%m%Y", "ddmmyyyy"), ("%m%d%Y", "mmddyyyy"), ("%y%m%d", "yymmdd"), ("%Y%j", "yyyyddd")],
 )
 @pytest.mark.parametrize("kind", ["csv", pa.int64()])
-def test_digits_that_may_be_several_dates_are_refused_with_what_to_write(
-    tmp_path, kind, pattern, form
-):
+def test_digits_that_may_be_several_dates_are_refused_with_what_to_write(tmp_path, kind, pattern, form):
     days = [DAY + dt.timedelta(days=number) for number in range(30)]
     name = write_times(tmp_path, kind, [int(day.strftime(pattern)) for day in days])
     with pytest.raises(SourceError, match=rf"dates as {form} .*write dates, such as 2023-11-14"):
@@ -600,9 +585,7 @@ def test_a_comment_above_lines_is_no_line(tmp_path, text):
         ("a.csv.gz", b"user,item\nu1,i1\n", "not compressed with gzip, as its name says"),
     ],
 )
-def test_what_another_program_reads_is_refused_with_what_to_do(
-    tmp_path, name, content, message_pattern
-):
+def test_what_another_program_reads_is_refused_with_what_to_do(tmp_path, name, content, message_pattern):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=message_pattern):
         read(tmp_path, name)

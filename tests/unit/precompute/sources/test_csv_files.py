@@ -24,9 +24,7 @@ def read(folder, *names, **settings):
     pairs = [
         pair
         for batch in batches
-        for pair in zip(
-            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True
-        )
+        for pair in zip(batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True)
     ]
     return pairs, unusable.to_json()["interactions"]
 
@@ -51,10 +49,7 @@ def test_quoted_values_are_read_as_python_reads_them(
 ):
     drawn = random.Random(7)
     signs = ["a", '"', "\n", separator, " x", '""', "\n\n", "'"]
-    rows = [
-        (f"u{n}", f'i"{n}', "".join(drawn.choices(signs, k=drawn.randrange(9))), "1700000000")
-        for n in range(300)
-    ]
+    rows = [(f"u{n}", f'i"{n}', "".join(drawn.choices(signs, k=drawn.randrange(9))), "1700000000") for n in range(300)]
     csv_buffer = io.StringIO()
     writer = csv.writer(csv_buffer, delimiter=separator, lineterminator=line_break)
     writer.writerows([("user", "item", "title", "timestamp"), *rows])
@@ -73,9 +68,7 @@ def test_a_quoted_value_may_be_longer_than_what_is_parsed_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("separator", [",", "\t", ";"])
-@pytest.mark.parametrize(
-    ("column", "value"), [(1, '"i1'), (2, '"Heat'), (2, '"'), (3, '"1700000000'), (0, '"u1')]
-)
+@pytest.mark.parametrize(("column", "value"), [(1, '"i1'), (2, '"Heat'), (2, '"'), (3, '"1700000000'), (0, '"u1')])
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
 def test_an_unclosed_quote_is_named_by_its_line(tmp_path, separator, column, value, name):
     rows = [UNQUOTED.format(number).strip().split(",") for number in range(4200)]
@@ -132,9 +125,7 @@ def test_an_id_with_a_line_break_is_left_out_and_counted(tmp_path):
     write(tmp_path, 'user,item,title\n"u\n1",i1,x\nu2,"i\n\n2","a\nb"\nu3,i3,x\nu4,i4,"a\n\nb"\n')
     pairs, report = read(tmp_path, "a.csv")
     assert pairs == [("u3", "i3"), ("u4", "i4")]
-    assert {
-        reason: reason_report["rows"] for reason, reason_report in report["reasons"].items()
-    } == {
+    assert {reason: reason_report["rows"] for reason, reason_report in report["reasons"].items()} == {
         "user: an id with a line break": 1,
         "item: an id with a line break": 1,
     }
@@ -171,9 +162,7 @@ def test_blanks_and_marks_around_names_and_ids_are_not_theirs(tmp_path, text):
     assert read(tmp_path, "a.csv", item_column=" item")[0] == pairs
 
 
-@pytest.mark.parametrize(
-    "repeated_header", ["user,item\n", "\ufeffuser,item\n", '"user", "item"\n']
-)
+@pytest.mark.parametrize("repeated_header", ["user,item\n", "\ufeffuser,item\n", '"user", "item"\n'])
 def test_a_header_again_is_left_out_and_counted(tmp_path, small_pieces, repeated_header):
     write(tmp_path, f"user,item\nu1,i1\n{repeated_header}u2,i2\n")
     write(tmp_path, f"user,item\nu3,i3\n{repeated_header}u4,i4\n", "b.csv.gz")
@@ -193,9 +182,7 @@ def test_a_header_again_is_left_out_and_counted(tmp_path, small_pieces, repeated
         ("user,id,item,ts", "id,user,ts,item"),
     ],
 )
-def test_a_header_in_another_order_is_refused_by_its_line(
-    tmp_path, small_pieces, header, other_header
-):
+def test_a_header_in_another_order_is_refused_by_its_line(tmp_path, small_pieces, header, other_header):
     """Rows below it would be read with users for items."""
     width = header.count(",") + 1
     rows = [",".join([f"u{row}", f"i{row}", "1", "1"][:width]) for row in range(20)]

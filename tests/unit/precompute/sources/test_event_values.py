@@ -40,9 +40,7 @@ WANTED_ATTRIBUTES: dict[EntityKind, Collection[str]] = {
 }
 VALUES = st.dictionaries(
     st.sampled_from([b"a", b"b", b"c", b"d"]),
-    st.fixed_dictionaries(
-        {}, optional={name: st.none() | strategy for name, strategy in FITTING.items()}
-    ),
+    st.fixed_dictionaries({}, optional={name: st.none() | strategy for name, strategy in FITTING.items()}),
 )
 
 
@@ -51,10 +49,7 @@ def batches(ids: list[str], rows: list[dict[str, Any]], size: int) -> Any:
         batch_rows = rows[at : at + size]
         yield (
             Ids.of(pa.array(ids[at : at + size], pa.string())),
-            {
-                name: pa.array([row[name] for row in batch_rows], kind)
-                for name, kind in TYPES.items()
-            },
+            {name: pa.array([row[name] for row in batch_rows], kind) for name, kind in TYPES.items()},
         )
 
 
@@ -72,9 +67,7 @@ def rows_of(feature_batches: Any) -> list[tuple[str, dict[str, Any]]]:
     st.integers(1, 4),
     st.booleans(),
 )
-def test_the_table_is_the_one_with_these_values(
-    told: Any, values: EntityValues, size: int, adds: bool
-) -> None:
+def test_the_table_is_the_one_with_these_values(told: Any, values: EntityValues, size: int, adds: bool) -> None:
     ids, rows = [id_and_row[0] for id_and_row in told], [id_and_row[1] for id_and_row in told]
     unusable = UnusableRows()
 
@@ -89,9 +82,7 @@ def test_the_table_is_the_one_with_these_values(
     expected_rows = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]
     if adds:
         empty = dict.fromkeys(TYPES)
-        new = {
-            raw: entity_values for raw, entity_values in values.items() if raw.decode() not in ids
-        }
+        new = {raw: entity_values for raw, entity_values in values.items() if raw.decode() not in ids}
         expected_rows += [
             (raw.decode(), empty | dict(new[raw]))
             for raw in sorted(new)
@@ -124,9 +115,7 @@ def test_a_value_of_another_kind_is_noted_and_is_none(name: str, value: Any) -> 
     row = {"age": 1, "score": 1.0, "home": "x", "coded": "x", "taste": [1.0]}
     unusable = UnusableRows()
 
-    feature_batches = with_event_values(
-        batches(["a"], [row], 1), {b"a": {name: value}}, kind="item", unusable=unusable
-    )
+    feature_batches = with_event_values(batches(["a"], [row], 1), {b"a": {name: value}}, kind="item", unusable=unusable)
 
     assert rows_of(feature_batches) == [("a", row | {name: None})]
     (reason_report,) = unusable.to_json()[f"events.{name}"]["reasons"].values()
@@ -136,9 +125,7 @@ def test_a_value_of_another_kind_is_noted_and_is_none(name: str, value: Any) -> 
 def write(path: Path, events: list[tuple[int, Event | str | None]]) -> None:
     table = {
         "position": pa.array([Position(ms, 0).number for ms, _ in events], pa.int64()),
-        "event": [
-            event.to_bytes().decode() if isinstance(event, Event) else event for _, event in events
-        ],
+        "event": [event.to_bytes().decode() if isinstance(event, Event) else event for _, event in events],
         "user": pa.nulls(len(events), pa.string()),
     }
     pq.write_table(pa.table(table), path)
@@ -157,9 +144,7 @@ def test_the_newest_position_counts_over_all_files(tmp_path: Path) -> None:
         (7, Event("f", 0, b"u", None, type="left")),
     ])  # fmt: skip
 
-    event_values = EventValues.read(
-        [first, second], {"user": [b"gone"], "item": [b"gone"]}, WANTED_ATTRIBUTES
-    )
+    event_values = EventValues.read([first, second], {"user": [b"gone"], "item": [b"gone"]}, WANTED_ATTRIBUTES)
 
     assert event_values.users == {b"u": {"country": 1}}
     assert event_values.items == {b"i": {"price": None, "stock": True}}
@@ -190,9 +175,7 @@ def test_unwanted_attributes_take_no_room(tmp_path: Path) -> None:
         (1 + number, Event(f"{number}", 0, None, b"i", attributes={f"junk-{number}": 1, "country": 3}))
         for number in range(VALUES_PER_ENTITY_MAX + 1)
     ]  # fmt: skip
-    write(
-        tmp_path / "1.parquet", [*junk, (999, Event("x", 0, None, b"i", attributes={"price": 1}))]
-    )
+    write(tmp_path / "1.parquet", [*junk, (999, Event("x", 0, None, b"i", attributes={"price": 1}))])
 
     event_values = EventValues.read([tmp_path / "1.parquet"], {}, WANTED_ATTRIBUTES)
 
@@ -213,17 +196,9 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 def test_the_digest_is_of_what_models_take_alone() -> None:
     values: EntityValues = {b"u": {"country": 1, "mood": "x"}, b"v": {"mood": "y"}}
 
-    assert (
-        digest_of_event_values(NO_ENTITY_VALUES, ["country"])
-        == digest_of_event_values(values, ["age"])
-        == ""
-    )
+    assert digest_of_event_values(NO_ENTITY_VALUES, ["country"]) == digest_of_event_values(values, ["age"]) == ""
     assert digest_of_event_values(values, ["country"]) == digest_of_event_values(
         {b"u": {"country": 1}}, ["country", "age"]
     )
-    assert digest_of_event_values(values, ["country"]) != digest_of_event_values(
-        {b"u": {"country": None}}, ["country"]
-    )
-    assert digest_of_event_values(values, ["mood"]) != digest_of_event_values(
-        {b"u": {"mood": "x"}}, ["mood"]
-    )
+    assert digest_of_event_values(values, ["country"]) != digest_of_event_values({b"u": {"country": None}}, ["country"])
+    assert digest_of_event_values(values, ["mood"]) != digest_of_event_values({b"u": {"mood": "x"}}, ["mood"])

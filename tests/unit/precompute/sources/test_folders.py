@@ -51,9 +51,7 @@ SPARK = (
 
 
 @pytest.mark.parametrize("pattern", ["clicks", "clicks/", "clicks/**/*.csv", "clicks/*"])
-def test_what_a_job_left_behind_is_no_data_at_any_depth(
-    write_files: WriteFiles, tmp_path: Path, pattern: str
-) -> None:
+def test_what_a_job_left_behind_is_no_data_at_any_depth(write_files: WriteFiles, tmp_path: Path, pattern: str) -> None:
     path_prefix = write_files(SPARK)
 
     read_names = files_read(tmp_path, path_prefix + pattern)
@@ -61,9 +59,7 @@ def test_what_a_job_left_behind_is_no_data_at_any_depth(
     assert read_names == ["clicks/_day=2/part-1.csv", "clicks/day=1/part-0.csv"]
 
 
-@pytest.mark.parametrize(
-    "note", ["~$clicks.csv", ".~lock.clicks.csv#", "clicks.csv.tmp", "#a.csv#"]
-)
+@pytest.mark.parametrize("note", ["~$clicks.csv", ".~lock.clicks.csv#", "clicks.csv.tmp", "#a.csv#"])
 def test_lock_files_and_partial_files_in_a_data_folder_are_left_out(
     write_files: WriteFiles, tmp_path: Path, note: str
 ) -> None:
@@ -79,9 +75,7 @@ def test_the_settings_beside_the_data_are_left_out(write_files: WriteFiles, tmp_
     assert files_read(tmp_path, f"{path_prefix}.".removesuffix("/.") or ".") == ["a.csv"]
 
 
-def test_what_a_pattern_names_by_itself_is_read_whatever_it_is_called(
-    write_files: WriteFiles, tmp_path: Path
-) -> None:
+def test_what_a_pattern_names_by_itself_is_read_whatever_it_is_called(write_files: WriteFiles, tmp_path: Path) -> None:
     path_prefix = write_files(["_raw/.new/a.csv", "_raw/.new/_b.csv"])
 
     assert files_read(tmp_path, f"{path_prefix}_raw/.new/*.csv") == ["_raw/.new/a.csv"]
@@ -102,9 +96,7 @@ def test_a_file_that_is_named_twice_is_read_once(write_files: WriteFiles, tmp_pa
     path_prefix = write_files(["clicks/a.csv", "clicks/b.csv"])
     patterns = ["clicks/b.csv", "clicks", "clicks/*.csv", "./clicks/a.csv", "clicks//b.csv"]
 
-    read_names = files_read(
-        tmp_path, *(path_prefix + pattern for pattern in patterns[: 3 if path_prefix else 5])
-    )
+    read_names = files_read(tmp_path, *(path_prefix + pattern for pattern in patterns[: 3 if path_prefix else 5]))
 
     assert read_names == ["clicks/b.csv", "clicks/a.csv"]
 
@@ -155,9 +147,7 @@ def test_a_table_whose_log_says_which_files_count_is_refused_by_its_kind(
     assert files_read(tmp_path, f"{path_prefix}plain") == ["plain/b.csv"]
 
 
-def test_who_may_not_look_above_the_files_may_read_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_may_not_look_above_the_files_may_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket's policy may allow one prefix alone; a link with a signature, one file."""
     folder = f"/{uuid.uuid4().hex}"
     MemoryFileSystem().pipe_file(f"{folder}/clicks/a.csv", b"user,item\nu,i\n")
@@ -184,9 +174,7 @@ def test_a_folder_called_metadata_is_no_table(write_files: WriteFiles, tmp_path:
     assert files_read(tmp_path, f"{path_prefix}clicks/*.csv") == ["clicks/a.csv"]
 
 
-def test_only_notes_are_named_where_nothing_else_matches(
-    write_files: WriteFiles, tmp_path: Path
-) -> None:
+def test_only_notes_are_named_where_nothing_else_matches(write_files: WriteFiles, tmp_path: Path) -> None:
     path_prefix = write_files(["clicks/_SUCCESS", "clicks/~$a.csv"])
 
     with pytest.raises(SourceError, match=r"no source file matches .*notes .*_SUCCESS, ~\$a\.csv"):
@@ -216,9 +204,7 @@ def test_a_project_in_a_folder_with_brackets_is_found(tmp_path: Path) -> None:
     assert files_read(tmp_path, str(base / "*.csv")) == ["i"]
 
 
-def test_a_folder_that_may_not_be_listed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "clicks").mkdir()
 
     def refuses(path: str) -> None:

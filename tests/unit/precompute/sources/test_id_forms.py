@@ -44,9 +44,7 @@ def test_two_odd_forms_are_one_id_without_a_plain_one():
 
     remark, named = remark_of(forms)
 
-    assert remark.startswith(
-        "1 user comes in more than one form, such as 'A 1' and 'A1', and counts as several"
-    )
+    assert remark.startswith("1 user comes in more than one form, such as 'A 1' and 'A1', and counts as several")
     assert named == ["A 1", "A1"] and remark_of(forms, ["A1"])[1] == []
 
 

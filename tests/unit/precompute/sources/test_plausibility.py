@@ -64,9 +64,7 @@ def test_items_that_come_only_once_are_reported_with_fields_that_hold_several(
 
 
 def test_times_that_are_all_older_than_any_log_are_reported(tmp_path: Path) -> None:
-    rows = [
-        row.rpartition(",")[0] + f",{number + 1}" for number, row in enumerate(make_usual_rows())
-    ]
+    rows = [row.rpartition(",")[0] + f",{number + 1}" for number, row in enumerate(make_usual_rows())]
 
     (remark,) = plausibility_remarks(shape_of(tmp_path, rows))
 
@@ -81,9 +79,7 @@ def test_a_newest_time_in_the_future_is_told(tmp_path: Path, newest: str) -> Non
 
 
 def test_times_before_1980_among_later_ones_are_told(tmp_path: Path) -> None:
-    (remark,) = plausibility_remarks(
-        shape_of(tmp_path, [*make_usual_rows(), "u1,i1,1971-05-06", "u1,i1,86400"])
-    )
+    (remark,) = plausibility_remarks(shape_of(tmp_path, [*make_usual_rows(), "u1,i1,1971-05-06", "u1,i1,86400"]))
 
     assert remark.startswith("2 of 1,002 rows have a time before 1980")
 
@@ -141,9 +137,7 @@ def test_few_rows_without_a_time_are_reported_by_their_number() -> None:
     shape = InteractionFigures(
         rows=4_200, users=300, items=120, most_of_user=20, most_of_item=90, untimed=1, newest_us=10**15
     )  # fmt: skip
-    assert any(
-        remark.startswith("1 of 4,200 rows have no time") for remark in plausibility_remarks(shape)
-    )
+    assert any(remark.startswith("1 of 4,200 rows have no time") for remark in plausibility_remarks(shape))
 
 
 def test_events_make_the_share_of_unknown_items_no_larger() -> None:

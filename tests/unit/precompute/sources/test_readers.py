@@ -86,9 +86,7 @@ def test_dates_are_their_first_moment(tmp_path):
 )
 def test_numbers_that_cannot_be_seconds_say_what_is_expected(tmp_path, values):
     write(tmp_path, timestamp=values)
-    with pytest.raises(
-        SourceError, match=r"of a\.parquet can be used: timestamp: .*seconds since 1970"
-    ):
+    with pytest.raises(SourceError, match=r"of a\.parquet can be used: timestamp: .*seconds since 1970"):
         read(tmp_path, "a.parquet")
 
 
@@ -141,9 +139,7 @@ def test_the_cut_drops_no_row_of_a_column_in_milliseconds_silently(tmp_path):
         ("a.orc", b"", "only Parquet, CSV and lines are read: write it as Parquet or CSV"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_with_what_to_do(
-    tmp_path, name, content, message_pattern
-):
+def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path, name, content, message_pattern):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=message_pattern) as caught:
         read(tmp_path, name)
@@ -254,9 +250,7 @@ def pairs(batches):
     return {
         pair
         for batch in batches
-        for pair in zip(
-            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True
-        )
+        for pair in zip(batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True)
     }
 
 

@@ -18,8 +18,7 @@ def add(
 ) -> None:
     """Add rows by their numbers."""
     users, items = (
-        pa.array([f"{kind}{row % count}" for row in rows.tolist()])
-        for kind, count in (("u", 997), ("i", 89))
+        pa.array([f"{kind}{row % count}" for row in rows.tolist()]) for kind, count in (("u", 997), ("i", 89))
     )
     repeated.add(path, Ids.of(users), Ids.of(items), rows if times is None else times)
 

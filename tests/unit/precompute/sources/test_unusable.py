@@ -39,9 +39,7 @@ def read(folder, name, unusable):
 
 def reasons(unusable, source="interactions"):
     report = unusable.to_json()[source]
-    assert report["left_out"] == sum(
-        reason_report["rows"] for reason_report in report["reasons"].values()
-    )
+    assert report["left_out"] == sum(reason_report["rows"] for reason_report in report["reasons"].values())
     return {reason: reason_report["rows"] for reason, reason_report in report["reasons"].items()}
 
 
@@ -101,9 +99,7 @@ def test_a_line_that_is_not_utf_8_costs_only_itself(tmp_path):
 def test_rows_of_a_feature_table_without_an_id_are_left_out(tmp_path):
     pq.write_table(pa.table({"user": ["a", None, "b"], "age": [1, 2, 3]}), tmp_path / "u.parquet")
     unusable = UnusableRows()
-    ((ids, values),) = read_features(
-        tmp_path / "u.parquet", "user", ["age"], unusable_rows=unusable
-    )
+    ((ids, values),) = read_features(tmp_path / "u.parquet", "user", ["age"], unusable_rows=unusable)
     assert (ids.texts().to_pylist(), values["age"].to_pylist()) == (["a", "b"], [1, 3])
     assert reasons(unusable, "features") == {"user: no id": 1}
 
@@ -114,9 +110,7 @@ def test_a_source_of_which_no_row_can_be_used_is_refused_with_what_to_do(tmp_pat
         pa.table({"user": ["a", "b"], "item": ["c", "d"], "timestamp": milliseconds}),
         tmp_path / "a.parquet",
     )
-    with pytest.raises(
-        SourceError, match=r"none of the 2 rows of a\.parquet .*divide milliseconds"
-    ):
+    with pytest.raises(SourceError, match=r"none of the 2 rows of a\.parquet .*divide milliseconds"):
         read(tmp_path, "a.parquet", UnusableRows())
 
 
@@ -162,9 +156,9 @@ def test_values_that_an_input_cannot_hold_cost_only_their_rows():
     narrow = InputSpec("x", "feature", "int32", column="age")
     feature_values = read_feature_values(pa.array([1, 2**40, None]), narrow)
     assert feature_values.usable.tolist() == [True, False, False]
-    assert feature_values.missing.tolist() == [False, False, True] and list(
-        feature_values.unusable_mask_by_reason
-    ) == ["age: too large for int32"]
+    assert feature_values.missing.tolist() == [False, False, True] and list(feature_values.unusable_mask_by_reason) == [
+        "age: too large for int32"
+    ]
     wide = InputSpec("x", "feature", "float32", column="taste", width=2)
     rows = [[1.0, 2.0], [1.0], [1.0, None], [1.0, float("nan")], None, [3.0, 4.0]]
     feature_values = read_feature_values(pa.array(rows), wide)

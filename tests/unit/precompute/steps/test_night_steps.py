@@ -57,9 +57,7 @@ def test_what_is_timed_apart_is_what_the_steps_time() -> None:
         str(ast.literal_eval(call.args[1]))
         for file in STEPS.glob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Name)
-        and call.func.id == "timed"
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "timed"
     }
 
     assert timed == set(STEPS_TIMED_APART)
@@ -70,17 +68,13 @@ def test_the_manifest_is_made_from_the_reports_of_the_steps_before() -> None:
     needed_reports = [
         str(getattr(reports, call.args[0].id))
         for call in ast.walk(ast.parse((ROOT / "precompute/builds/seal.py").read_text()))
-        if isinstance(call, ast.Call)
-        and ast.unparse(call.func) == "build.need"
-        and isinstance(call.args[0], ast.Name)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "build.need" and isinstance(call.args[0], ast.Name)
     ]
 
     assert {*needed_reports} == {*steps_before_seal} - {"score"}
 
 
-@pytest.mark.parametrize(
-    "name", [*NIGHT_STEPS, *(step.replace("_", "-") for step in PRELIMINARY_STEPS)]
-)
+@pytest.mark.parametrize("name", [*NIGHT_STEPS, *(step.replace("_", "-") for step in PRELIMINARY_STEPS)])
 def test_every_step_has_a_command(name: str) -> None:
     about = [] if name in ("begin", "retire", "take-events") else ["20260131T000000Z-0123456789ab"]
 
@@ -100,6 +94,4 @@ def test_documents_name_the_steps_in_their_order(file: str, after: str) -> None:
     normalised_text = re.sub(r"\W+", " ", text.lower())
     positions = [normalised_text.find(name.replace("_", " ")) for name in NIGHT_STEPS]
 
-    assert -1 not in positions and positions == sorted(positions), dict(
-        zip(NIGHT_STEPS, positions, strict=True)
-    )
+    assert -1 not in positions and positions == sorted(positions), dict(zip(NIGHT_STEPS, positions, strict=True))

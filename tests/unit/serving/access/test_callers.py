@@ -42,11 +42,7 @@ def test_every_token_has_its_owner() -> None:
         name: name for name in TOKENS
     }
     default = callers.identify(bearer("sesame"))
-    assert (
-        default.name == "default"
-        and default.scopes == set(MEANING_BY_SCOPE)
-        and not default.has_quota_or_expiry
-    )
+    assert default.name == "default" and default.scopes == set(MEANING_BY_SCOPE) and not default.has_quota_or_expiry
 
 
 def test_without_a_tokens_file_all_may_ask_and_with_an_empty_one_none_may() -> None:
@@ -71,9 +67,7 @@ def test_the_scheme_is_known_in_any_case_and_the_token_in_its_own_alone(scheme: 
     token = TOKENS["ana"].encode()
 
     assert make_callers().identify([(b"authorization", scheme + b" " + token)]).name == "ana"
-    assert (
-        make_callers().identify([(b"authorization", scheme + b" " + token.swapcase())]) is STRANGER
-    )
+    assert make_callers().identify([(b"authorization", scheme + b" " + token.swapcase())]) is STRANGER
 
 
 def test_the_first_header_counts() -> None:
@@ -121,9 +115,7 @@ def test_a_thousand_wrong_tokens_all_cost_the_same_comparisons(
         assert callers.identify(bearer(token)) is STRANGER
         # All known digests, of one length, whatever was sent and however much of it was right.
         assert len(compared) == len(TOKENS) + 1 and len(hashed) == 1
-        assert {
-            (len(left_digest), len(right_digest)) for left_digest, right_digest in compared
-        } == {(32, 32)}
+        assert {(len(left_digest), len(right_digest)) for left_digest, right_digest in compared} == {(32, 32)}
     for token in TOKENS.values():
         compared.clear()
         assert callers.identify(bearer(token)) is not STRANGER
@@ -146,9 +138,7 @@ def test_what_is_too_long_is_bounded_before_it_is_hashed() -> None:
 def test_an_expired_token_is_refused_with_its_own_code() -> None:
     clock = FakeClock()
     clock.now_s = 1_000.0
-    caller = make_callers(clock, expires_at="1970-01-01T00:16:41+00:00").identify(
-        bearer(TOKENS["ana"])
-    )
+    caller = make_callers(clock, expires_at="1970-01-01T00:16:41+00:00").identify(bearer(TOKENS["ana"]))
     assert caller.may_use_scope("read") and caller.is_known
 
     clock.now_s = 1_001.0

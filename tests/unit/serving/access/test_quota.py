@@ -30,9 +30,7 @@ LIMITED = QuotaLimits(requests_per_s=10.0)
 
 
 @given(RATES, st.lists(st.tuples(st.floats(0, 3), st.integers(1, 50)), min_size=1, max_size=200))
-def test_never_more_than_the_rate_and_one_burst_in_any_time(
-    rate: float, asked: list[tuple[float, int]]
-) -> None:
+def test_never_more_than_the_rate_and_one_burst_in_any_time(rate: float, asked: list[tuple[float, int]]) -> None:
     limits, standing, now_s = QuotaLimits(entities_per_s=rate), QuotaState(), 1_000.0
     let_through: list[tuple[float, int]] = []
     for pause, amount in asked:
@@ -47,9 +45,7 @@ def test_never_more_than_the_rate_and_one_burst_in_any_time(
         taken_amount = 0
         for at, amount in let_through[first:]:
             # The last one may be more than a burst: it is let through by what is there, and paid for after.
-            assert (
-                taken_amount + min(amount, room) <= (rate * (at - begin) + room) * (1 + 1e-6) + 1e-6
-            )
+            assert taken_amount + min(amount, room) <= (rate * (at - begin) + room) * (1 + 1e-6) + 1e-6
             taken_amount += amount
 
 
@@ -99,9 +95,7 @@ def test_in_flight_has_its_own_bound() -> None:
     assert isinstance(state_after_charge(QuotaState(in_flight=1), limits, 0.0, 1, 5), QuotaState)
     charge_result = state_after_charge(QuotaState(in_flight=2), limits, 0.0, 1, 0)
     assert isinstance(charge_result, Shortage) and charge_result.kind == "in_flight"
-    assert isinstance(
-        state_after_charge(QuotaState(in_flight=2), limits, 0.0, 0, 7), QuotaState
-    )  # its entities
+    assert isinstance(state_after_charge(QuotaState(in_flight=2), limits, 0.0, 0, 7), QuotaState)  # its entities
 
 
 def test_what_is_given_back_can_be_taken_again() -> None:
@@ -175,9 +169,7 @@ def test_a_column_beyond_the_table_is_refused(tmp_path: Path) -> None:
         QuotaTable.open(tmp_path / "quotas", 2)
 
 
-def _charge_until_deadline(
-    path: str, column: int, begin: Any, count_queue: "multiprocessing.Queue[int]"
-) -> None:
+def _charge_until_deadline(path: str, column: int, begin: Any, count_queue: "multiprocessing.Queue[int]") -> None:
     table, limits, count = QuotaTable.open(Path(path), column), QuotaLimits(5_000.0), 0
     begin.wait(60)
     deadline = time.monotonic() + 2.0
@@ -207,10 +199,7 @@ def test_four_processes_take_exactly_what_there_is(tmp_path: Path) -> None:
 
     # Each was paid for once, or the moment until which all is paid for would be another one: none was lost between two
     # processes, however they came into each other's way.
-    paid_from = (
-        QuotaTable.open(path, 4).read_state(row_key("a"), ended_at).requests_paid_until
-        - total_count / 5_000
-    )
+    paid_from = QuotaTable.open(path, 4).read_state(row_key("a"), ended_at).requests_paid_until - total_count / 5_000
     assert total_count > 5_000 and began_at - 0.2 <= paid_from <= began_at + 0.2
     assert total_count <= 5_000 * (ended_at - began_at + BURST_S)
 

@@ -38,9 +38,7 @@ def test_what_is_written_is_read_and_for_its_owner_alone(tmp_path: Path) -> None
     write_tokens(path, tokens)
 
     assert read_tokens(path) == tokens
-    assert path.stat().st_mode & 0o777 == 0o600 and [
-        file.name for file in path.parent.iterdir()
-    ] == ["tokens.json"]
+    assert path.stat().st_mode & 0o777 == 0o600 and [file.name for file in path.parent.iterdir()] == ["tokens.json"]
     assert tokens["ben"].expires_s == 1_893_452_400.0
 
 
@@ -148,8 +146,7 @@ def test_two_names_for_one_token_and_too_many_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="ana and ben have the same"):
         read_tokens(written(tmp_path / "a", {"ana": entry_json, "ben": entry_json}))
     excess_entries = {
-        f"t{number}": {"sha256": f"{number:064x}", "scopes": ["read"]}
-        for number in range(TOKENS_MAX + 1)
+        f"t{number}": {"sha256": f"{number:064x}", "scopes": ["read"]} for number in range(TOKENS_MAX + 1)
     }
     with pytest.raises(ConfigError, match="at most 256"):
         read_tokens(written(tmp_path / "b", excess_entries))

@@ -77,9 +77,7 @@ def test_a_file_that_became_wrong_changes_nothing_and_says_so_once(
     assert token_watch.reload_if_changed() and samples(token_watch)["larder_tokens_stale",] == 0
 
 
-def test_a_file_that_becomes_readable_without_a_change_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_becomes_readable_without_a_change_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a changed file that the service may not read
     path = tmp_path / "tokens.json"
     write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
@@ -122,7 +120,5 @@ def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
 def test_without_a_file_nothing_is_looked_at() -> None:
     token_watch = TokenWatch("sesame", "", QuotaTable.create_private())
 
-    assert (
-        not token_watch.reload_if_changed() and name_of(token_watch.callers, "sesame") == "default"
-    )
+    assert not token_watch.reload_if_changed() and name_of(token_watch.callers, "sesame") == "default"
     assert samples(token_watch)["larder_token_requests_total", "default"] == 0

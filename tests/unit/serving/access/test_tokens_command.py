@@ -28,9 +28,7 @@ def audit(folder: Path) -> list[Any]:
     return audit_records(ArtefactStore(str(folder / "artifacts" / "default")))
 
 
-def test_a_token_is_shown_once_and_kept_as_its_hash(
-    settings_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_token_is_shown_once_and_kept_as_its_hash(settings_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "tokens add shop --scope read --scope score --days 30 --requests-per-s 50 --in-flight 4"
     assert main([*line.split(), "--reason", "the shop"]) == 0
     token = capsys.readouterr().out.strip()
@@ -72,9 +70,7 @@ def test_what_cannot_be_written_down_is_not_done(
 
     assert main(["tokens", "add", "shop", "--scope", "read"]) == 2
 
-    assert (
-        "larder_" not in capsys.readouterr().out and not (settings_folder / "tokens.json").exists()
-    )
+    assert "larder_" not in capsys.readouterr().out and not (settings_folder / "tokens.json").exists()
 
 
 @pytest.mark.parametrize(("line", "expected_text"), [
@@ -87,16 +83,10 @@ def test_what_cannot_be_made_is_said_in_a_line(
     assert main(["tokens", *line.split()]) == 2
 
     error_output = capsys.readouterr().err
-    assert (
-        expected_text in error_output
-        and error_output.count("\n") == 1
-        and audit(settings_folder) == []
-    )
+    assert expected_text in error_output and error_output.count("\n") == 1 and audit(settings_folder) == []
 
 
-def test_a_pasted_token_is_not_written_down(
-    settings_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pasted_token_is_not_written_down(settings_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokens", "add", "shop", "--scope", "read"]) == 0
     token = capsys.readouterr().out.strip()
 

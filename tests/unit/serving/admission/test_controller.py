@@ -241,11 +241,7 @@ def test_either_queue_keeps_live_from_new_work() -> None:
             clock.tick(LOOK_S)
             gate.observe(turn_s, model_wait, clock())
 
-        assert (
-            not gate.admit_live()
-            and gate.live_admitted_share == 0.0
-            and gate.shed_counts["live"] == 1
-        )
+        assert not gate.admit_live() and gate.live_admitted_share == 0.0 and gate.shed_counts["live"] == 1
 
 
 def test_a_request_is_late_only_when_the_queue_has_taken_all_its_time() -> None:
@@ -297,9 +293,7 @@ async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> N
     assert (shed["source"], shed["reason"], shed["live"]) == (
         "default", "not_in_generation", "overloaded",
     )  # fmt: skip
-    assert (
-        stored_answer["source"] == "l1" and known_answer["source"] == "l2" and len(world.jobs) == 1
-    )
+    assert stored_answer["source"] == "l1" and known_answer["source"] == "l2" and len(world.jobs) == 1
     await world.tiers.aclose()
 
 
@@ -393,11 +387,7 @@ class Request:
 
     @property
     def statuses(self) -> list[int]:
-        return [
-            message["status"]
-            for message in self.messages
-            if message["type"] == "http.response.start"
-        ]
+        return [message["status"] for message in self.messages if message["type"] == "http.response.start"]
 
 
 def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> AsgiApp:
@@ -420,9 +410,7 @@ def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> AsgiApp:
 
 
 @given(st.integers(1, 6), st.lists(st.sampled_from(["slow", "fails", "gone"]), max_size=30))
-def test_never_more_than_the_limit_are_under_way_and_all_are_answered_once(
-    most: int, kinds: list[str]
-) -> None:
+def test_never_more_than_the_limit_are_under_way_and_all_are_answered_once(most: int, kinds: list[str]) -> None:
     async def play() -> None:
         gate, open_, crowd = admission(most), asyncio.Event(), list[int]()
         app = front(gate, open_, crowd)

@@ -65,9 +65,7 @@ def test_an_id_that_mentions_a_deadline_is_none() -> None:
     assert judged(orjson.dumps({"entities": ["deadline_ms"]}))
 
 
-@pytest.mark.parametrize(
-    "body", [make_body(0), make_body("1"), make_body(True), b'{"deadline_ms":', b"deadline_ms"]
-)
+@pytest.mark.parametrize("body", [make_body(0), make_body("1"), make_body(True), b'{"deadline_ms":', b"deadline_ms"])
 def test_who_is_refused_for_what_it_says_is_not_late(body: bytes) -> None:
     assert not judged(body)
     assert not judged(query=b"deadline_ms=0")

@@ -55,9 +55,7 @@ class Iterations:
         self._handle = asyncio.get_running_loop().call_soon(self._count)
 
 
-async def test_an_iteration_has_no_more_work_than_its_budget(
-    pacer: WorkPacer, clock: FakeClock
-) -> None:
+async def test_an_iteration_has_no_more_work_than_its_budget(pacer: WorkPacer, clock: FakeClock) -> None:
     worked: list[int] = []
 
     async def work() -> None:
@@ -74,9 +72,7 @@ async def test_an_iteration_has_no_more_work_than_its_budget(
     assert len(worked) == 120 and max(worked.count(number) for number in set(worked)) == 2
 
 
-async def test_requests_that_got_their_replies_at_once_go_on_by_the_budget(
-    pacer: WorkPacer, clock: FakeClock
-) -> None:
+async def test_requests_that_got_their_replies_at_once_go_on_by_the_budget(pacer: WorkPacer, clock: FakeClock) -> None:
     # Given requests that began one by one and wait for one reply of Redis
     reply_event = asyncio.Event()
     worked: list[int] = []
@@ -107,9 +103,7 @@ async def test_work_goes_on_at_once_where_the_iteration_has_room(pacer: WorkPace
         assert iterations.iteration_number == initial_iteration
 
 
-async def test_small_requests_wait_for_the_sockets_once_in_a_budget_of_work(
-    pacer: WorkPacer, clock: FakeClock
-) -> None:
+async def test_small_requests_wait_for_the_sockets_once_in_a_budget_of_work(pacer: WorkPacer, clock: FakeClock) -> None:
     # Given requests of a little over an eighth of the budget each, one after the other on a loop that never rests
     async def work() -> bool:
         iteration = iterations.iteration_number
@@ -123,9 +117,7 @@ async def test_small_requests_wait_for_the_sockets_once_in_a_budget_of_work(
     assert waited == [False] * 8 + [True]
 
 
-async def test_requests_begin_in_their_order_and_begun_ones_end_first(
-    pacer: WorkPacer, clock: FakeClock
-) -> None:
+async def test_requests_begin_in_their_order_and_begun_ones_end_first(pacer: WorkPacer, clock: FakeClock) -> None:
     worked_portions: list[tuple[int, int]] = []
 
     async def work(number: int) -> None:
@@ -189,9 +181,7 @@ async def test_who_has_gone_while_it_waited_is_dropped(pacer: WorkPacer, clock: 
     assert not pacer.is_backlogged
 
 
-async def test_dropped_connections_are_expected_no_longer_than_work_waits(
-    pacer: WorkPacer, clock: FakeClock
-) -> None:
+async def test_dropped_connections_are_expected_no_longer_than_work_waits(pacer: WorkPacer, clock: FakeClock) -> None:
     # Given work that waits for a second
     await pacer.begin(stays)
     clock.tick(BUDGET_S)
@@ -274,9 +264,7 @@ def front(clock: FakeClock, work_s: float = 0.1) -> tuple[AsgiApp, list[str], Ad
     return app, worked, admission
 
 
-async def collect_messages(
-    app: AsgiApp, name: str, is_gone: Callable[[], bool] = stays
-) -> list[Any]:
+async def collect_messages(app: AsgiApp, name: str, is_gone: Callable[[], bool] = stays) -> list[Any]:
     """Messages that the application sends for a lookup of this name."""
     messages: list[Any] = []
 

@@ -17,9 +17,7 @@ from tests.unit.test_layering import ROOT
         ("stale", "pointer_corrupt"),
     ],
 )
-def test_the_reference_page_says_what_a_word_of_an_answer_means(
-    field: str, field_value: str
-) -> None:
+def test_the_reference_page_says_what_a_word_of_an_answer_means(field: str, field_value: str) -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
 
     table = page.partition(f"| `{field}` | says |\n|---|---|\n")[2].partition("\n\n")[0]

@@ -56,24 +56,18 @@ ROWS = st.lists(
 
 
 def written(rows: list[tuple[Any, ...]]) -> bytes:
-    ids, items, scores, vectors, short, dropped_counts, age = (
-        zip(*rows, strict=True) if rows else ((),) * 7
-    )
+    ids, items, scores, vectors, short, dropped_counts, age = zip(*rows, strict=True) if rows else ((),) * 7
     flat = [item.encode() for row in items for item in row or ()]
     columns = [
         text_column([None if id_ is None else id_.encode() for id_ in ids]),
         list_column(ends(items), text_column(flat), [item_list is not None for item_list in items]),
-        list_column(
-            ends(scores), number_column(np.array([n for row in scores for n in row], np.float32))
-        ),
+        list_column(ends(scores), number_column(np.array([n for row in scores for n in row], np.float32))),
         fixed_list_column(
             len(rows),
             number_column(np.array([row or [0] * 3 for row in vectors], np.float32).ravel()),
             [vector is not None for vector in vectors],
         ),
-        flag_column(
-            [bool(is_short) for is_short in short], [is_short is not None for is_short in short]
-        ),
+        flag_column([bool(is_short) for is_short in short], [is_short is not None for is_short in short]),
         number_column(
             np.array([dropped_count or 0 for dropped_count in dropped_counts], np.int32),
             [dropped_count is not None for dropped_count in dropped_counts],
@@ -100,10 +94,7 @@ def test_pyarrow_reads_what_is_written_and_so_do_we(rows: list[tuple[Any, ...]])
     for name, at in zip(table.column_names, range(7), strict=True):
         expected = [row[at] for row in rows]
         assert table[name].to_pylist() == expected
-        cells = [
-            list(cell) if isinstance(cell, tuple | np.ndarray) else cell
-            for cell in frame.columns[name]
-        ]
+        cells = [list(cell) if isinstance(cell, tuple | np.ndarray) else cell for cell in frame.columns[name]]
         assert cells == expected
     assert frame.rows == len(rows) and frame.metadata == {"table": "t", "ü": ""}
 
@@ -124,9 +115,7 @@ IDS = st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=50)
 
 
 @given(ids=IDS, type_=st.sampled_from([pa.string(), pa.large_string()]), cut=st.integers(0, 3))
-def test_ids_from_pyarrow_are_read_from_slices_and_many_batches(
-    ids: list[str], type_: pa.DataType, cut: int
-) -> None:
+def test_ids_from_pyarrow_are_read_from_slices_and_many_batches(ids: list[str], type_: pa.DataType, cut: int) -> None:
     column = pa.array(["before", *ids], type_)
     table = pa.table({"id": column.slice(1)}).replace_schema_metadata({"pandas": "{}", "k": "7"})
     sink = pa.BufferOutputStream()

@@ -120,9 +120,7 @@ async def test_attempts_are_bounded_and_wait_ever_longer() -> None:
         await client(script, clock, attempts=4, backoff_ms=100, backoff_max_ms=250).lookup("t", 1)
 
     rng = random.Random(1)
-    assert clock.slept == [
-        rng.uniform(0, backoff_max_ms) / 1000 for backoff_max_ms in (100, 200, 250)
-    ]
+    assert clock.slept == [rng.uniform(0, backoff_max_ms) / 1000 for backoff_max_ms in (100, 200, 250)]
 
 
 async def test_retry_after_is_kept_and_counts_against_the_deadline() -> None:
@@ -200,9 +198,7 @@ async def test_feedback_that_never_left_is_sent_again() -> None:
         (422, "invalid_k", InvalidRequest), (500, "internal_error", Unavailable),
     ],
 )  # fmt: skip
-async def test_a_refusal_carries_the_services_own_reason(
-    status: int, code: str, kind: type[Refusal]
-) -> None:
+async def test_a_refusal_carries_the_services_own_reason(status: int, code: str, kind: type[Refusal]) -> None:
     with pytest.raises(kind) as refused:
         await client(Script([make_error_response(status, code)])).lookup("t", "u-1")
 
@@ -254,10 +250,7 @@ async def test_the_deadline_that_a_call_names_is_the_one_the_service_is_asked_fo
 
     await client(script, deadline_ms=100, told_share=0.5).lookup("t", "u-1", Options(deadline_ms=3_000))  # fmt: skip
 
-    assert (
-        get_deadlines_ms(script) == [1_500]
-        and script.requests[0].url.params["deadline_ms"] == "3000"
-    )
+    assert get_deadlines_ms(script) == [1_500] and script.requests[0].url.params["deadline_ms"] == "3000"
 
 
 async def test_errors_name_no_library_but_keep_the_cause() -> None:
@@ -398,9 +391,7 @@ def test_a_token_that_no_header_can_carry_is_refused_at_once(token: str) -> None
         AsyncClient(URL, token=token)
 
 
-@pytest.mark.parametrize(
-    "setting", [{"deadline_ms": 0}, {"attempts": 0}, {"told_share": 0}, {"hedge_share": 1.5}]
-)
+@pytest.mark.parametrize("setting", [{"deadline_ms": 0}, {"attempts": 0}, {"told_share": 0}, {"hedge_share": 1.5}])
 def test_a_policy_that_cannot_be_kept_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         Policy(**setting)
@@ -425,9 +416,7 @@ async def test_no_request_leaves_once_the_deadline_is_over() -> None:
 
     body = httpx.Response(200, content=orjson.dumps({"answers": [ANSWER]}))
     script.steps = [body]
-    asking = AsyncClient(
-        URL, policy=Policy(max_batch=1, at_once=1), pace=clock.pace(), transport=Late()
-    )
+    asking = AsyncClient(URL, policy=Policy(max_batch=1, at_once=1), pace=clock.pace(), transport=Late())
 
     with pytest.raises(DeadlineExceeded):
         await asking.lookup_many("t", ["a", "b", "c"])

@@ -12,14 +12,10 @@ from cache.errors import ConfigError
 from serving.config.settings import ServingConfig
 from serving.process.resources import check_cores, place_thread
 
-needs_pinning = pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here"
-)
+needs_pinning = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here")
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"), [("", ()), ("3", (3,)), ("0-2, 8", (0, 1, 2, 8)), ("2,1,2", (1, 2))]
-)
+@pytest.mark.parametrize(("text", "cores"), [("", ()), ("3", (3,)), ("0-2, 8", (0, 1, 2, 8)), ("2,1,2", (1, 2))])
 def test_cores_are_a_list_with_ranges(text: str, cores: tuple[int, ...]) -> None:
     assert parse_cores(text) == cores
 

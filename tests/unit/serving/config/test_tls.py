@@ -28,22 +28,16 @@ def files(pair: Pair, **more: str) -> TlsFiles:
 
 
 def test_only_new_protocols_are_spoken(authority: Authority, pairs: tuple[Pair, Pair]) -> None:
-    ssl_context = files(
-        pairs[0], client_ca_path=authority.file, client_certificates="required"
-    ).context()
+    ssl_context = files(pairs[0], client_ca_path=authority.file, client_certificates="required").context()
 
     assert ssl_context.minimum_version is ssl.TLSVersion.TLSv1_2
     assert ssl_context.verify_mode is ssl.CERT_REQUIRED and ssl_context.num_tickets == 0
     assert files(pairs[0]).context().verify_mode is ssl.CERT_NONE
 
 
-def test_what_is_no_pair_is_refused_with_both_names(
-    pairs: tuple[Pair, Pair], tmp_path: Path
-) -> None:
+def test_what_is_no_pair_is_refused_with_both_names(pairs: tuple[Pair, Pair], tmp_path: Path) -> None:
     first_pair, second_pair = pairs
-    with pytest.raises(
-        ConfigError, match=f"{first_pair.certificate} and tls_key {second_pair.key} are no pair"
-    ):
+    with pytest.raises(ConfigError, match=f"{first_pair.certificate} and tls_key {second_pair.key} are no pair"):
         files(Pair(first_pair.certificate, second_pair.key)).context()
     with pytest.raises(ConfigError, match=r"cannot read .*none\.pem: No such file"):
         files(Pair(tmp_path / "none.pem", first_pair.key)).context()
@@ -52,9 +46,7 @@ def test_what_is_no_pair_is_refused_with_both_names(
         files(Pair(first_pair.certificate, tmp_path / "long.pem")).context()
     (tmp_path / "empty.pem").write_text("nothing")
     with pytest.raises(ConfigError, match="holds no certificate"):
-        files(
-            first_pair, client_ca_path=str(tmp_path / "empty.pem"), client_certificates="optional"
-        ).context()
+        files(first_pair, client_ca_path=str(tmp_path / "empty.pem"), client_certificates="optional").context()
 
 
 @pytest.mark.parametrize(("changes", "error_pattern"), [
@@ -62,9 +54,7 @@ def test_what_is_no_pair_is_refused_with_both_names(
     ({"tls_client": "required"}, "go together"), ({"tls_client_ca": "a"}, "go together"),
     ({"tls_client_ca": "a", "tls_client": "optional"}, "needs tls_certificate"),
 ])  # fmt: skip
-def test_settings_that_do_not_fit_together_are_refused(
-    changes: dict[str, str], error_pattern: str
-) -> None:
+def test_settings_that_do_not_fit_together_are_refused(changes: dict[str, str], error_pattern: str) -> None:
     with pytest.raises(ConfigError, match=error_pattern):
         ServingConfig(**changes)  # type: ignore[arg-type]
 

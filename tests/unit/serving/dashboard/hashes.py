@@ -37,10 +37,7 @@ class FakeRedis(FakeControl):
                 return int(is_new)
             case "HDEL":
                 return sum(
-                    table.pop(
-                        field_name if isinstance(field_name, bytes) else field_name.encode(), None
-                    )
-                    is not None
+                    table.pop(field_name if isinstance(field_name, bytes) else field_name.encode(), None) is not None
                     for field_name in arguments
                 )
             case "HGETALL":

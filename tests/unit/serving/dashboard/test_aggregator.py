@@ -143,12 +143,7 @@ async def test_an_hour_is_kept_and_no_more(world: World) -> None:
 
     drawn = world.first_worker.fleet_view._fleet_bins
     assert BINS_MAX - 1 <= len(drawn.bin_by_start) <= BINS_MAX
-    assert (
-        len(reading.bin_by_start)
-        == len(drawn.digest_by_start)
-        == requests(reading)
-        == len(drawn.bin_by_start)
-    )
+    assert len(reading.bin_by_start) == len(drawn.digest_by_start) == requests(reading) == len(drawn.bin_by_start)
     assert (
         RECENT_BIN_COUNT - 1
         <= len(reading.recent_counts_by_start)

@@ -83,9 +83,7 @@ def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> No
     taken_in.count_by_result.update({"accepted": 3, "in_future": 1})
     taken_in.refusal_count_by_reason["events_full"] += 2
     metrics.changed_answers.answers["user_topk"] += 4
-    metrics.changed_answers.compare(
-        "user_topk", np.array([1, 2, 3, 4], "u4"), np.array([4, 3, 9, 8], "u4")
-    )
+    metrics.changed_answers.compare("user_topk", np.array([1, 2, 3, 4], "u4"), np.array([4, 3, 9, 8], "u4"))
     counts = collect_counts(metrics) | counts_by_field(taken_in, metrics.changed_answers)
 
     assert counts == collect_counts(metrics) | {
@@ -102,9 +100,7 @@ def test_reasons_of_events_begin_at_0_so_that_their_first_burst_is_an_increase()
     assert {sample.labels["result"]: sample.value for sample in results.samples} == dict.fromkeys(
         (ACCEPTED, REPEATED, *REJECTION_REASONS), 0
     )
-    assert {sample.labels["reason"]: sample.value for sample in refusals.samples} == dict.fromkeys(
-        REFUSAL_REASONS, 0
-    )
+    assert {sample.labels["reason"]: sample.value for sample in refusals.samples} == dict.fromkeys(REFUSAL_REASONS, 0)
 
 
 def test_bins_keep_an_hour_however_long_they_are_filled_and_add_up_within_one() -> None:

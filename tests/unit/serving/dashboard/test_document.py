@@ -54,10 +54,7 @@ def test_workers_add_up() -> None:
         "requests": 8, "entities": 6, "misses": {"cold": 2},
         "answers": {"l1": 4, "l2": 0, "live": 0, "previous": 0, "default": 2},
     }  # fmt: skip
-    assert (
-        dashboard_document["lately"]["requests"] == 9
-        and dashboard_document["lately"]["latency"]["l1"]["p50"] > 0
-    )
+    assert dashboard_document["lately"]["requests"] == 9 and dashboard_document["lately"]["latency"]["l1"]["p50"] > 0
     assert dashboard_document["earlier"]["answers"]["l2"] == 7
     assert dashboard_document["breakers"] == {"closed": 2, "half_open": 0, "open": 1}
     assert dashboard_document["queue"] == {
@@ -121,18 +118,14 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
         LIVE_GENERATION | {"events_until": "20-1"},
         LIVE_GENERATION | {"events_until": None},
     ]
-    dashboard_document = make_document(
-        FleetReading(NOW_S, None, workers, rows, bins), archive=(generations, [])
-    )
+    dashboard_document = make_document(FleetReading(NOW_S, None, workers, rows, bins), archive=(generations, []))
 
     assert dashboard_document["events"] == dashboard_document["events"] | {
         "up": True, "durability": "always", "lag_s": 3.0, "counted_until": "30-0", "taken_until": "20-1",
         "published_until": None, "results": {"accepted": 9, "in_future": 1}, "refused": {"events_full": 3},
         "answers": 5, "answers_share": 0.5, "list_change": 0.1,
     }  # fmt: skip
-    assert set(dashboard_document["events"]) == set(
-        DASHBOARD_SCHEMA["properties"]["events"]["anyOf"][0]["properties"]
-    )
+    assert set(dashboard_document["events"]) == set(DASHBOARD_SCHEMA["properties"]["events"]["anyOf"][0]["properties"])
     assert dashboard_document["series"]["events"] == {
         "accepted": [7],
         "repeated": [0],

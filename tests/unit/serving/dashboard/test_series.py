@@ -9,9 +9,7 @@ BOUNDS = refine_bounds((0.001, 1.0))
 
 def test_columns_have_one_entry_per_bin_and_zeros_where_nothing_was_reported() -> None:
     rows = {
-        100: draw_bin(
-            {"r": 2, "a:l1": 1, "a:live": 1, "s:live": 1_500_000, "h:live:90": 1}, BOUNDS
-        ),
+        100: draw_bin({"r": 2, "a:l1": 1, "a:live": 1, "s:live": 1_500_000, "h:live:90": 1}, BOUNDS),
         120: draw_bin({"r": 1, "m:evicted": 4}, BOUNDS),
         130: draw_bin({"r": 7}, BOUNDS),
     }

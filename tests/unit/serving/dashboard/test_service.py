@@ -67,9 +67,7 @@ async def test_providers_fill_their_parts_and_one_that_fails_costs_only_its_own(
         raise ValueError("no curve")
 
     events_row = {"up": 1.0, "counted_until": "7-0"}
-    board = Board(
-        tmp_path, advisor=fails, quality=lambda: {"samples": 3}, events=lambda: events_row
-    )
+    board = Board(tmp_path, advisor=fails, quality=lambda: {"samples": 3}, events=lambda: events_row)
     body = await board.data()
 
     assert (body["advisor"], body["quality"]) == (None, {"samples": 3})

@@ -36,9 +36,7 @@ def body() -> Any:
 def test_events_take_a_line_that_fits(body: Any) -> None:
     event_lines = [line for line in lines(body) if line.startswith("events ")]
 
-    assert event_lines == [
-        "events 204.0/s, 229 rejected, in 4.1% of answers, lag 0.0 s · stream 68.0 MiB of 256.0 MiB"
-    ]
+    assert event_lines == ["events 204.0/s, 229 rejected, in 4.1% of answers, lag 0.0 s · stream 68.0 MiB of 256.0 MiB"]
 
 
 def test_events_not_looked_at_yet_are_shown_all_the_same(body: Any) -> None:

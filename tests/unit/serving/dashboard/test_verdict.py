@@ -334,9 +334,7 @@ def test_answers_without_events_are_not_taken_for_a_pointer_that_went_astray() -
     dashboard_verdict = build_verdict(body(events=events(), replicas=[stale_replica]))
 
     assert "may lag behind what was published: pointer_backwards." in dashboard_verdict["sentence"]
-    assert [
-        sentence for sentence in dashboard_verdict["also"] if "lack accepted events" in sentence
-    ]
+    assert [sentence for sentence in dashboard_verdict["also"] if "lack accepted events" in sentence]
 
 
 def test_without_redis_the_pointer_is_not_complained_about_as_well() -> None:

@@ -26,9 +26,7 @@ class FakeEventsRedis:
         self.fails_with: Exception | None = None
         self._number = 0
 
-    async def accept(
-        self, keys: Sequence[bytes], arguments: Sequence[Any], script: str
-    ) -> list[bytes]:
+    async def accept(self, keys: Sequence[bytes], arguments: Sequence[Any], script: str) -> list[bytes]:
         assert arguments[3] == "7-5"
         bodies = list(arguments[4:])
         assert len(keys) == 1 + 2 * len(bodies)

@@ -9,9 +9,7 @@ from cache.config.events import Durability
 from serving.events.connection import FoundDurability, find_durability
 
 
-def server(
-    config: list[bytes] | None = None, info: bytes | None = None, *, has_waitaof: bool = False
-) -> Any:
+def server(config: list[bytes] | None = None, info: bytes | None = None, *, has_waitaof: bool = False) -> Any:
     """A server's replies; None: this user may not ask."""
 
     async def send_command(*command_parts: str) -> Any:

@@ -21,9 +21,7 @@ def row(**changes: Any) -> dict[str, Any]:
     return {**numbers, **texts, **changes}
 
 
-def overview(
-    persistence: str | None, published_until: str | None, *, is_held: bool = True
-) -> EventOverview:
+def overview(persistence: str | None, published_until: str | None, *, is_held: bool = True) -> EventOverview:
     """A worker whose Redis keeps events as it says, and whose live generation has them up to a position."""
     published = None if published_until is None else SimpleNamespace(until=published_until)
     live = SimpleNamespace(manifest=SimpleNamespace(events=published))
@@ -97,10 +95,9 @@ def test_what_no_worker_has_looked_at_is_not_known() -> None:
     merged_row = merge_event_rows([{"counted_until": "0-0"}, unknown])
 
     assert merged_row is not None
-    assert [
-        merged_row[field_name]
-        for field_name in ("up", "stream_bytes", "durability", "published_until")
-    ] == [None] * 4
+    assert [merged_row[field_name] for field_name in ("up", "stream_bytes", "durability", "published_until")] == [
+        None
+    ] * 4
     assert merged_row["counted_until"] == "0-0"
 
 

@@ -107,13 +107,12 @@ def test_null_clears_an_attribute() -> None:
 
 
 def test_others_of_the_request_are_read_all_the_same() -> None:
-    read_events = read(
-        "no object", COMPLETE_EVENT, COMPLETE_EVENT | {"id": None}, COMPLETE_EVENT | {"id": "e-2"}
-    )
+    read_events = read("no object", COMPLETE_EVENT, COMPLETE_EVENT | {"id": None}, COMPLETE_EVENT | {"id": "e-2"})
 
-    assert read_events.event_indices == [1, 3] and [
-        rejection.event_index for rejection in read_events.rejected
-    ] == [0, 2]
+    assert read_events.event_indices == [1, 3] and [rejection.event_index for rejection in read_events.rejected] == [
+        0,
+        2,
+    ]
     assert "events[2].id" in read_events.rejected[1].detail
 
 
@@ -187,9 +186,9 @@ def test_every_event_is_read_or_rejected_and_read_events_come_back(events: list[
 
     read_events = READER.parse_body_events(decoded_events, NOW_S, EMPTY_BLOCKLIST)
 
-    assert sorted(
-        [*read_events.event_indices, *(rejection.event_index for rejection in read_events.rejected)]
-    ) == [*range(len(decoded_events))]
+    assert sorted([*read_events.event_indices, *(rejection.event_index for rejection in read_events.rejected)]) == [
+        *range(len(decoded_events))
+    ]
     assert {rejection.reason for rejection in read_events.rejected} <= {*REJECTION_REASONS}
     for event_index, packed in zip(read_events.event_indices, read_events.packed, strict=True):
         event = Event.from_bytes(packed.body)
@@ -208,24 +207,18 @@ def test_the_same_id_of_two_users_is_two_events_and_of_one_user_one() -> None:
 
 def of_inbox(**fields: str) -> Event:
     inbox_entry = {name.encode(): text.encode() for name, text in fields.items()}
-    return Event.from_bytes(
-        READER.parse_inbox_entry(inbox_entry, "1700000000000-3", NOW_S, EMPTY_BLOCKLIST).body
-    )
+    return Event.from_bytes(READER.parse_inbox_entry(inbox_entry, "1700000000000-3", NOW_S, EMPTY_BLOCKLIST).body)
 
 
 def test_an_entry_of_the_inbox_has_texts_and_its_own_id_if_no_other() -> None:
     assert of_inbox(user="u", item="i", time="1.5", weight="0.5", type="buy") == Event(
         "1700000000000-3", 1_500_000, b"u", b"i", "buy", 0.5
     )
-    assert of_inbox(user="7", item="8", id="9", time="1970-01-01T00:00:01Z") == Event(
-        "9", 1_000_000, b"7", b"8"
-    )
+    assert of_inbox(user="7", item="8", id="9", time="1970-01-01T00:00:01Z") == Event("9", 1_000_000, b"7", b"8")
 
 
 def test_an_entry_of_the_inbox_may_hold_json_as_a_body_does() -> None:
-    assert of_inbox(e='{"user":"u","item":8,"time":1}') == Event(
-        "1700000000000-3", 1_000_000, b"u", b"8"
-    )
+    assert of_inbox(e='{"user":"u","item":8,"time":1}') == Event("1700000000000-3", 1_000_000, b"u", b"8")
 
 
 @pytest.mark.parametrize(

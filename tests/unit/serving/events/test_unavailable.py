@@ -24,13 +24,9 @@ def intake(error: Exception) -> EventIntake:
         raise error
 
     no_events: Any = SimpleNamespace(packed=[], rejected=[], places=[])
-    parts: Any = SimpleNamespace(
-        accept=accept, parse_body_events=lambda *_: no_events, found_durability=None
-    )
+    parts: Any = SimpleNamespace(accept=accept, parse_body_events=lambda *_: no_events, found_durability=None)
     counts: Any = EventCounts(parts, SimpleNamespace(events="", inbox="", rejected=""), 1)  # type: ignore[arg-type]
-    return EventIntake(
-        parts, parts, parts, parts, parts, counts, Blocklist, time.time, time.monotonic
-    )
+    return EventIntake(parts, parts, parts, parts, parts, counts, Blocklist, time.time, time.monotonic)
 
 
 async def test_a_refused_request_does_not_name_the_redis_of_events(
@@ -44,14 +40,10 @@ async def test_a_refused_request_does_not_name_the_redis_of_events(
 
     problem = refused.value
     assert (problem.status, problem.reason) == (503, "events_unavailable")
-    assert problem.message == (
-        "the Redis of events cannot be reached: send them again, under the same ids"
-    )
+    assert problem.message == ("the Redis of events cannot be reached: send them again, under the same ids")
     assert "events.internal:6380" in caplog.text
 
 
 async def test_a_durability_error_is_passed_to_the_caller() -> None:
     with pytest.raises(Problem, match="its disk in time: send them again"):
-        await intake(
-            EventsUnavailable("the Redis of events did not write to its disk in time")
-        ).accept_events([{}])
+        await intake(EventsUnavailable("the Redis of events did not write to its disk in time")).accept_events([{}])

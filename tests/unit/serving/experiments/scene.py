@@ -131,9 +131,7 @@ class Scene:
         return namespace
 
     def write(self, *experiments: Experiment) -> None:
-        change_experiments(
-            self.store, lambda record: replace(record, salt="own", experiments=experiments)
-        )
+        change_experiments(self.store, lambda record: replace(record, salt="own", experiments=experiments))
 
     async def refresh_and_settle(self) -> None:
         """Looks, and waits until what that begins is done."""
@@ -152,9 +150,7 @@ class Scene:
 
     def block(self, version: int, item: bytes) -> Blocklist:
         """Puts a version in force in the own namespace, which nobody is told."""
-        self.own_service.follower.holder.blocklist = blocklist = Blocklist(
-            version, frozenset({item})
-        )
+        self.own_service.follower.holder.blocklist = blocklist = Blocklist(version, frozenset({item}))
         return blocklist
 
     def get_other_blocklist(self, name: str) -> Blocklist | None:

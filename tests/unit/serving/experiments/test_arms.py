@@ -111,18 +111,13 @@ async def test_an_arm_that_cannot_enforce_a_blocklist_is_left_out_and_does_not_h
     holder.has_threads = False
     blocklist = scene.block(1, b"i1")
     await scene.arms.enforce()
-    assert (
-        scene.get_other_blocklist("third") is blocklist and scene.arms.service("third") is not None
-    )
+    assert scene.get_other_blocklist("third") is blocklist and scene.arms.service("third") is not None
     assert scene.arms.service("second") is None
     assert scene.arms.answering_services == (scene.opened["third"].service,)
 
     holder.has_threads = True
     await scene.arms.enforce()
-    assert (
-        scene.arms.service("second") is not None
-        and scene.get_other_blocklist("second") is blocklist
-    )
+    assert scene.arms.service("second") is not None and scene.get_other_blocklist("second") is blocklist
 
 
 async def test_an_arm_whose_own_blocklist_could_not_be_read_is_left_out(scene: Scene) -> None:

@@ -33,9 +33,7 @@ class FailingStore(ArtefactStore):
         return is_new
 
 
-def log_of(
-    folder: Path, clock: FakeClock | None = None
-) -> tuple[ExposureLog, FailingStore, FakeClock]:
+def log_of(folder: Path, clock: FakeClock | None = None) -> tuple[ExposureLog, FailingStore, FakeClock]:
     clock = clock or FakeClock(START)
     store = FailingStore(str(folder))
     return ExposureLog(store, "r1", clock=clock, in_thread=THREADS), store, clock

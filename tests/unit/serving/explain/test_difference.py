@@ -27,9 +27,7 @@ def test_items_in_one_list_only_are_named() -> None:
 
 def test_lists_with_nothing_in_common_have_no_deltas() -> None:
     assert prediction_difference(make_list("a"), make_list("b"))["delta_max"] is None
-    assert prediction_difference(make_list(), make_list()) == prediction_difference(
-        make_list(), make_list()
-    ) | {
+    assert prediction_difference(make_list(), make_list()) == prediction_difference(make_list(), make_list()) | {
         "exact": True,
         "overlap": 1.0,
     }
@@ -40,11 +38,7 @@ def test_numbers_are_compared_one_by_one(name: str) -> None:
     stored_record = {name: np.array([3.0, 4.0], np.float32)}
     comparison = prediction_difference(stored_record, {name: np.array([3.0, 4.5], np.float32)})
 
-    assert (
-        not comparison["exact"]
-        and comparison["delta_max"] == 0.5
-        and comparison["delta_mean"] == 0.25
-    )
+    assert not comparison["exact"] and comparison["delta_max"] == 0.5 and comparison["delta_mean"] == 0.25
     assert prediction_difference(stored_record, stored_record)["cosine"] == pytest.approx(1.0)
     assert prediction_difference(stored_record, stored_record)["exact"]
 

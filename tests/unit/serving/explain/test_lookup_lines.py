@@ -47,9 +47,7 @@ def test_no_items_are_not_said_to_suit_anybody() -> None:
 
 
 @pytest.mark.parametrize("text", ["a,b", "a, b", " a ,b,", "@ids.txt"])
-def test_a_history_may_have_spaces_between_its_ids(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_history_may_have_spaces_between_its_ids(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ids.txt").write_text("a\nb\n")
     arguments = argument_parser().parse_args(["t", "u", "--history", text])
@@ -57,9 +55,7 @@ def test_a_history_may_have_spaces_between_its_ids(
     assert question_of(arguments) == {"entities": [{"id": "u", "history": ["a", "b"]}]}
 
 
-def test_only_line_breaks_end_an_id_of_a_history_in_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_line_breaks_end_an_id_of_a_history_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ids.txt").write_bytes("\ufeffa\u2028b\r\nc\n".encode())
     arguments = argument_parser().parse_args(["t", "u", "--history", "@ids.txt"])

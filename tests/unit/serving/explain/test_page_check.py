@@ -36,14 +36,10 @@ async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
     aside: Any = hangs
     checks = PageChecks(looking, Keyspace("test"), NOWHERE, aside)
 
-    page_reports = [
-        await checks.check_page(snapshot, table, find_record_key(snapshot, table, b"u3"))
-        for _ in range(9)
-    ]
+    page_reports = [await checks.check_page(snapshot, table, find_record_key(snapshot, table, b"u3")) for _ in range(9)]
 
     assert all(
-        page_report["expected"] is None and page_report["state"] == "page_missing"
-        for page_report in page_reports
+        page_report["expected"] is None and page_report["state"] == "page_missing" for page_report in page_reports
     )
     assert len(calls) == 2
 

@@ -215,9 +215,7 @@ class Connection:
                 await asyncio.sleep(0)
 
 
-def run_exchange(
-    chunks: Sequence[bytes], front: Front | None, at_once: Sequence[bool] = ()
-) -> tuple[bytes, bool, int]:
+def run_exchange(chunks: Sequence[bytes], front: Front | None, at_once: Sequence[bool] = ()) -> tuple[bytes, bool, int]:
     """What comes back, whether the connection is closed, and how many requests the server counts.
 
     `at_once`: pieces that arrive while the one before is still being worked off.
@@ -240,16 +238,12 @@ def run_exchange(
     return asyncio.run(run())
 
 
-def get(
-    target: bytes = b"/ready", block: bytes = KEEP_ALIVE_BLOCK, version: bytes = b"1.1"
-) -> bytes:
+def get(target: bytes = b"/ready", block: bytes = KEEP_ALIVE_BLOCK, version: bytes = b"1.1") -> bytes:
     """The bytes of a request."""
     return b"GET " + target + b" HTTP/" + version + block
 
 
-def post(
-    target: bytes = b"/v1/lookup/t", body: bytes = b"{}", block: bytes = KEEP_ALIVE_BLOCK
-) -> bytes:
+def post(target: bytes = b"/v1/lookup/t", body: bytes = b"{}", block: bytes = KEEP_ALIVE_BLOCK) -> bytes:
     """The bytes of a request with a body, whose length stands before its other headers."""
     length = b"\r\nContent-Length: %d" % len(body)
     return b"POST " + target + b" HTTP/1.1" + length + block + body
@@ -305,33 +299,23 @@ def streams(draw: st.DrawFn) -> list[bytes]:
         return requests
     request_stream = b"".join(requests)
     cuts = sorted(draw(st.lists(st.integers(0, len(request_stream)), max_size=6)))
-    pieces = [
-        request_stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(request_stream)], strict=True)
-    ]
+    pieces = [request_stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(request_stream)], strict=True)]
     return [piece for piece in pieces if piece]
 
 
 @given(streams(), st.lists(st.booleans(), max_size=7))
-def test_every_stream_of_bytes_is_answered_as_by_uvicorn(
-    chunks: list[bytes], at_once: list[bool]
-) -> None:
+def test_every_stream_of_bytes_is_answered_as_by_uvicorn(chunks: list[bytes], at_once: list[bool]) -> None:
     expected = run_exchange(chunks, None, at_once)
-    if (
-        b"400 Bad Request" in expected[0]
-    ):  # of what is under way before that uvicorn answers nothing
+    if b"400 Bad Request" in expected[0]:  # of what is under way before that uvicorn answers nothing
         at_once, expected = [], run_exchange(chunks, None)
     assert run_exchange(chunks, Front(), at_once) == expected
 
 
 def test_the_second_request_with_the_same_headers_is_answered_from_here() -> None:
     front = Front()
-    exchange_outcome = run_exchange(
-        [get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], front
-    )
+    exchange_outcome = run_exchange([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], front)
     assert front.untraced_fast.answered == [b"/ready?k=2", b"/ready", b"/ready"]
-    assert exchange_outcome == run_exchange(
-        [get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], None
-    )
+    assert exchange_outcome == run_exchange([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], None)
 
 
 @pytest.mark.parametrize("block", [
@@ -439,9 +423,7 @@ def make_known_header_gets(*targets: bytes) -> list[bytes]:
     return [get(), get(), *map(get, targets)]
 
 
-@pytest.mark.parametrize(
-    "target", [*STORED_ANSWERS, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/\xc3\xa9"]
-)
+@pytest.mark.parametrize("target", [*STORED_ANSWERS, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/\xc3\xa9"])
 def test_what_is_stored_is_answered_past_uvicorn_as_by_uvicorn(target: bytes) -> None:
     front, chunks = Front(), make_known_header_gets(target, b"/ready", target)
     assert run_exchange(chunks, front) == run_exchange(chunks, None)
@@ -473,9 +455,7 @@ async def under_way(target: bytes = b"/v1/lookup/t/a") -> Connection:
 
 @pytest.mark.parametrize("target", [b"/v1/lookup/t/a", b"/v1/lookup/t/none", *WITH_OTHERS])
 @pytest.mark.parametrize("is_draining", [False, True])
-def test_a_lookup_under_way_is_answered_before_the_server_stops(
-    target: bytes, is_draining: bool
-) -> None:
+def test_a_lookup_under_way_is_answered_before_the_server_stops(target: bytes, is_draining: bool) -> None:
     async def run() -> tuple[bytes, bool, bool]:
         connection = await under_way(target)
         if is_draining:
@@ -489,9 +469,7 @@ def test_a_lookup_under_way_is_answered_before_the_server_stops(
     response, was_closed, is_closed = asyncio.run(run())
     assert not was_closed and is_closed
     assert response.count(b"connection: close") == 1
-    assert response.endswith(
-        STORED_ANSWERS[target][2] if target in STORED_ANSWERS else b"GET" + target
-    )
+    assert response.endswith(STORED_ANSWERS[target][2] if target in STORED_ANSWERS else b"GET" + target)
 
 
 @pytest.mark.parametrize("target", [b"/v1/lookup/t/a", WITH_OTHERS[0]])
@@ -520,9 +498,7 @@ def test_a_caller_that_left_is_not_answered(target: bytes) -> None:
 
 
 @pytest.mark.parametrize("target", [b"/v1/lookup/t/a", *WITH_OTHERS])
-def test_what_waits_behind_a_lookup_is_bounded(
-    target: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_behind_a_lookup_is_bounded(target: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http1_protocol, "READ_TURN_S", 60.0)
 
     async def run() -> list[bool]:
@@ -549,17 +525,13 @@ def test_an_application_receives_a_body_as_from_uvicorn() -> None:
 
     async def keeping(scope: Any, receive: Any, send: Any) -> None:
         added_keys = (ADMITTED_KEY, CALLER_KEY)
-        scopes.append(
-            {name: scope_value for name, scope_value in scope.items() if name not in added_keys}
-        )
+        scopes.append({name: scope_value for name, scope_value in scope.items() if name not in added_keys})
         await app(scope, receive, send)
 
     front = Front()
     front.app = keeping
     run_exchange([post(b"/v1/lookup/t?k=3", b"1"), post(b"/v1/lookup/t?k=3", b"12")], front)
-    run_exchange(
-        [post(b"/v1/lookup/t?k=3", b"12", b"\r\nExpect: nothing" + KEEP_ALIVE_BLOCK)], front
-    )
+    run_exchange([post(b"/v1/lookup/t?k=3", b"12", b"\r\nExpect: nothing" + KEEP_ALIVE_BLOCK)], front)
 
     by_uvicorn, from_here, without = scopes
     assert by_uvicorn["headers"][0] == (b"content-length", b"1")
@@ -631,9 +603,7 @@ def test_a_lookup_with_a_body_that_is_cut_off_leaves_nothing_behind(end: str) ->
     (b"\r\nContent-Length:1\r\n\r\n",) * 2 + (b"",),
     (b"\r\nX-Content-Length: 1\r\n\r\n",) * 2 + (b"",),
 ])  # fmt: skip
-def test_headers_are_known_whatever_length_they_tell(
-    block: bytes, expected_block: bytes, digits: bytes
-) -> None:
+def test_headers_are_known_whatever_length_they_tell(block: bytes, expected_block: bytes, digits: bytes) -> None:
     assert split_content_length(block) == (expected_block, digits)
 
 

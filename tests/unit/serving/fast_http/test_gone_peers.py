@@ -35,9 +35,7 @@ async def test_while_work_waits_a_connection_that_is_closed_already_is_not_read(
     monkeypatch.setattr(Transport, "abort", Transport.close)
     front: Any = Front()
     drop_notes: list[bool] = []
-    work = SimpleNamespace(
-        is_backlogged=is_backlogged, note_dropped_connection=lambda: drop_notes.append(True)
-    )
+    work = SimpleNamespace(is_backlogged=is_backlogged, note_dropped_connection=lambda: drop_notes.append(True))
     shed = {"gone": 0}
     front.gate = SimpleNamespace(admission=SimpleNamespace(work_pacer=work, shed_counts=shed))
 

@@ -44,9 +44,7 @@ def test_headers_that_allow_nothing_are_not_parsed_again() -> None:
     refused = b"\r\nHost: a\r\nConnection: close\r\n\r\n"
 
     assert (
-        header_cache.judge_and_cache(fast_lookups, refused)
-        is header_cache.find_judged(fast_lookups, refused)
-        is None
+        header_cache.judge_and_cache(fast_lookups, refused) is header_cache.find_judged(fast_lookups, refused) is None
     )
     assert fast_lookups.check_count == 0
 
@@ -67,27 +65,19 @@ def test_a_bounded_number_is_kept_and_nothing_long() -> None:
     header_cache, fast_lookups = blocks(), FakeFastLookups()
     long = b"\r\nHost: a\r\nA: " + b"b" * HEADER_BLOCK_BYTES_MAX + b"\r\n\r\n"
     assert (
-        header_cache.judge_and_cache(fast_lookups, long)
-        is header_cache.find_judged(fast_lookups, long)
-        is None
+        header_cache.judge_and_cache(fast_lookups, long) is header_cache.find_judged(fast_lookups, long) is None
         and fast_lookups.check_count == 0
     )
 
     header_blocks = [b"\r\nHost: a\r\nA: %d\r\n\r\n" % number for number in range(1_000)]
     for block in header_blocks:
         assert header_cache.judge_and_cache(fast_lookups, block) is not None
-    assert (
-        0
-        < sum(header_cache.find_judged(fast_lookups, block) is not None for block in header_blocks)
-        <= 256
-    )
+    assert 0 < sum(header_cache.find_judged(fast_lookups, block) is not None for block in header_blocks) <= 256
 
 
 def test_a_body_of_another_length_changes_one_header_only() -> None:
     header_cache, fast_lookups = blocks(), FakeFastLookups()
-    allowed = header_cache.judge_and_cache(
-        fast_lookups, b"\r\nHost: b\r\nContent-Length: 0\r\nC: d\r\n\r\n"
-    )
+    allowed = header_cache.judge_and_cache(fast_lookups, b"\r\nHost: b\r\nContent-Length: 0\r\nC: d\r\n\r\n")
 
     assert allowed.with_length(b"17") == [(b"host", b"b"), (b"content-length", b"17"), (b"c", b"d")]
     assert allowed.headers[1] == (b"content-length", b"0")
@@ -98,6 +88,4 @@ def test_who_watches_says_whether_a_lookup_passes_by() -> None:
     header_cache, fast_lookups = blocks(watch), FakeFastLookups()
 
     assert header_cache.judge_and_cache(fast_lookups, HEADER_BLOCK).is_unwatched
-    assert not header_cache.judge_and_cache(
-        fast_lookups, b"\r\nHost: a\r\nX-Request-Id: 1\r\n\r\n"
-    ).is_unwatched
+    assert not header_cache.judge_and_cache(fast_lookups, b"\r\nHost: a\r\nX-Request-Id: 1\r\n\r\n").is_unwatched

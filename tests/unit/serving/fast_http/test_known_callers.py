@@ -38,9 +38,7 @@ class Metered(Front):
 
     def make_callers(self) -> Callers:
         """Callers of the tokens as they are now."""
-        return Callers.of(
-            "", self.tokens, self.rows, self.counts, clock=self.clock, timer=self.clock
-        )
+        return Callers.of("", self.tokens, self.rows, self.counts, clock=self.clock, timer=self.clock)
 
     def refuse_for_problem(self, problem: Problem) -> Any:
         """As the application answers."""
@@ -72,9 +70,7 @@ def test_a_token_without_bounds_is_answered_past_uvicorn_and_counted() -> None:
 
     assert statuses(front, [get(TARGET, HEAD)] * 5) == [200] * 5
 
-    assert (
-        len(front.reached) == 1 and front.untraced_fast.answered == [TARGET] * 4
-    )  # the first head is uvicorn's
+    assert len(front.reached) == 1 and front.untraced_fast.answered == [TARGET] * 4  # the first head is uvicorn's
     assert front.counts["ana"].request_count == 4
 
 
@@ -85,9 +81,7 @@ def test_ready_answers_are_metered_one_by_one() -> None:
 
     status_codes = statuses(front, [*first, *[get(TARGET, HEAD)] * 3])
 
-    assert (
-        status_codes == [200, 200, 200, 429, 429] and front.untraced_fast.answered == [TARGET] * 2
-    )
+    assert status_codes == [200, 200, 200, 429, 429] and front.untraced_fast.answered == [TARGET] * 2
     assert front.counts["ana"].refusals_by_reason["requests_per_s"] == 2
     clock.tick(1.0)
     assert statuses(front, [get(TARGET, HEAD)] * 5) == [200, 200, 200, 429, 429]

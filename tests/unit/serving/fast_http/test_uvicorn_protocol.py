@@ -98,9 +98,7 @@ def test_a_head_has_at_most_so_many_bytes(more: int, expected: bytes, is_in_targ
         connection = opened()
         remaining_bytes = BOUNDS.head_bytes - len(b"/otherHosta") + more
         head = b"GET /other?%b HTTP/1.1\r\nHost: a\r\n\r\n" % (b"q" * (remaining_bytes - 1))
-        await connection.deliver(
-            head if is_in_target else LINE + HOST + field(remaining_bytes) + b"\r\n"
-        )
+        await connection.deliver(head if is_in_target else LINE + HOST + field(remaining_bytes) + b"\r\n")
         assert status(connection) == expected
         assert connection.transport.is_closed == (expected == b"431")
 
@@ -502,9 +500,7 @@ def test_a_ready_answer_is_a_request() -> None:
     run(test)
 
 
-def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_its_connection() -> (
-    None
-):
+def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_its_connection() -> None:
     async def test() -> None:
         slow = opened(bounds=PeerBounds(answers_bytes=100))
         wire: Any = slow.protocol

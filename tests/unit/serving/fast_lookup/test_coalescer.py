@@ -76,9 +76,7 @@ async def test_what_came_of_late_is_forgotten_by_halves(coalescer: GetCoalescer)
     assert busy == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("started", "deadline_s", "has_time"), [(0.0, 0.1, True), (-0.01, 0.1, False)]
-)
+@pytest.mark.parametrize(("started", "deadline_s", "has_time"), [(0.0, 0.1, True), (-0.01, 0.1, False)])
 async def test_a_read_needs_no_clock_for_who_has_as_long_as_it_may_take(
     coalescer: GetCoalescer, started: float, deadline_s: float, has_time: bool
 ) -> None:

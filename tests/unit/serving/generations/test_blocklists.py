@@ -48,22 +48,12 @@ async def test_both_may_change_at_once_and_what_changed_last_is_in_force(scene: 
 
     async with asyncio.timeout(10):
         await asyncio.gather(
-            *(
-                holder.put_own_blocklist_in_force(blocklist(version, "i1"))
-                for version in range(1, 6)
-            ),
-            *(
-                holder.set_other_blocklist(blocklist(version, f"i{version + 1}"))
-                for version in range(1, 6)
-            ),
+            *(holder.put_own_blocklist_in_force(blocklist(version, "i1")) for version in range(1, 6)),
+            *(holder.set_other_blocklist(blocklist(version, f"i{version + 1}")) for version in range(1, 6)),
         )
 
     assert blocked(scene) == {"i1", "i6"}
-    assert (
-        holder.live is not None
-        and holder.live.blocklist is holder.blocklist
-        and holder.blocklist.version == 5
-    )
+    assert holder.live is not None and holder.live.blocklist is holder.blocklist and holder.blocklist.version == 5
 
 
 async def test_what_is_blocked_is_passed_on(scene: Scene) -> None:
@@ -85,9 +75,7 @@ class NoThreads:
         self.lasts, self.tries = True, 0
         real = ServedGenerations.with_blocklist
 
-        def with_blocklist(
-            served: ServedGenerations, new_blocklist: Blocklist
-        ) -> ServedGenerations:
+        def with_blocklist(served: ServedGenerations, new_blocklist: Blocklist) -> ServedGenerations:
             self.tries += 1
             if self.lasts:
                 raise RuntimeError("can't start new thread")
@@ -178,7 +166,5 @@ def in_force(scene: Scene) -> int:
     served = scene.follower.served
     assert served is not None
     served_without_model = replace(served, live=replace(served.live, predictor=None))
-    version: int = generations_overview(served_without_model, scene.follower.health, None)[
-        "blocklist"
-    ]["version"]
+    version: int = generations_overview(served_without_model, scene.follower.health, None)["blocklist"]["version"]
     return version

@@ -52,9 +52,7 @@ class Stocked(Scene):
         )
         snapshot = super().open(to, blocklist)
         until_position = UNTIL_POSITIONS[to.generation]
-        manifest = dataclasses.replace(
-            snapshot.manifest, events=IncludedEvents(str(until_position), 10)
-        )
+        manifest = dataclasses.replace(snapshot.manifest, events=IncludedEvents(str(until_position), 10))
         parts: dict[type, Any] = {Filtering: filtering}
         if self.events is not None:
             parts[GenerationEvents] = self.events
@@ -172,9 +170,7 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
 
     reread_events = AttributeEvents()
     for ms, item in ((150, "i3"), (250, "i5")):
-        reread_events.add(
-            Position(ms, 0), Event(f"e{ms}", 0, None, item.encode(), attributes={"stock": False})
-        )
+        reread_events.add(Position(ms, 0), Event(f"e{ms}", 0, None, item.encode(), attributes={"stock": False}))
     reread_events.complete_after_number = UNTIL_POSITIONS[A].number
     scene.newer_events.values.replace_contents(reread_events)
     await scene.updater.apply_new_values()
@@ -204,9 +200,7 @@ async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Sto
 
     after = scene.shelf.live
     assert snapshot_before is not None and after is not None and after is not snapshot_before
-    assert (
-        after.stamp == snapshot_before.stamp and after.values_stamp != snapshot_before.values_stamp
-    )
+    assert after.stamp == snapshot_before.stamp and after.values_stamp != snapshot_before.values_stamp
     for snapshot in (after.with_blocklist(Blocklist(1)), after.released_as(9, 9.0)):
         assert snapshot.stamp != after.stamp and snapshot.values_stamp != after.values_stamp
         assert out_of_stock(snapshot) == {"i3"}
@@ -270,9 +264,7 @@ async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_ti
         return inputs["looks"]
 
     tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
-    events = GenerationEvents(
-        UNTIL_POSITIONS[A].number, {}, None, NewItemTower(NewItemInputs((looks_input,)), tower)
-    )
+    events = GenerationEvents(UNTIL_POSITIONS[A].number, {}, None, NewItemTower(NewItemInputs((looks_input,)), tower))
     scene.events = events
     await scene.publish(pointer(A, 1))
     features: dict[str, Any] = {"looks": (0.5,) * DIMS}

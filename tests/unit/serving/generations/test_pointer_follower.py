@@ -22,13 +22,8 @@ from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
 def test_only_a_greater_epoch_is_followed() -> None:
     seen_pointer = pointer(A, 5)
 
-    assert (
-        judge_pointer(pointer(B, 6), seen_pointer) == "newer"
-        and judge_pointer(pointer(B, 1), None) == "newer"
-    )
-    assert (
-        judge_pointer(None, seen_pointer) == "vanished" and judge_pointer(None, None) == "vanished"
-    )
+    assert judge_pointer(pointer(B, 6), seen_pointer) == "newer" and judge_pointer(pointer(B, 1), None) == "newer"
+    assert judge_pointer(None, seen_pointer) == "vanished" and judge_pointer(None, None) == "vanished"
     assert judge_pointer(pointer(B, 4), seen_pointer) == "backwards"
     assert (
         judge_pointer(pointer(B, 5), seen_pointer) == "conflicting"
@@ -113,9 +108,7 @@ async def test_a_pointer_that_vanished_or_went_back_is_ignored_and_marked(
     await scene.publish(next_pointer)
 
     # P22, P23: nothing is followed, nothing drained; it is only said.
-    assert (
-        scene.held == [A] and scene.follower.stale == stale_reason and scene.follower.health.ready
-    )
+    assert scene.held == [A] and scene.follower.stale == stale_reason and scene.follower.health.ready
     await scene.publish(pointer(C, 6, A))
     assert scene.held == [C, A] and scene.follower.stale is None
 
@@ -379,9 +372,7 @@ async def test_a_start_with_a_damaged_blocklist_falls_back_to_the_newest_readabl
 
 
 @pytest.mark.parametrize("damage", ["unreadable", "misnamed", "not a folder", "not mounted"])
-async def test_without_any_blocklist_that_can_be_read_a_replica_is_not_ready(
-    tmp_path: Path, damage: str
-) -> None:
+async def test_without_any_blocklist_that_can_be_read_a_replica_is_not_ready(tmp_path: Path, damage: str) -> None:
     scene = Scene(tmp_path / "store")
     match damage:
         case "unreadable":

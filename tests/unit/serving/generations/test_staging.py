@@ -92,9 +92,7 @@ async def test_the_note_runs_out_by_redis_clock_even_when_redis_is_gone(scene: S
 
 
 @pytest.mark.parametrize("raw_note", [None, b"nonsense", b'{"generation": 3}'])
-async def test_a_note_that_is_gone_or_unreadable_drops_what_was_staged(
-    scene: Scene, raw_note: bytes | None
-) -> None:
+async def test_a_note_that_is_gone_or_unreadable_drops_what_was_staged(scene: Scene, raw_note: bytes | None) -> None:
     await scene.publish(pointer(A, 1))
     await stage(scene, B)
 
@@ -111,9 +109,7 @@ def snapshots() -> list[Snapshot]:
 async def test_never_more_than_previous_live_and_one_more(scene: Scene) -> None:
     opening, alive_count_max = scene.open, 0
     gc.collect()
-    earlier_snapshots = (
-        snapshots()
-    )  # what earlier tests left alive, kept so that nothing takes its place
+    earlier_snapshots = snapshots()  # what earlier tests left alive, kept so that nothing takes its place
 
     def open_and_count(to: Pointer, blocklist: Blocklist) -> Snapshot:
         nonlocal alive_count_max
@@ -121,9 +117,7 @@ async def test_never_more_than_previous_live_and_one_more(scene: Scene) -> None:
         snapshot = opening(to, blocklist)
         earlier_object_ids = set(map(id, earlier_snapshots))
         alive = {
-            alive_snapshot.generation
-            for alive_snapshot in snapshots()
-            if id(alive_snapshot) not in earlier_object_ids
+            alive_snapshot.generation for alive_snapshot in snapshots() if id(alive_snapshot) not in earlier_object_ids
         }
         alive_count_max = max(alive_count_max, len(alive))
         return snapshot

@@ -23,9 +23,7 @@ async def test_an_outage_of_redis_does_not_tell_callers_where_it_is(
         raise TierUnavailable(where, reason="connection")
 
     request: Any = SimpleNamespace(scope={CALLER_KEY: ANYBODY})
-    answer = Guard(Metrics(), time.monotonic).wrap_handler(
-        "GET /v1/explain", explain, required_scope="explain"
-    )
+    answer = Guard(Metrics(), time.monotonic).wrap_handler("GET /v1/explain", explain, required_scope="explain")
 
     with caplog.at_level(logging.WARNING):
         response = await answer(request)

@@ -20,11 +20,7 @@ async def test_a_flood_of_scrapes_is_answered_with_what_was_made_last() -> None:
         timer.tick(0.01)
         for _ in range(10):
             await exposition()
-    assert (
-        BURST_EXPOSITIONS + EXPOSITIONS_PER_S - 1
-        <= exposition_count
-        <= BURST_EXPOSITIONS + EXPOSITIONS_PER_S + 1
-    )
+    assert BURST_EXPOSITIONS + EXPOSITIONS_PER_S - 1 <= exposition_count <= BURST_EXPOSITIONS + EXPOSITIONS_PER_S + 1
 
 
 async def test_who_scrapes_now_and_then_hears_what_is() -> None:

@@ -43,9 +43,7 @@ def decode(pieces: list[bytes]) -> tuple[bytes, bytes, bool]:
 
 def cut(data: bytes, cut_positions: list[int]) -> list[bytes]:
     """`data` in pieces."""
-    ends = sorted(
-        {0, len(data), *(cut_position % (len(data) + 1) for cut_position in cut_positions)}
-    )
+    ends = sorted({0, len(data), *(cut_position % (len(data) + 1) for cut_position in cut_positions)})
     return [data[start:end] for start, end in pairwise(ends)]
 
 
@@ -57,12 +55,8 @@ TRAILERS = st.sampled_from([b"", b"X: y\r\n", b"Connection: close\r\nA:\r\n"])
     st.lists(st.tuples(SIZES, st.binary(min_size=1, max_size=40) | st.just(b"0\r\n\r\n"))), TRAILERS,
     st.lists(st.integers(0, 2_000), max_size=9),
 )  # fmt: skip
-def test_chunks_in_pieces_are_one_body(
-    chunks: list[tuple[str, bytes]], trailers: bytes, places: list[int]
-) -> None:
-    chunked_body = b"".join(
-        b"%b\r\n%b\r\n" % ((size % len(data)).encode(), data) for size, data in chunks
-    )
+def test_chunks_in_pieces_are_one_body(chunks: list[tuple[str, bytes]], trailers: bytes, places: list[int]) -> None:
+    chunked_body = b"".join(b"%b\r\n%b\r\n" % ((size % len(data)).encode(), data) for size, data in chunks)
     chunked_body += b"0\r\n" + trailers + b"\r\n"
     judge = Judge()
     httptools.HttpRequestParser(judge).feed_data(HEAD + chunked_body)
@@ -113,9 +107,7 @@ def test_trailers_without_end_are_refused() -> None:
     ([b"gzip", b"chunked"], 501),
     ([b"gzip"], 400), ([b"chunked, gzip"], 400), ([b""], 400), ([b"chunked;q=1"], 400),
 ])  # fmt: skip
-def test_the_last_transfer_coding_says_how_long_a_body_is(
-    codings: list[bytes], expected: int
-) -> None:
+def test_the_last_transfer_coding_says_how_long_a_body_is(codings: list[bytes], expected: int) -> None:
     headers = [(b"host", b"a"), *((b"transfer-encoding", coding) for coding in codings)]
     if expected == CHUNKED_LENGTH:
         assert body_length(b"1.1", headers) == CHUNKED_LENGTH

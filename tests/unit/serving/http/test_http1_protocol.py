@@ -94,9 +94,7 @@ def test_a_peer_that_sends_without_end_is_cut_off(opened: Callable[[], Connectio
     run(test)
 
 
-def test_a_peer_that_never_closes_is_cut_off(
-    opened: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_never_closes_is_cut_off(opened: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http1_protocol, "DISCARD_S", 0.0)
 
     async def test() -> None:
@@ -125,9 +123,7 @@ def test_an_answer_that_was_asked_to_be_the_last_closes_at_once(
 ) -> None:
     async def test() -> None:
         connection = opened()
-        connection.protocol.data_received(
-            get(b"/other", b"\r\nHost: a\r\nConnection: close\r\n\r\n")
-        )
+        connection.protocol.data_received(get(b"/other", b"\r\nHost: a\r\nConnection: close\r\n\r\n"))
         await run_loop_iterations()
         assert statuses(connection) == [b"200"]
         assert transport(connection).is_closed

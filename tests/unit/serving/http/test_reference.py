@@ -28,10 +28,7 @@ def raised() -> Iterator[tuple[str, str, int]]:
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            values = [
-                argument.value if isinstance(argument, ast.Constant) else None
-                for argument in node.args
-            ]
+            values = [argument.value if isinstance(argument, ast.Constant) else None for argument in node.args]
             if node.func.id == "Problem" and isinstance(values[0], int):
                 if isinstance(values[1], str):
                     yield values[1], file.name, values[0]
@@ -77,6 +74,4 @@ def test_codes_of_errors_are_those_of_their_classes() -> None:
     import_module("serving.filters.filtered_lookup")  # defines what a request's filter may raise
 
     of_events = {"unfit_item", "fixed_items"}
-    assert {error_class.code for error_class in subclasses(InvalidInput)} - of_events <= set(
-        ERROR_CODES
-    )
+    assert {error_class.code for error_class in subclasses(InvalidInput)} - of_events <= set(ERROR_CODES)

@@ -41,10 +41,7 @@ def test_the_share_is_what_was_asked_for(per_mille: float) -> None:
     sampled_count = len(drawn(AnswerSampler(per_mille, random.Random(1)), [100] * (total // 100)))
 
     expected_share = per_mille / 1000
-    assert (
-        abs(sampled_count - total * expected_share)
-        < 5 * (total * expected_share * (1 - expected_share)) ** 0.5
-    )
+    assert abs(sampled_count - total * expected_share) < 5 * (total * expected_share * (1 - expected_share)) ** 0.5
 
 
 def test_all_or_none() -> None:

@@ -46,9 +46,7 @@ def brands(world: World) -> Snapshot:
     part = TablePart(0, 1, len(raws), NO_FILE, NO_FILE)
     facet = Table("brands", f"{FACET_PREFIX}brands", Producer("none"), LAYOUT, 1_000, (part,), ())
     stocked_table = Table("user_topk.stocked", "user", Producer("topk"), LAYOUT, 1_000, (), ())
-    lists = np.array(
-        [[at for at in range(10) if at % 2 == brand_index][:5] for brand_index in order], np.uint32
-    )
+    lists = np.array([[at for at in range(10) if at % 2 == brand_index][:5] for brand_index in order], np.uint32)
     scores = np.tile(np.arange(5, 0, -1).astype(np.float32), (2, 1))
     prints = fingerprints([raws[brand_index] for brand_index in order])
     rows = encode_topk(LAYOUT, prints, lists, scores, SCORED_AT)
@@ -65,9 +63,7 @@ def brands(world: World) -> Snapshot:
         **initial_snapshot.directories,
         facet.entity: Directory(SEED, [0], [hashes[order]]),
     }
-    filtering = Filtering(
-        attributes, world.items.vectors, filter_by_name={"stocked": read_filter(stocked)}
-    )
+    filtering = Filtering(attributes, world.items.vectors, filter_by_name={"stocked": read_filter(stocked)})
     return dataclasses.replace(
         initial_snapshot, manifest=manifest, directories=directories, part_by_class={Filtering: filtering},
         view=SnapshotView(GENERATION, directories),
@@ -86,9 +82,7 @@ def world() -> World:
 
 
 async def facet_of(world: World, snapshot: Snapshot, brand: str) -> dict[str, Any]:
-    (answer,) = await world.ladder.lookup(
-        ServedGenerations(snapshot), ask(entity(brand, "brands")), monotonic()
-    )
+    (answer,) = await world.ladder.lookup(ServedGenerations(snapshot), ask(entity(brand, "brands")), monotonic())
     return answer
 
 
@@ -133,8 +127,5 @@ def test_a_list_made_under_a_filter_is_read_only_while_it_holds(world: World) ->
     stock_changed_snapshot = apply_values(snapshot, ItemValue(2, "stock", False))
 
     assert stocked_key.table.name == "user_topk.stocked"
-    assert (
-        with_filter_table(brand_changed_snapshot, record_key, options).table.name
-        == "user_topk.stocked"
-    )
+    assert with_filter_table(brand_changed_snapshot, record_key, options).table.name == "user_topk.stocked"
     assert with_filter_table(stock_changed_snapshot, record_key, options) == record_key

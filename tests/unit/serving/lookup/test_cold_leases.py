@@ -65,9 +65,7 @@ class Service:
 
     async def __call__(self, lookup: LookupRequest) -> list[str]:
         """The sources of the answers."""
-        answers = await self.ladder.lookup(
-            ServedGenerations(self.world.snapshot()), lookup, self.clock()
-        )
+        answers = await self.ladder.lookup(ServedGenerations(self.world.snapshot()), lookup, self.clock())
         return [answer["source"] for answer in answers]
 
     @property
@@ -105,11 +103,7 @@ async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_no
     )
 
     assert await service(lookup) == ["l2", "live", "live", "live", "default"]
-    assert (
-        len({lease_command.key for lease_command in service.lease_commands})
-        == len(service.lease_commands)
-        == 3
-    )
+    assert len({lease_command.key for lease_command in service.lease_commands}) == len(service.lease_commands) == 3
     assert len(service.world.remote.calls) == 1
 
 
@@ -211,9 +205,7 @@ async def test_leases_are_asked_for_after_the_read(
 ) -> None:
     assert await service(stranger()) == ["live"]
     assert service.lead.counts.led == len(service.lease_commands) == 1
-    assert [type(command) for call in service.world.remote.calls for command in call] == [
-        OverlayRead
-    ]
+    assert [type(command) for call in service.world.remote.calls for command in call] == [OverlayRead]
 
 
 async def test_only_a_lease_that_grows_old_is_renewed(service: Service) -> None:
@@ -231,18 +223,13 @@ async def test_only_a_lease_that_grows_old_is_renewed(service: Service) -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         ((lease_value, expires_at),) = service.world.remote.leases.values()
-        assert (
-            lease_value == service.lease_commands[0][1]
-            and expires_at - service.clock() >= life_s * 2 / 3
-        )
+        assert lease_value == service.lease_commands[0][1] and expires_at - service.clock() >= life_s * 2 / 3
 
     service.gate.set()
     assert await computing == ["live"] and len(service.lease_commands) < 20
 
 
-async def test_a_renewal_that_fails_is_not_the_last(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_renewal_that_fails_is_not_the_last(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     service.gate = asyncio.Event()
     computing = asyncio.create_task(service(stranger()))
     for _ in range(5):

@@ -60,9 +60,7 @@ def world() -> EventWorld:
 
 def with_events(world: World, *features: InputSpec, until: int = 0) -> Snapshot:
     """A generation with the events up to a position's number; its model takes these features, and is not here."""
-    return world.snapshot(
-        part_by_class={GenerationEvents: GenerationEvents(until, {"user_topk": features})}
-    )
+    return world.snapshot(part_by_class={GenerationEvents: GenerationEvents(until, {"user_topk": features})})
 
 
 def clicks(world: EventWorld, user: str, item: str, at: int = 1) -> None:
@@ -78,9 +76,7 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     clicks(world, "stranger", "i3")
 
     requested_entity = entity("stranger", history=ids("i1"))
-    (answer,) = await world.ladder.lookup(
-        ServedGenerations(snapshot), ask(requested_entity), monotonic()
-    )
+    (answer,) = await world.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
 
     (job,) = world.jobs
     assert job.newer_input is None and answer["source"] == "live"
@@ -90,9 +86,7 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
 @pytest.mark.parametrize("run", [compute_from_events, compute_with_new_items])
 def test_without_a_model_every_job_of_a_batch_is_unavailable(world: EventWorld, run: Any) -> None:
     snapshot = world.snapshot(predictor=None)
-    jobs = [
-        InferenceJob(snapshot, "user_topk", LiveInput(history=ids("i1")), 7, 10) for _ in range(2)
-    ]
+    jobs = [InferenceJob(snapshot, "user_topk", LiveInput(history=ids("i1")), 7, 10) for _ in range(2)]
 
     outcomes = run(jobs, SCORED_AT)
 
@@ -105,9 +99,7 @@ def test_events_change_nothing_where_the_generation_takes_none_for_the_table(
 ) -> None:
     clicks(world, "u1", "i3")
     without, events_snapshot = world.snapshot(), with_events(world)
-    lists, vectors = (
-        events_snapshot.manifest.tables[name] for name in ("user_topk", "user_vector")
-    )
+    lists, vectors = (events_snapshot.manifest.tables[name] for name in ("user_topk", "user_vector"))
 
     assert world.newer_events.find_counted_events(events_snapshot, lists, b"u1", -1) is not None
     assert world.newer_events.find_counted_events(events_snapshot, vectors, b"u1", -1) is None
@@ -158,9 +150,7 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
     await world.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
 
     (job,) = world.jobs
-    assert job.newer_input is None and job.eligible_new_items.excluded_numbers - {-1} == {
-        len(ITEMS) + 1
-    }
+    assert job.newer_input is None and job.eligible_new_items.excluded_numbers - {-1} == {len(ITEMS) + 1}
 
 
 async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
@@ -172,9 +162,7 @@ async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
     stranger_entity = entity("stranger", history=ids("i1"))
     sources = []
     for requested_entity in (entity("u1"), stranger_entity, stranger_entity):
-        (answer,) = await world.ladder.lookup(
-            ServedGenerations(snapshot), ask(requested_entity), monotonic()
-        )
+        (answer,) = await world.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
         sources.append(answer["source"])
 
     assert sources == ["l2", "live", "l1"]
@@ -221,9 +209,7 @@ def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
     newer_events.values.add(Position(2, 0), event)
 
     then, counted_now = (
-        newer_events.find_counted_events(
-            country_snapshot, table, b"u1", -1, as_of=Position(at, 0).number
-        )
+        newer_events.find_counted_events(country_snapshot, table, b"u1", -1, as_of=Position(at, 0).number)
         for at in (1, 2)
     )
     counted_without_features = newer_events.find_counted_events(
@@ -305,13 +291,9 @@ class TakesWhatIsSent:
         """As the real one."""
         return isinstance(self.prepare_all(table, [of_user])[0], PreparedInput)
 
-    def prepare_all(
-        self, table: str, inputs: Sequence[EventInput]
-    ) -> list[PreparedInput | InvalidInput | None]:
+    def prepare_all(self, table: str, inputs: Sequence[EventInput]) -> list[PreparedInput | InvalidInput | None]:
         """What callers sent, prepared; None of who sent nothing."""
-        return self.predictor.prepare_all(
-            table, [event_input.caller_input or LiveInput() for event_input in inputs]
-        )
+        return self.predictor.prepare_all(table, [event_input.caller_input or LiveInput() for event_input in inputs])
 
     def predict(
         self,
@@ -397,10 +379,7 @@ async def test_a_user_with_a_record_and_events_gets_the_record_whatever_is_sent(
 
     # Then both are the stored ones, and say so alike
     assert values_of(plain_answer) == values_of(features_answer) == STORED_VALUES
-    assert (
-        features_answer["live"] == LiveReason.NO_USABLE_INPUT
-        and features_answer["approximate"] is True
-    )
+    assert features_answer["live"] == LiveReason.NO_USABLE_INPUT and features_answer["approximate"] is True
     assert (features_answer["events"], features_answer["producer"]) == (1, "batch")
     assert {**plain_answer, "source": None, "values": None} == {
         **features_answer,
@@ -410,26 +389,21 @@ async def test_a_user_with_a_record_and_events_gets_the_record_whatever_is_sent(
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-async def test_what_a_user_without_a_record_sends_counts_before_the_events(
-    values: WorldOfValues, fresh: bool
-) -> None:
+async def test_what_a_user_without_a_record_sends_counts_before_the_events(values: WorldOfValues, fresh: bool) -> None:
     # Given a user with a click whom the night knows and has no values of, and a stranger with one
     snapshot = with_values(values, "u1")
     clicks(values, "stranger", "i3", 9)
     entities = [entity(user, VALUES, features={"age": 40}) for user in ("u1", "stranger")]
 
     # When both send features
-    answers = await values.ladder.lookup(
-        ServedGenerations(snapshot), ask(*entities, fresh=fresh), monotonic()
-    )
+    answers = await values.ladder.lookup(ServedGenerations(snapshot), ask(*entities, fresh=fresh), monotonic())
 
     # Then their values are computed from these
     for answer in answers:
         assert values_of(answer) == COMPUTED and answer["source"] == "live"
         assert answer["events"] == 1 and "approximate" not in answer and "live" not in answer
     assert [
-        isinstance(job.newer_input, EventInput) and job.newer_input.caller_input is not None
-        for job in values.jobs
+        isinstance(job.newer_input, EventInput) and job.newer_input.caller_input is not None for job in values.jobs
     ] == [True] * 2
 
 
@@ -455,13 +429,9 @@ async def test_a_record_out_of_reach_leaves_the_answer_to_what_is_sent(
     requested_entity = entity("u1", VALUES, features={"age": 40})
 
     # When features are sent, and again once the page is back
-    (missed,) = await values.ladder.lookup(
-        ServedGenerations(snapshot), ask(requested_entity), monotonic()
-    )
+    (missed,) = await values.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
     values.remote.pages[GENERATION, VALUES, 0] = page
-    (stored_answer,) = await values.ladder.lookup(
-        ServedGenerations(snapshot), ask(requested_entity), monotonic()
-    )
+    (stored_answer,) = await values.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
 
     # Then the first answer is computed from them, and the second one is the record
     assert (values_of(missed), missed["source"]) == (COMPUTED, "live")
@@ -486,9 +456,7 @@ async def test_no_record_is_read_before_it_is_needed(
     snapshot = with_values(values)
 
     # When one is answered
-    await values.ladder.lookup(
-        ServedGenerations(snapshot), ask(entity(user, VALUES, **fields)), monotonic()
-    )
+    await values.ladder.lookup(ServedGenerations(snapshot), ask(entity(user, VALUES, **fields)), monotonic())
 
     # Then Redis is asked for a record and for an answer at most once
     assert reads(values) == trips

@@ -133,10 +133,7 @@ async def test_what_is_blocked_unknown_or_of_no_table_is_not_read() -> None:
 
 
 async def test_time_is_bounded_and_the_rest_is_read_at_the_next_top_up() -> None:
-    names = [
-        ("user_vector" if number % 2 else "user_topk", USERS[number // 2].encode())
-        for number in range(24)
-    ]
+    names = [("user_vector" if number % 2 else "user_topk", USERS[number // 2].encode()) for number in range(24)]
     bench = Bench(shared=names)
     bench.reads.takes_s = 6.0
 

@@ -162,9 +162,7 @@ async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
 
 
 async def test_fresh_without_anything_to_compute_from_gets_what_is_stored(world: World) -> None:
-    answer = (await look_up(world, ServedGenerations(world.snapshot()), entity("u3"), fresh=True))[
-        0
-    ]
+    answer = (await look_up(world, ServedGenerations(world.snapshot()), entity("u3"), fresh=True))[0]
 
     assert answer["source"] == "l2" and answer["reason"] == "nothing_to_compute_from"
 
@@ -172,11 +170,7 @@ async def test_fresh_without_anything_to_compute_from_gets_what_is_stored(world:
 async def test_fresh_that_cannot_be_had_settles_for_what_is_stored(world: World) -> None:
     world.busy = True
 
-    answer = (
-        await look_up(
-            world, ServedGenerations(world.snapshot()), entity("u3", history=ids("i7")), fresh=True
-        )
-    )[0]
+    answer = (await look_up(world, ServedGenerations(world.snapshot()), entity("u3", history=ids("i7")), fresh=True))[0]
 
     assert answer["source"] == "l2" and answer["reason"] == "fresh_unavailable"
     assert answer["live"] == "busy"
@@ -207,30 +201,19 @@ async def test_history_exclusions_and_blocked_items_appear_from_no_source(world:
     options = {"exclude": ids(*excluded)}
 
     stored_answer = (
-        await look_up(
-            world, ServedGenerations(snapshot), entity("u3", history=ids(*seen_items)), **options
-        )
+        await look_up(world, ServedGenerations(snapshot), entity("u3", history=ids(*seen_items)), **options)
     )[0]
-    live = (
-        await look_up(
-            world, ServedGenerations(snapshot), entity("new", history=ids(*seen_items)), **options
-        )
-    )[0]
+    live = (await look_up(world, ServedGenerations(snapshot), entity("new", history=ids(*seen_items)), **options))[0]
     default = (await look_up(world, ServedGenerations(snapshot), entity("nobody"), **options))[0]
     del world.remote.pages[GENERATION, "user_topk", 0]
-    older = (await look_up(world, ServedGenerations(snapshot, previous), entity("u4"), **options))[
-        0
-    ]
+    older = (await look_up(world, ServedGenerations(snapshot, previous), entity("u4"), **options))[0]
 
     assert [answer["source"] for answer in (stored_answer, live, default, older)] == [
         "l2", "live", "default", "previous",
     ]  # fmt: skip
     assert not exclusions & set(stored_answer["items"]) and stored_answer["short"]
     assert not exclusions & set(live["items"])
-    assert (
-        not (exclusions - set(seen_items)) & set(default["items"])
-        and len(default["items"]) == WIDTH
-    )
+    assert not (exclusions - set(seen_items)) & set(default["items"]) and len(default["items"]) == WIDTH
     assert not (exclusions - set(seen_items)) & set(older["items"])
 
 
@@ -253,15 +236,11 @@ async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world:
 
 async def test_a_lost_redis_falls_to_live_then_previous_l1_then_defaults(world: World) -> None:
     previous = world.snapshot(OLDER)
-    await look_up(
-        world, ServedGenerations(previous), entity("u5")
-    )  # warms the L1 of what is now previous
+    await look_up(world, ServedGenerations(previous), entity("u5"))  # warms the L1 of what is now previous
     served = ServedGenerations(world.snapshot(), previous)
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
 
-    answers = await look_up(
-        world, served, entity("u3", history=ids("i1")), entity("u5"), entity("u4")
-    )
+    answers = await look_up(world, served, entity("u3", history=ids("i1")), entity("u5"), entity("u4"))
 
     assert [answer["source"] for answer in answers] == ["live", "previous", "default"]
     assert [answer["reason"] for answer in answers] == ["l2_down"] * 3
@@ -271,9 +250,7 @@ async def test_a_lost_redis_falls_to_live_then_previous_l1_then_defaults(world: 
 async def test_every_source_answers_what_those_before_it_cannot(world: World) -> None:
     live, previous, bare = world.snapshot(), world.snapshot(OLDER), world.snapshot(predictor=None)
     entities = [entity(name, history=ids("i1")) for name in ("u1", "u2", "u3", "u4")]
-    await look_up(
-        world, ServedGenerations(previous), *entities
-    )  # warms the L1 of what is now previous
+    await look_up(world, ServedGenerations(previous), *entities)  # warms the L1 of what is now previous
     served_with_previous = ServedGenerations(live, previous)
 
     answer_lists = [await look_up(world, served_with_previous, entities[0]) for _ in range(2)][
@@ -317,9 +294,7 @@ async def test_one_missing_id_costs_the_others_of_its_batch_nothing(world: World
     answers = await look_up(world, ServedGenerations(world.snapshot()), *entities)
 
     # P10: an outcome per entity.
-    assert [entity_row["id"] for entity_row in answers] == [
-        entity_row.id for entity_row in entities
-    ]
+    assert [entity_row["id"] for entity_row in answers] == [entity_row.id for entity_row in entities]
     assert [answer["source"] for answer in answers] == ["l2"] * len(USERS) + ["default"] * 2
     assert len(world.remote.calls) == 1
 
@@ -371,9 +346,7 @@ async def test_a_model_that_raises_leaves_every_entity_with_an_answer(world: Wor
     world.predictor.fails_with = RuntimeError("CUDA error")
     served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
 
-    answers = await look_up(
-        world, served, entity("x", history=ids("i1")), entity("u1"), entity("y", history=ids("i2"))
-    )
+    answers = await look_up(world, served, entity("x", history=ids("i1")), entity("u1"), entity("y", history=ids("i2")))
 
     assert [answer["source"] for answer in answers] == ["default", "l2", "default"]
     assert answers[0]["live"] == "failed"
@@ -406,9 +379,7 @@ async def test_an_item_of_the_catalogue_is_its_own_input_while_redis_is_away(wor
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
     similar = entity("i3", "item_similar")
 
-    answers = [
-        (await look_up(world, ServedGenerations(world.snapshot()), similar))[0] for _ in range(2)
-    ]
+    answers = [(await look_up(world, ServedGenerations(world.snapshot()), similar))[0] for _ in range(2)]
 
     assert [answer["source"] for answer in answers] == ["live", "l1"]
     assert "i3" not in answers[0]["items"] and len(world.jobs) == 1
@@ -458,9 +429,7 @@ async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: Worl
         page[start + 14] = 2 << 4  # C17: written by a program of the next format
     world.remote.pages[GENERATION, "user_topk", 0] = bytes(page)
 
-    default_answer, live = await look_up(
-        world, served, entity("u1"), entity("u2", history=ids("i1"))
-    )
+    default_answer, live = await look_up(world, served, entity("u1"), entity("u2", history=ids("i1")))
 
     assert (default_answer["source"], default_answer["reason"]) == ("default", "corrupt")
     assert (live["source"], live["reason"]) == ("live", "corrupt")
@@ -567,15 +536,11 @@ async def test_a_known_user_is_answered_from_the_night_whatever_is_sent_and_howe
     fewer = (await look_up(world, served, user, k=2))[0]
     empty_answer = (await look_up(world, served, user, k=2, exclude=ids(*stored_items)))[0]
 
-    assert full_answer["items"] == remaining_items and full_answer["short"] == (
-        len(remaining_items) < WIDTH
-    )
+    assert full_answer["items"] == remaining_items and full_answer["short"] == (len(remaining_items) < WIDTH)
     assert fewer["items"] == remaining_items[:2] and not fewer["short"]
     assert (empty_answer["items"], empty_answer["short"]) == ([], True)
     assert [answer["source"] for answer in (full_answer, fewer, empty_answer)] == ["l2", "l1", "l1"]
-    assert not any(
-        "reason" in answer or "live" in answer for answer in (full_answer, fewer, empty_answer)
-    )
+    assert not any("reason" in answer or "live" in answer for answer in (full_answer, fewer, empty_answer))
     assert not world.jobs
 
 
@@ -586,15 +551,11 @@ async def test_a_list_of_similar_items_used_up_by_a_history_goes_on_from_the_ite
     stored_items = (await look_up(world, served, entity("i3", "item_similar")))[0]["items"]
     seen_items = ids(*stored_items[:3])
 
-    deeper = (await look_up(world, served, entity("i3", "item_similar", history=seen_items), k=4))[
-        0
-    ]
+    deeper = (await look_up(world, served, entity("i3", "item_similar", history=seen_items), k=4))[0]
     of_features = entity("i3", "item_similar", history=seen_items, features={"age": 3})
     features_answer = (await look_up(world, served, of_features, k=4))[0]
     world.busy = True
-    busy = (
-        await look_up(world, served, entity("i3", "item_similar", history=seen_items[:2]), k=4)
-    )[0]
+    busy = (await look_up(world, served, entity("i3", "item_similar", history=seen_items[:2]), k=4))[0]
 
     assert (deeper["source"], deeper["reason"]) == ("live", "exhausted")
     assert len(deeper["items"]) == 4 and not {*stored_items[:3], "i3"} & {*deeper["items"]}
@@ -664,9 +625,7 @@ async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world:
         assert not had_items & {*answer["items"]}, answer["source"]
     for answer in (out_of_reach, fresh):  # as many as a list has
         assert len(answer["items"]) == WIDTH
-    assert unknown["items"] == world.ids(
-        range(WIDTH)
-    )  # what was known of the blocked decides nothing
+    assert unknown["items"] == world.ids(range(WIDTH))  # what was known of the blocked decides nothing
 
 
 async def test_a_default_leaves_out_what_a_known_user_had(world: World) -> None:
@@ -704,9 +663,7 @@ async def test_a_late_request_starts_no_inference(world: World) -> None:
         get_loop_time(),
     )
 
-    assert [(answer["source"], answer["live"]) for answer in answers] == [
-        ("default", "timeout")
-    ] * 3
+    assert [(answer["source"], answer["live"]) for answer in answers] == [("default", "timeout")] * 3
     assert not world.jobs
 
 
@@ -719,13 +676,9 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
         return await read(view, record_keys, get_loop_time() + 60.0)
 
     world.tiers.get_many = note_deadline  # type: ignore[method-assign]
-    ladder = Ladder(
-        world.tiers, world.inferences, world.metrics, l2_deadline_s=0.05, timer=lambda: 10.0
-    )
+    ladder = Ladder(world.tiers, world.inferences, world.metrics, l2_deadline_s=0.05, timer=lambda: 10.0)
     for size in (1, 1_000):
-        await ladder.lookup(
-            ServedGenerations(world.snapshot()), ask(*[entity("u1")] * size), started=10.0
-        )
+        await ladder.lookup(ServedGenerations(world.snapshot()), ask(*[entity("u1")] * size), started=10.0)
 
     assert deadlines == pytest.approx([10.05, 10.15], abs=0.001)
 

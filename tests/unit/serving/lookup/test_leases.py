@@ -62,9 +62,7 @@ class Process:
             wait_s=WAIT_S, name=name, timer=redis.clock, sleep=redis.sleep, jitter=lambda: 0.5,
         )  # fmt: skip
 
-    async def answer(
-        self, id_: str = "ada", digest: bytes = DIGEST_A, limit_s: float = 10.0
-    ) -> bytes:
+    async def answer(self, id_: str = "ada", digest: bytes = DIGEST_A, limit_s: float = 10.0) -> bytes:
         """The record, computed here or taken over."""
         view, record_key = NIGHT.view(), NIGHT.record_key(id_, digest)
         record = NIGHT.live_record(id_, float(digest[0] + 1))
@@ -134,9 +132,7 @@ async def test_one_of_many_takes_over_from_a_dead_leader_and_the_others_follow_i
 
 
 @pytest.mark.parametrize(("limit_s", "waited_s"), [(10.0, WAIT_S), (0.1, 0.05)])
-async def test_no_follower_waits_beyond_the_bound_or_half_of_the_time_left(
-    limit_s: float, waited_s: float
-) -> None:
+async def test_no_follower_waits_beyond_the_bound_or_half_of_the_time_left(limit_s: float, waited_s: float) -> None:
     redis = Redis()
     process = Process(redis, "process")
     key = KEYS.lease(GENERATION, NIGHT.table.name, hash_hex(NIGHT.record_key("ada").key), DIGEST_A)
@@ -202,13 +198,7 @@ async def test_a_slow_redis_is_not_asked_again_for_a_while() -> None:
     await process.answer("bob")
 
     assert (
-        len(
-            [
-                lease_command
-                for lease_command in redis.remote.lease_commands
-                if isinstance(lease_command, LeaseTake)
-            ]
-        )
+        len([lease_command for lease_command in redis.remote.lease_commands if isinstance(lease_command, LeaseTake)])
         == 1
     )
 

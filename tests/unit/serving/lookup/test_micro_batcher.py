@@ -22,9 +22,7 @@ from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ids
 
 
-def job(
-    snapshot: Snapshot, *history: str, table: str = "user_topk", size_bytes: int = 100
-) -> InferenceJob:
+def job(snapshot: Snapshot, *history: str, table: str = "user_topk", size_bytes: int = 100) -> InferenceJob:
     return InferenceJob(snapshot, table, LiveInput(ids(*history)), 1, size_bytes)
 
 
@@ -48,10 +46,7 @@ async def test_what_one_turn_submits_travels_in_one_batch(executor: ThreadPoolEx
     outcomes = await asyncio.gather(*(batches.infer(job(snapshot, f"i{n}")) for n in range(3)))
 
     assert [len(batch) for batch in world.predictor.batches] == [3]
-    assert (
-        len({outcome.record for outcome in outcomes}) == 3
-        and batches.queued == batches.queued_bytes == 0
-    )
+    assert len({outcome.record for outcome in outcomes}) == 3 and batches.queued == batches.queued_bytes == 0
 
 
 async def test_a_lone_job_starts_at_once_and_later_ones_gather_meanwhile(
@@ -64,9 +59,7 @@ async def test_a_lone_job_starts_at_once_and_later_ones_gather_meanwhile(
 
     first = asyncio.ensure_future(batches.infer(job(snapshot, "i0")))
     await asyncio.to_thread(world.predictor.started.wait, 5)
-    later_inferences = [
-        asyncio.ensure_future(batches.infer(job(snapshot, f"i{n}"))) for n in range(1, 7)
-    ]
+    later_inferences = [asyncio.ensure_future(batches.infer(job(snapshot, f"i{n}"))) for n in range(1, 7)]
     await asyncio.sleep(0)
     gate.set()
     await asyncio.gather(first, *later_inferences)
@@ -116,9 +109,7 @@ async def test_a_poisoned_input_is_found_in_a_few_runs(executor: ThreadPoolExecu
     jobs.insert(40, job(snapshot, "i2", "poison"))
     outcomes = await asyncio.gather(*map(batches.infer, jobs), return_exceptions=True)
 
-    assert [isinstance(outcome, ComputedRecord) for outcome in outcomes] == [
-        index != 40 for index in range(64)
-    ]
+    assert [isinstance(outcome, ComputedRecord) for outcome in outcomes] == [index != 40 for index in range(64)]
     assert isinstance(outcomes[40], RuntimeError)
     assert sum(len(batch) for batch in world.predictor.batches) <= 64 * 7
     assert len(world.predictor.batches) <= 2 * 6 + 1
@@ -184,9 +175,7 @@ async def test_a_job_that_cannot_end_in_time_is_refused_and_not_computed(
     # When one has half a second left and another two
     late, early = job(snapshot, "i1"), job(snapshot, "i2")
     late.deadline, early.deadline = clock.now_s + 0.5, clock.now_s + 2.0
-    outcomes = await asyncio.gather(
-        batches.infer(late), batches.infer(early), return_exceptions=True
-    )
+    outcomes = await asyncio.gather(batches.infer(late), batches.infer(early), return_exceptions=True)
 
     # Then only the second is computed
     assert isinstance(outcomes[0], LiveUnavailable) and outcomes[0].reason == "timeout"

@@ -28,16 +28,12 @@ class NearWorld(World):
             cast(MicroBatcher, self), self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
             near_reuse_tables=frozenset({"user_topk"}),
         )  # fmt: skip
-        self.ladder = Ladder(
-            self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock
-        )
+        self.ladder = Ladder(self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock)
 
     async def infer(self, job: InferenceJob) -> ComputedRecord:
         """As live, marked."""
         computed = await super().infer(job)
-        return ComputedRecord(
-            computed.record, computed.unknown_id_count, DISTANCE if job.may_reuse else None
-        )
+        return ComputedRecord(computed.record, computed.unknown_id_count, DISTANCE if job.may_reuse else None)
 
 
 @pytest.fixture
@@ -107,9 +103,7 @@ async def test_while_a_page_is_out_of_reach_a_known_id_gets_no_near_one(world: N
 
     answer = (await world.ladder.lookup(served, ask(entity("u3", history=ids("i1"))), started))[0]
 
-    assert (
-        answer["source"] == "live" and answer["reason"] == "page_missing" and "near" not in answer
-    )
+    assert answer["source"] == "live" and answer["reason"] == "page_missing" and "near" not in answer
 
 
 async def test_under_a_filter_nothing_is_reused(world: NearWorld) -> None:
@@ -120,9 +114,7 @@ async def test_under_a_filter_nothing_is_reused(world: NearWorld) -> None:
     lookup = FilteredLookup(world.ladder, NoFilters())  # type: ignore[arg-type]
     started = asyncio.get_running_loop().time()
 
-    await lookup.lookup(
-        ServedGenerations(world.snapshot()), ask(entity("nobody", history=ids("i1"))), started
-    )
+    await lookup.lookup(ServedGenerations(world.snapshot()), ask(entity("nobody", history=ids("i1"))), started)
 
     assert [job.may_reuse for job in world.jobs] == [False]
 

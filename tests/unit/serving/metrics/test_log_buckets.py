@@ -30,9 +30,7 @@ def test_a_quantile_is_off_by_five_percent_at_most(quantile_level: float) -> Non
     seconds = SecondsHistogram("t", "", "source", ["l1"], COARSE)
     for time_s in times:
         seconds.observe("l1", time_s)
-    counts = {
-        at: n for at, n in enumerate(seconds.histogram_by_label_value["l1"].bucket_counts) if n
-    }
+    counts = {at: n for at, n in enumerate(seconds.histogram_by_label_value["l1"].bucket_counts) if n}
 
     estimate_s = quantile(seconds.bounds, counts, quantile_level)
     exact = float(np.quantile(times, quantile_level, method="inverted_cdf"))

@@ -27,9 +27,7 @@ def small_world() -> World:
     local = LocalTier(9 * (ENTRY_OVERHEAD_BYTES + 120), world.clock)
     negative = NegativeCache(10, 5.0, world.clock)
     world.tiers = TieredCache(local, negative, world.remote, timer=world.clock)
-    world.inferences = LiveInferences(
-        cast(MicroBatcher, world), world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0
-    )
+    world.inferences = LiveInferences(cast(MicroBatcher, world), world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0)
     world.ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock,
         timer=world.clock, observer=AnswerObserver(world.metrics.l1_misses, local.eviction_history),
@@ -46,9 +44,7 @@ def scraped(world: World) -> dict[str, dict[str, Counter[str]]]:
         for sample in family.samples:
             if sample.name.endswith("_total") and "table" in sample.labels:
                 source_or_reason = sample.labels.get("source", sample.labels.get("reason", ""))
-                counts_by_family[sample.name][sample.labels["table"]][source_or_reason] += int(
-                    sample.value
-                )
+                counts_by_family[sample.name][sample.labels["table"]][source_or_reason] += int(sample.value)
     return counts_by_family
 
 
@@ -79,9 +75,7 @@ async def test_reasons_sum_to_misses_whatever_breaks(seed: int) -> None:
     rng, world = random.Random(seed), small_world()
     blocklist = Blocklist(1, users=frozenset({b"u3"}))
     live = world.snapshot(blocklist=blocklist)
-    served = ServedGenerations(
-        live, world.snapshot(OLDER, blocklist=blocklist) if seed % 2 else None
-    )
+    served = ServedGenerations(live, world.snapshot(OLDER, blocklist=blocklist) if seed % 2 else None)
     pages = dict(world.remote.pages)
     for _ in range(150):
         world.clock.tick(rng.choice([0.0, 1.0, 7.0]))
@@ -129,9 +123,7 @@ async def test_these_lives_meet_every_reason() -> None:
                 name = GENERATION, "user_topk", 0
                 world.remote.pages[name] = bytes(len(pages[name]))
             await world.ladder.lookup(ServedGenerations(live), draw_request(rng), world.clock())
-        for tables in (
-            scraped(world)[name] for name in ("larder_misses_total", "larder_l1_misses_total")
-        ):
+        for tables in (scraped(world)[name] for name in ("larder_misses_total", "larder_l1_misses_total")):
             for reasons in tables.values():
                 met += reasons
 

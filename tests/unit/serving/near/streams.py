@@ -51,9 +51,7 @@ def paraphrases(seed: int, *, dims: int = 32, bases: int = 400, labels: int = 4)
 
     def draw(rng: np.random.Generator, count: int) -> Texts:
         noise = rng.standard_normal((count, dims))
-        near = (
-            base_vectors[rng.integers(0, bases, count)] + rng.choice(widths, count)[:, None] * noise
-        )
+        near = base_vectors[rng.integers(0, bases, count)] + rng.choice(widths, count)[:, None] * noise
         is_near = rng.random(count) < 0.5
         vectors = unit(np.where(is_near[:, None], near, noise))
         return Texts(vectors, vectors @ weights)
@@ -189,9 +187,7 @@ class HistoryModel:
         return self._search.lists(batch, vectors, NO_ORDINALS)[0]
 
 
-def histories(
-    model: HistoryModel, rng: np.random.Generator, length: int = 12
-) -> Iterator[list[PreparedInput]]:
+def histories(model: HistoryModel, rng: np.random.Generator, length: int = 12) -> Iterator[list[PreparedInput]]:
     """Batches of histories: half are new, of two clusters each, half are a recent new one with another item."""
     recent = np.empty((0, length), np.int64)
     order = np.argsort(model.clusters, kind="stable")
@@ -203,9 +199,7 @@ def histories(
         if len(recent):
             near = rng.random(BATCH) < 0.5
             near_duplicates = recent[rng.integers(0, len(recent), BATCH)].copy()
-            near_duplicates[np.arange(BATCH), rng.integers(0, length, BATCH)] = rng.integers(
-                0, model.ITEMS, BATCH
-            )
+            near_duplicates[np.arange(BATCH), rng.integers(0, length, BATCH)] = rng.integers(0, model.ITEMS, BATCH)
             drawn[near] = near_duplicates[near]
             recent = np.concatenate([recent, drawn[~near]])[-500:]
         else:
@@ -213,9 +207,7 @@ def histories(
         yield [PreparedInput("t", history, {}, -1, np.unique(history), 0) for history in drawn]
 
 
-def run_histories(
-    inputs: int, seed: int, *, entries: int = 1_024, is_exact: bool = False
-) -> RunCounts:
+def run_histories(inputs: int, seed: int, *, entries: int = 1_024, is_exact: bool = False) -> RunCounts:
     """Runs so many histories through the matches of a table of lists, whose index is said to be exact or not."""
     model, counts = HistoryModel(seed), Counter[NearOutcome]()
     neighbours: Any = Neighbours(ERROR, entries, model.DIMS, Random(seed), counts)

@@ -50,25 +50,16 @@ def drawn(count: int, seed: int = 0, length: int = 12) -> list[LiveInput]:
         if number % 4:
             history = bases[rng.integers(len(bases))].copy()
             history[rng.integers(length)] = rng.integers(ITEMS)
-        live_inputs.append(
-            LiveInput(tuple(f"item-{item_number}".encode() for item_number in history))
-        )
+        live_inputs.append(LiveInput(tuple(f"item-{item_number}".encode() for item_number in history)))
     return live_inputs
 
 
-def run(
-    near: NearMatches, at: Any, sources: list[LiveInput], *, may_reuse: bool = True
-) -> list[NearRecord]:
+def run(near: NearMatches, at: Any, sources: list[LiveInput], *, may_reuse: bool = True) -> list[NearRecord]:
     """Records by near matches, in batches of 16."""
     near_records: list[NearRecord] = []
     for start in range(0, len(sources), 16):
-        batch = [
-            at.predictor.prepare(LISTS, live_input) for live_input in sources[start : start + 16]
-        ]
-        kinds = [
-            input_kind(live_input) if may_reuse else None
-            for live_input in sources[start : start + 16]
-        ]
+        batch = [at.predictor.prepare(LISTS, live_input) for live_input in sources[start : start + 16]]
+        kinds = [input_kind(live_input) if may_reuse else None for live_input in sources[start : start + 16]]
         inputs = [NearInput(prepared, 7, kind) for prepared, kind in zip(batch, kinds, strict=True)]
         near_records += near.predict(at, LISTS, inputs, 0)
     return near_records
@@ -77,9 +68,7 @@ def run(
 def live(at: Any, sources: list[LiveInput]) -> list[bytes]:
     """Records by live alone."""
     batch = [at.predictor.prepare(LISTS, live_input) for live_input in sources]
-    records: list[bytes] = at.predictor.predict(
-        LISTS, batch, [7] * len(batch), 0, blocked=at.blocked_ordinals
-    )
+    records: list[bytes] = at.predictor.predict(LISTS, batch, [7] * len(batch), 0, blocked=at.blocked_ordinals)
     return records
 
 
@@ -101,11 +90,7 @@ def test_what_is_not_marked_is_lives_own_answer_to_the_bit(predictor: Predictor)
     marked = [near_record.distance is not None for near_record in near_records]
     counts = near.outcome_counts_by_table[LISTS]
     assert sum(marked) == counts["reuse"] > 50 and 0 < counts["far"] < 400
-    assert all(
-        f.record == o
-        for f, o, is_near in zip(near_records, live_records, marked, strict=True)
-        if not is_near
-    )
+    assert all(f.record == o for f, o, is_near in zip(near_records, live_records, marked, strict=True) if not is_near)
     assert sum(counts.values()) == 400
 
 
@@ -115,10 +100,7 @@ def test_an_exact_index_proves_lists_where_the_policy_trusts_nothing() -> None:
 
     near_records = run(near, at, sources)
 
-    assert (
-        near.outcome_counts_by_table[LISTS]["proven"] > 20
-        and near.outcome_counts_by_table[LISTS]["reuse"] == 0
-    )
+    assert near.outcome_counts_by_table[LISTS]["proven"] > 20 and near.outcome_counts_by_table[LISTS]["reuse"] == 0
     assert [near_record.record for near_record in near_records] == live(at, sources)
     assert {near_record.distance for near_record in near_records} == {None}
 
@@ -135,10 +117,7 @@ def test_a_reused_list_has_its_own_scores_and_leaves_out_what_is_its_own(
     for source, near_record in zip(sources, run(near, at, sources), strict=True):
         record = decoded(at, near_record.record)
         history_ordinals = items.ordinals_of(list(source.history or ()))
-        assert (
-            record.items is not None
-            and not np.isin(record.items, [*history_ordinals, *blocked]).any()
-        )
+        assert record.items is not None and not np.isin(record.items, [*history_ordinals, *blocked]).any()
         if near_record.distance is not None:
             marked += 1
             assert 0 <= near_record.distance < 0.5
@@ -169,9 +148,7 @@ def test_what_is_unblocked_by_another_namespace_is_in_proven_lists_again(
     monkeypatch.setattr("cache.model.candidate_search._BLOCKED_FILTERED_ABOVE", 2)
     near, predictor = matches(error=0.0001), wide_predictor()
     sources = drawn(400, length=48)
-    item_lists = [
-        decoded(snapshot(predictor), record).items for record in live(snapshot(predictor), sources)
-    ]
+    item_lists = [decoded(snapshot(predictor), record).items for record in live(snapshot(predictor), sources)]
     blocked = tuple(sorted({int(items[0]) for items in item_lists if items is not None}))[:40]
     run(near, snapshot(predictor, blocked, version=2), sources)
 
@@ -181,9 +158,7 @@ def test_what_is_unblocked_by_another_namespace_is_in_proven_lists_again(
     assert [near_record.record for near_record in near_records] == live(at, sources)
 
 
-def test_many_blocked_items_are_left_out_too(
-    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_blocked_items_are_left_out_too(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cache.model.candidate_search._BLOCKED_FILTERED_ABOVE", 2)
     near, sources = matches(), drawn(300)
     at = snapshot(predictor, (1, 2, 3, 4), version=2)
@@ -207,9 +182,9 @@ def test_who_may_not_reuse_neither_learns_nor_reuses(predictor: Predictor) -> No
 
     near_records = run(near, at, sources, may_reuse=False)
 
-    assert [near_record.record for near_record in near_records] == live(
-        at, sources
-    ) and near.outcome_counts_by_table[LISTS] == counts_before
+    assert [near_record.record for near_record in near_records] == live(at, sources) and near.outcome_counts_by_table[
+        LISTS
+    ] == counts_before
 
 
 def test_kinds_of_input_learn_apart() -> None:
@@ -248,24 +223,14 @@ def test_values_of_an_input_close_by_spare_the_model_and_keep_their_first_label(
         tastes = np.eye(4)[rng.integers(0, 3, 16)] + 0.01 * rng.standard_normal((16, 4))
         sources = [LiveInput(None, {"taste": tuple(taste)}) for taste in tastes.tolist()]
         batch = [at.predictor.prepare("mood", live_input) for live_input in sources]
-        inputs = [
-            NearInput(prepared, 1, input_kind(of))
-            for prepared, of in zip(batch, sources, strict=True)
-        ]
+        inputs = [NearInput(prepared, 1, input_kind(of)) for prepared, of in zip(batch, sources, strict=True)]
         ran = tower.rows
         near_records = near.predict(at, "mood", inputs, 0)
         reused = [near_record.distance is not None for near_record in near_records]
         assert tower.rows - ran == 16 - sum(reused)
-        labels = [
-            int(decode_record(layout, near_record.record).numbers.argmax())
-            for near_record in near_records
-        ]
+        labels = [int(decode_record(layout, near_record.record).numbers.argmax()) for near_record in near_records]
         true_labels = tastes[:, :3].argmax(axis=1).tolist()
-        assert all(
-            label == of
-            for label, of, is_near in zip(labels, true_labels, reused, strict=True)
-            if not is_near
-        )
+        assert all(label == of for label, of, is_near in zip(labels, true_labels, reused, strict=True) if not is_near)
         marked += sum(reused)
         wrong += sum(label != of for label, of in zip(labels, true_labels, strict=True))
     assert marked == near.outcome_counts_by_table["mood"]["reuse"] > 200 and wrong == 0
@@ -289,9 +254,7 @@ def test_a_table_of_which_nothing_can_be_reused_says_why(
     near.check(at)
 
     refusal_text = refusal_reason(at, table)
-    assert (refusal_text is None) == (expected_refusal is None) and near.covers(at, table) == (
-        expected_refusal is None
-    )
+    assert (refusal_text is None) == (expected_refusal is None) and near.covers(at, table) == (expected_refusal is None)
     assert expected_refusal is None or (
         expected_refusal in str(refusal_text) and f"[serving.near.{table}]" in caplog.text
     )

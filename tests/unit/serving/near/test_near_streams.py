@@ -30,9 +30,7 @@ def check(run: Run, inputs: int, seed: int) -> RunCounts:
     """Runs a stream: the error is within the bound at the end, and since a thousand were reused."""
     run_counts = run(inputs, seed)
     worst = [
-        wrong / reused
-        for wrong, reused in zip(run_counts.wrong, run_counts.reused, strict=True)
-        if reused >= 1_000
+        wrong / reused for wrong, reused in zip(run_counts.wrong, run_counts.reused, strict=True) if reused >= 1_000
     ]
     assert max([run_counts.error, *worst]) <= ERROR, seed
     assert not run_counts.policy.is_off
@@ -57,9 +55,7 @@ def test_the_error_stays_within_the_bound_in_a_hundred_long_runs(name: str) -> N
 
     reused_shares = sorted(check(run, 100_000, seed).reused_share for seed in range(100))
 
-    print(
-        f"{name}: share reused {reused_shares[0]:.2f} to {reused_shares[-1]:.2f}, median {reused_shares[50]:.2f}"
-    )
+    print(f"{name}: share reused {reused_shares[0]:.2f} to {reused_shares[-1]:.2f}, median {reused_shares[50]:.2f}")
     # An audit that proves wrong early makes a run begin anew, and more careful: one of the histories reuses a tenth.
     assert reused_shares[1] > expected_share
 

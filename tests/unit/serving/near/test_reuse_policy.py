@@ -45,9 +45,7 @@ def test_closer_ranges_speak_for_a_farther_one_only_with_samples_of_its_own() ->
     more = learn(reuse_policy, FAR)
 
     assert 2 / ERROR <= more < samples
-    assert (
-        reuse_policy.decide(FAR + 1) == "learn"
-    )  # it lies between the two, and nobody has seen it
+    assert reuse_policy.decide(FAR + 1) == "learn"  # it lies between the two, and nobody has seen it
     assert learn(reuse_policy, FAR + 1) == 2 / ERROR
 
 
@@ -77,8 +75,7 @@ def test_a_share_of_what_could_be_reused_is_audited_by_a_coin() -> None:
         learn(reuse_policy, CLOSE)
 
     audits, second_audits = (
-        [reuse_policy.decide(CLOSE) == "audit" for _ in range(count)]
-        for reuse_policy in (first_policy, second_policy)
+        [reuse_policy.decide(CLOSE) == "audit" for _ in range(count)] for reuse_policy in (first_policy, second_policy)
     )
 
     assert abs(sum(audits) / count - AUDITED) < 4 * (AUDITED / count) ** 0.5
@@ -92,11 +89,7 @@ def test_one_wrong_audit_takes_the_trust_back_and_has_everything_audited_for_a_w
 
     reuse_policy.judge(FAR, is_audit=True, wrong=True)
 
-    assert (
-        reuse_policy.decide(FAR) == "learn"
-        and not reuse_policy.is_reusing
-        and not reuse_policy.is_off
-    )
+    assert reuse_policy.decide(FAR) == "learn" and not reuse_policy.is_reusing and not reuse_policy.is_off
     for _ in range(DOUBTS):
         assert reuse_policy.decide(CLOSE) == "audit"
         reuse_policy.judge(CLOSE, is_audit=True, wrong=False)
@@ -125,9 +118,7 @@ def test_audits_that_show_too_much_error_turn_everything_off_for_good() -> None:
     assert audits < 10 and reuse_policy.interval[0] > 0
     for _ in range(5_000):
         reuse_policy.judge(CLOSE, is_audit=False, wrong=False)
-    assert {reuse_policy.decide(closeness) for closeness in range(RANGES)} == {
-        "leave"
-    } and not reuse_policy.is_reusing
+    assert {reuse_policy.decide(closeness) for closeness in range(RANGES)} == {"leave"} and not reuse_policy.is_reusing
 
 
 def test_what_is_right_for_long_and_turns_is_off_after_a_few_audits() -> None:
@@ -141,11 +132,7 @@ def test_what_is_right_for_long_and_turns_is_off_after_a_few_audits() -> None:
         handed_out += 1
     reuse_policy.judge(CLOSE, is_audit=True, wrong=True)
 
-    assert (
-        handed_out < 10 / AUDITED
-        and reuse_policy.decide(CLOSE) == "learn"
-        and not reuse_policy.is_reusing
-    )
+    assert handed_out < 10 / AUDITED and reuse_policy.decide(CLOSE) == "learn" and not reuse_policy.is_reusing
 
 
 @pytest.mark.parametrize("range_probabilities", [(0, 0, 0, 1), (0.25, 0.25, 0.25, 0.25)])
@@ -178,9 +165,7 @@ def test_rates_well_below_it_are_trusted() -> None:
     st.integers(0, 2**32), st.lists(st.sampled_from([0.0, 0.02, 0.2, 1.0]), min_size=RANGES, max_size=RANGES)
 )  # fmt: skip
 @settings(max_examples=30, deadline=None)
-def test_whatever_comes_nothing_is_reused_that_its_own_samples_speak_against(
-    seed: int, rates: list[float]
-) -> None:
+def test_whatever_comes_nothing_is_reused_that_its_own_samples_speak_against(seed: int, rates: list[float]) -> None:
     reuse_policy, counts_by_range = policy(error=0.1), [[0, 0] for _ in range(RANGES)]
     rng = np.random.default_rng(seed)
     drawn = zip(rng.integers(0, RANGES, 1_000).tolist(), rng.random(1_000).tolist(), strict=True)
@@ -192,6 +177,4 @@ def test_whatever_comes_nothing_is_reused_that_its_own_samples_speak_against(
             wrong = chance < rates[closeness]
             reuse_policy.judge(closeness, is_audit=decision == "audit", wrong=wrong)
             is_anew = decision == "audit" and wrong
-            counts_by_range[closeness] = (
-                [0, 0] if is_anew else [range_counts[0] + 1, range_counts[1] + wrong]
-            )
+            counts_by_range[closeness] = [0, 0] if is_anew else [range_counts[0] + 1, range_counts[1] + wrong]

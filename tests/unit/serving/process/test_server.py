@@ -126,9 +126,7 @@ def test_who_takes_nothing_of_a_long_answer_is_cut_off() -> None:
         runner.run(run())
 
 
-def test_a_look_that_fails_is_not_the_last(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         check_count, twice = [0], asyncio.Event()
 
@@ -181,9 +179,7 @@ def test_a_system_that_allows_no_more_files_leaves_room_for_fewer_connections(
 def test_a_server_admits_as_many_connections_as_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "serving.app.raise_file_limit", lambda connections_max: connections_max // 2
-    )
+    monkeypatch.setattr("serving.app.raise_file_limit", lambda connections_max: connections_max // 2)
     config = ServingConfig(artifacts="nowhere", connections_max=200)
 
     server = make_server(create_app(config), config, "warning", lambda: None)

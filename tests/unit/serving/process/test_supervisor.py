@@ -16,10 +16,7 @@ import pytest
 from serving.process.supervisor import FAILED_STARTS_MAX, WorkerSpawner, WorkerSupervisor
 from tests.integration.serving_app import eventually
 
-WORKER = (
-    "import socket, sys; control = socket.socket(fileno=int(sys.argv[2])); control.send(b'ready'); "
-    "control.recv(9)"
-)
+WORKER = "import socket, sys; control = socket.socket(fileno=int(sys.argv[2])); control.send(b'ready'); control.recv(9)"
 """A worker that is ready at once, and ends when it is retired or its parent is gone."""
 
 
@@ -47,11 +44,7 @@ class Parent:
     @property
     def pids(self) -> set[int]:
         """Process ids of the workers that are ready."""
-        return {
-            worker.process.pid
-            for worker in self.workers._workers_by_slot
-            if worker and worker.ready_at
-        }
+        return {worker.process.pid for worker in self.workers._workers_by_slot if worker and worker.ready_at}
 
     async def are_two(self, without: frozenset[int] = frozenset()) -> bool:
         return len(self.pids - without) == 2
@@ -119,9 +112,7 @@ async def test_a_parent_that_can_start_no_process_at_all_gives_up(
     assert f"giving up after {FAILED_STARTS_MAX} starts" in caplog.text
 
 
-async def test_an_announcement_that_fails_ends_no_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_announcement_that_fails_ends_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = Parent(tmp_path, monkeypatch)
 
     def announce() -> None:

@@ -59,9 +59,7 @@ def test_nothing_known_is_said_as_such() -> None:
     part: dict[str, Any] = {"since": 1.0, "drift": {}, "hits": 0, "cells": {}}
     report = summarise_parts([part], worklist=None, read_share=None, size_bytes=0)
     assert report["samples"] == 0
-    assert {report[field_name] for field_name in ("exact", "overlap", "score_error", "age_s")} == {
-        None
-    }
+    assert {report[field_name] for field_name in ("exact", "overlap", "score_error", "age_s")} == {None}
 
 
 @pytest.mark.parametrize("of", [1, 3, 7, 66])

@@ -26,9 +26,7 @@ async def test_a_live_answer_without_what_its_user_had_by_the_night_is_as_the_mo
     sampler = world.ladder.observer.sampler = AnswerSampler(1_000)
     requested_entity = entity("u3", history=ids("i3"))
 
-    (answer,) = await world.ladder.lookup(
-        ServedGenerations(live), ask(requested_entity, fresh=True), monotonic()
-    )
+    (answer,) = await world.ladder.lookup(ServedGenerations(live), ask(requested_entity, fresh=True), monotonic())
     answer_sample = sampler.next()
 
     assert answer["source"] == "live" and not {*world.ids([4, 5])} & {*answer["items"]}

@@ -72,9 +72,7 @@ async def test_searches_that_nobody_waits_for_are_not_begun(executor: ThreadPool
     searches = [VectorSearch(VECTOR, np.empty(0, np.int64), 5, METRIC)] * 3
     filters: Any = FilterEvaluator(executor, timer=lambda: now_s)
 
-    results = await asyncio.gather(
-        *(filters.search(snapshot, filter_mask, searches, now_s + 0.05) for _ in range(20))
-    )
+    results = await asyncio.gather(*(filters.search(snapshot, filter_mask, searches, now_s + 0.05) for _ in range(20)))
     assert results == [None] * 20 and filtering.begun == 1
 
     now_s += 1  # the one that is under way sees that it is late
@@ -184,10 +182,7 @@ async def test_work_of_other_parts_in_threads_waits_behind_no_filter(
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     with ThreadPoolExecutor(2) as masks:
         filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
-        asking = [
-            asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0))
-            for number in range(60)
-        ]
+        asking = [asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0)) for number in range(60)]
         assert await eventually(lambda: _truth(len(filtering.names) == 2))
 
         async with asyncio.timeout(10):

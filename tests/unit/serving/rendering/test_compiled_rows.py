@@ -91,10 +91,7 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
     is_plain = json_answers.plain_record_mask(live, table(layout), rows, k)
 
     with interpreted():
-        assert (
-            is_plain.tolist()
-            == json_answers.plain_record_mask(live, table(layout), rows, k).tolist()
-        )
+        assert is_plain.tolist() == json_answers.plain_record_mask(live, table(layout), rows, k).tolist()
     good = rows[is_plain]
     if len(good):
         same(live, table(layout), good, k)
@@ -114,20 +111,14 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
         assert texts == json_answers.answer_texts(live, of, ids, good, k, ends)
         pure_items = list_items(lookup, resolved, slice(None))
         assert named == pure_items and named.id_sizes.tolist() == pure_items.id_sizes.tolist()
-        assert streamed == answers_stream(
-            of, [b"i"] * len(good), {}, stored(pure_numbers, pure_items)
-        )
+        assert streamed == answers_stream(of, [b"i"] * len(good), {}, stored(pure_numbers, pure_items))
     assert all(orjson.loads(text)["id"] == name for text, name in zip(texts, ids, strict=True))
 
 
 def some_row(source: str) -> OriginRow:
     """A row of the origin's columns, with something in each that always has something."""
     value_by_kind: dict[str, Any] = {"utf8": "g", "f8": 1.5, "i4": 1, "bool": True}
-    always = [
-        answer_field
-        for answer_field in ORIGIN_FIELDS
-        if answer_field.declaration.present_when == "always"
-    ]
+    always = [answer_field for answer_field in ORIGIN_FIELDS if answer_field.declaration.present_when == "always"]
     return row_of(
         {answer_field.name: value_by_kind[answer_field.arrow_field.kind] for answer_field in always}
         | {"source": source}
@@ -142,9 +133,7 @@ def stored(numbers: NDArray[np.float32], named: Any) -> StoredRows:
 
 @settings(deadline=None)
 @given(
-    scores=st.lists(
-        st.lists(st.floats(-60000, 60000, width=16), min_size=3, max_size=3), min_size=1, max_size=5
-    ),
+    scores=st.lists(st.lists(st.floats(-60000, 60000, width=16), min_size=3, max_size=3), min_size=1, max_size=5),
     power=st.integers(-120, 90),
     precision=st.sampled_from(["f2", "f4"]),
     names=st.sampled_from([NAMES, PLAIN]),
@@ -155,9 +144,7 @@ def test_every_score_is_written_as_orjson_writes_it(
     scores: list[list[float]], power: int, precision: Any, names: list[str]
 ) -> None:
     expected_scores = np.array(scores, np.float32) * np.float32(2.0) ** power
-    ordinals = (np.arange(expected_scores.size).reshape(expected_scores.shape) % len(names)).astype(
-        np.uint32
-    )
+    ordinals = (np.arange(expected_scores.size).reshape(expected_scores.shape) % len(names)).astype(np.uint32)
     ordinals[-1, -1] = NO_ITEM
     prints = np.arange(len(expected_scores), dtype=np.uint64)
     layout = Layout("topk", 3, precision)
@@ -188,9 +175,7 @@ def test_numerals_are_written_once_and_long_ones_left_to_others() -> None:
     finite = every[np.isfinite(every.view(np.float32))]
     numerals.write((finite[::97] >> np.uint32(13)).tolist())
     for key in (finite[::97] >> np.uint32(13)).tolist():
-        text = orjson.dumps(
-            np.uint32(key << 13).view(np.float32), option=orjson.OPT_SERIALIZE_NUMPY
-        )
+        text = orjson.dumps(np.uint32(key << 13).view(np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
         assert sizes[key] == min(len(text), 16)
         if len(text) < 16:
             assert bytes(numerals.table[key, 1 : 1 + len(text)]) == text
@@ -209,9 +194,7 @@ def test_streams_are_put_together_alike(buffers: list[bytes], nodes: list[int]) 
     ids=st.lists(st.text(max_size=5) | st.just(None), max_size=5),
     noise=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
 )
-def test_a_column_is_cut_alike_and_refused_alike(
-    ids: list[str | None], noise: list[tuple[int, int]]
-) -> None:
+def test_a_column_is_cut_alike_and_refused_alike(ids: list[str | None], noise: list[tuple[int, int]]) -> None:
     column = writer.text_column([None if id_ is None else id_.encode() for id_ in ids])
     field = Field("id", "utf8", True)
     damaged_stream = bytearray(writer.write_stream((field,), [column], len(ids)))

@@ -102,9 +102,7 @@ def test_one_row_is_written_as_one_of_many(layout: Layout, id_: str, names: list
 @settings(deadline=None, max_examples=60)
 @given(ids=some_ids, names=some_ids)
 @example(ids=list(hostile.EVERY), names=list(hostile.EVERY))
-def test_a_stream_of_answers_holds_the_ids_as_they_are(
-    columns: Any, ids: list[str], names: list[str]
-) -> None:
+def test_a_stream_of_answers_holds_the_ids_as_they_are(columns: Any, ids: list[str], names: list[str]) -> None:
     layout = LAYOUTS[0]
     live, good = snapshot(names), records(layout, len(ids), len(names))
     lookup: Any = SimpleNamespace(table=table(layout), k=2, served=SimpleNamespace(live=live))
@@ -113,9 +111,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
     with patch.object(loader, "kernels", columns):
         named = list_items(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
         numbers = json_answers.record_numbers(table(layout), good, 2)
-        stored_rows = StoredRows(
-            np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named
-        )
+        stored_rows = StoredRows(np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named)
         arrow_stream = answers_stream(table(layout), [id_.encode() for id_ in ids], {}, stored_rows)
 
     read = pa.ipc.open_stream(arrow_stream).read_all()

@@ -63,10 +63,7 @@ def test_what_renders_records_unread_leaves_a_flagged_one_to_the_ladder(table, k
 
     with patch.object(loader, "kernels", kernels):
         is_plain = plain_record_mask(snapshot, of, rows, WIDTH)
-        starts = [
-            answer_start(snapshot, of, Hit(row.tobytes(), "l2", False, None), "u3", WIDTH)
-            for row in rows
-        ]
+        starts = [answer_start(snapshot, of, Hit(row.tobytes(), "l2", False, None), "u3", WIDTH) for row in rows]
 
     assert is_plain.tolist() == (~is_flagged).tolist()
     assert [start is None for start in starts] == is_flagged.tolist()
@@ -78,14 +75,10 @@ def test_a_row_without_an_answer_gets_no_flag_and_stays_absent():
     scores = np.array([[2, 1], [1, 0], [2, 1]], np.float32)
     flags = np.array([BIT, BIT, 0], np.uint8)
 
-    records, _ = encode_records(
-        of, fingerprints, (items, scores), np.array([True, False, True]), 5, flags
-    )
+    records, _ = encode_records(of, fingerprints, (items, scores), np.array([True, False, True]), 5, flags)
 
     assert records["flags"].tolist() == [NIGHTLY_FLAGS | BIT, ABSENT_FLAGS, NIGHTLY_FLAGS]
-    assert (
-        encode_topk(of, fingerprints, items, scores, 5, flags=flags)["flags"] & BIT
-    ).tolist() == [
+    assert (encode_topk(of, fingerprints, items, scores, 5, flags=flags)["flags"] & BIT).tolist() == [
         BIT,
         BIT,
         0,

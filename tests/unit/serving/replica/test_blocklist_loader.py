@@ -50,9 +50,7 @@ def test_a_newest_version_that_cannot_be_read_leaves_the_one_below_it_and_says_w
 
     loaded_blocklist, trouble = newest_blocklist(store, 3)
 
-    assert (
-        loaded_blocklist == readable and trouble is not None and trouble.startswith("version 6: ")
-    )
+    assert loaded_blocklist == readable and trouble is not None and trouble.startswith("version 6: ")
     assert newest_blocklist(store, 4) == (None, trouble)
 
 

@@ -38,9 +38,7 @@ class Runs:
     canary: Canary | None
 
 
-def scene(
-    canary: Canary | None = CANARY, *, is_held: bool = True
-) -> tuple[World, ServedGenerations, CanaryRouter]:
+def scene(canary: Canary | None = CANARY, *, is_held: bool = True) -> tuple[World, ServedGenerations, CanaryRouter]:
     world = World()
     live, coming = world.snapshot(OLDER), world.snapshot(GENERATION)
     return (
@@ -64,9 +62,7 @@ def test_the_share_is_the_percentage_within_binomial_bounds(percent: float) -> N
     canary_share, count = percent / 100, len(KEYS)
 
     # Five standard deviations: one in two million such key sets would miss.
-    assert abs(len(taken(percent)) - canary_share * count) < 5 * math.sqrt(
-        count * canary_share * (1 - canary_share)
-    )
+    assert abs(len(taken(percent)) - canary_share * count) < 5 * math.sqrt(count * canary_share * (1 - canary_share))
 
 
 def test_a_larger_share_keeps_who_was_in_and_another_canary_draws_anew() -> None:
@@ -130,9 +126,7 @@ def test_without_a_key_or_with_a_pin_the_live_one_answers(lookup: Any, arm: str 
 
     routed, canary_part = trial.route(served, lookup.entities, lookup.options)
 
-    assert (canary_part and canary_part.arm) == arm and (routed.live.generation == GENERATION) == (
-        arm == "canary"
-    )
+    assert (canary_part and canary_part.arm) == arm and (routed.live.generation == GENERATION) == (arm == "canary")
 
 
 async def test_a_replica_that_does_not_hold_it_answers_live_and_counts_that() -> None:
@@ -170,9 +164,7 @@ def test_feedback_counts_for_the_arm_that_answered() -> None:
     assert report["arms"]["live"]["feedback"] == {"click": 3, "buy": 1}
 
 
-def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_all_canaries() -> (
-    None
-):
+def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_all_canaries() -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0, "purchase"))
     _, served, _ = scene()
     registry = CollectorRegistry()
@@ -186,11 +178,7 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
         report = trial.report()
         assert report is not None and report["arms"]["canary"]["feedback"]["purchase"] == 7
 
-    lines = [
-        line
-        for line in generate_latest(registry).splitlines()
-        if line.startswith(b"larder_feedback_total{")
-    ]
+    lines = [line for line in generate_latest(registry).splitlines() if line.startswith(b"larder_feedback_total{")]
     assert len(lines) == COUNTED_EVENTS_MAX + 2  # and the one that decides, and `other`
     assert b'larder_feedback_total{arm="canary",event="purchase"} 35.0' in lines
 
@@ -242,10 +230,7 @@ def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
     header = (b"x-larder-canary-key", "schlüssel".encode())
     headers = [(b"accept", b"*/*"), header, (b"x-deadline-ms", b"200")]
     request_options = with_headers(options(), headers, limits)
-    assert (
-        request_options.canary_key == read_id("schlüssel", "x")
-        and request_options.deadline_s == 0.2
-    )
+    assert request_options.canary_key == read_id("schlüssel", "x") and request_options.deadline_s == 0.2
     assert with_headers(options(), [], limits) == options()
     with pytest.raises(Problem):
         lookup_from_json({"entities": ["u1"], "canary_key": ""}, "user_topk", limits)

@@ -48,9 +48,7 @@ def releases() -> ReleaseWatch:
 def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_told() -> None:
     registry = registered(None, RedisMemory(FakeRedis()), releases())
 
-    value_by_name = {
-        sample.name: sample.value for family in registry.collect() for sample in family.samples
-    }
+    value_by_name = {sample.name: sample.value for family in registry.collect() for sample in family.samples}
 
     assert value_by_name == {"larder_nights_missed": MISSED_TICKS_MAX}
 

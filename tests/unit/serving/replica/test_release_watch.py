@@ -83,9 +83,7 @@ async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_somethi
 def test_a_refusal_is_open_until_it_is_lifted_given_up_or_overtaken(
     moves: list[tuple[Any, str]], is_open: bool
 ) -> None:
-    records = [
-        Release(n, action, of, None, "a", 1.0, is_done=True) for n, (action, of) in enumerate(moves)
-    ]
+    records = [Release(n, action, of, None, "a", 1.0, is_done=True) for n, (action, of) in enumerate(moves)]
 
     refusal = open_refusal(records)
 

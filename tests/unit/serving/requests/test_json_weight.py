@@ -62,9 +62,7 @@ def test_any_bytes_can_be_weighed(text: bytes, values_max: int) -> None:
 
 
 @pytest.mark.parametrize("unit", [b"[],", b"{},", b'"",', b"1,"])
-def test_a_body_of_more_than_any_request_may_hold_is_not_parsed(
-    unit: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_of_more_than_any_request_may_hold_is_not_parsed(unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 MiB of empty lists held the loop for 0.7 s, whatever came of them."""
     body = b'{"entities":[' + unit * ((8 << 20) // len(unit)) + b"0]}"
     monkeypatch.setattr(json_fields, "orjson", None)
@@ -126,9 +124,7 @@ def test_a_stream_of_other_columns_is_refused_before_its_batches_are_read(
 
 def test_a_stream_has_few_batches_with_or_without_rows() -> None:
     none, one_row = pa.array([], pa.string()), pa.array(["a"])
-    assert (
-        len(lookup_from_body({}, stream({"id": one_row}, 40), "arrow", "t", LIMITS).entities) == 40
-    )
+    assert len(lookup_from_body({}, stream({"id": one_row}, 40), "arrow", "t", LIMITS).entities) == 40
 
     for column, batches in ((none, BATCHES_MAX + 1), (none, 50_000), (one_row, BATCHES_MAX + 1)):
         with pytest.raises(Problem, match="more than 64 record batches") as caught:
@@ -170,8 +166,6 @@ async def test_long_features_give_way_as_long_histories_do() -> None:
     iterations: list[int] = []
     asyncio.get_running_loop().call_soon(iterations.append, 1)
 
-    await YieldPacer().count_entity(
-        RequestedEntity("t", None, None, "e", features={"x": (0.5,) * 1_024})
-    )
+    await YieldPacer().count_entity(RequestedEntity("t", None, None, "e", features={"x": (0.5,) * 1_024}))
 
     assert iterations == [1]

@@ -210,9 +210,7 @@ def test_a_bad_body_names_code_and_field(body: object, code: str, field: str) ->
 
 
 def test_entities_of_several_tables_each_name_theirs() -> None:
-    lookup = lookup_body(
-        b'{"entities": [{"table": "a", "id": 1}, {"table": "b", "id": 2}]}', None, LIMITS
-    )
+    lookup = lookup_body(b'{"entities": [{"table": "a", "id": 1}, {"table": "b", "id": 2}]}', None, LIMITS)
 
     assert [(entity.table, entity.id) for entity in lookup.entities] == [("a", "1"), ("b", "2")]
     assert refused({"entities": [{"id": "x"}]}, None)[1] == "missing_field"
@@ -243,9 +241,7 @@ def test_what_is_null_counts_as_not_sent() -> None:
     body = {"entities": [entity], **dict.fromkeys(options)}
     of_key = {"canary_key": "u", "generation": None, "event": "click", "count": None}
 
-    assert lookup_body(orjson.dumps(body), "t", LIMITS) == lookup_body(
-        b'{"entities": ["a"]}', "t", LIMITS
-    )
+    assert lookup_body(orjson.dumps(body), "t", LIMITS) == lookup_body(b'{"entities": ["a"]}', "t", LIMITS)
     assert feedback_from_json(of_key) == FeedbackReport(None, b"u", None, "click", 1)
     assert refused({"entities": None}) == refused({})
 

@@ -34,14 +34,8 @@ def test_the_mean_chance_leaves_its_bounds_at_any_moment_as_rarely_as_they_say(n
         wrong = np.cumsum(rng.random(samples) < chances)
         mean = np.cumsum(chances) / np.arange(1, samples + 1)
         observations = [(int(at), int(wrong[at - 1]), mean[at - 1]) for at in checkpoints]
-        above += any(
-            mean > highest_error_rate(at, wrong_count, ALPHA)
-            for at, wrong_count, mean in observations
-        )
-        below += any(
-            mean < lowest_error_rate(at, wrong_count, ALPHA)
-            for at, wrong_count, mean in observations
-        )
+        above += any(mean > highest_error_rate(at, wrong_count, ALPHA) for at, wrong_count, mean in observations)
+        below += any(mean < lowest_error_rate(at, wrong_count, ALPHA) for at, wrong_count, mean in observations)
 
     # Three standard deviations of a count whose chance is at most alpha.
     violations_max = ALPHA * runs + 3 * (ALPHA * (1 - ALPHA) * runs) ** 0.5
@@ -49,9 +43,7 @@ def test_the_mean_chance_leaves_its_bounds_at_any_moment_as_rarely_as_they_say(n
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1), st.floats(1e-9, 0.5))
-def test_bounds_lie_around_what_was_measured_and_widen_with_certainty(
-    samples: int, share: float, alpha: float
-) -> None:
+def test_bounds_lie_around_what_was_measured_and_widen_with_certainty(samples: int, share: float, alpha: float) -> None:
     wrong = round(share * samples)
     low, high = lowest_error_rate(samples, wrong, alpha), highest_error_rate(samples, wrong, alpha)
 

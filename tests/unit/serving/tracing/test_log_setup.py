@@ -122,9 +122,7 @@ def test_a_request_that_is_over_is_in_no_line_and_takes_no_stage() -> None:
     finally:
         CURRENT_RECORD.reset(current)
 
-    assert (
-        "request_id" not in line and len(request_record.stages) == 1 and request_record.body == b""
-    )
+    assert "request_id" not in line and len(request_record.stages) == 1 and request_record.body == b""
 
 
 def test_a_text_that_no_encoding_takes_is_logged_all_the_same() -> None:
@@ -148,10 +146,7 @@ def test_a_storm_of_one_kind_is_bounded_says_so_and_hides_no_other() -> None:
     assert passed == BURST_RECORDS and limit.filter(other_record)
     assert len(passed_records) == 2
     assert passed_records[0].larder_dropped == 100_000 - BURST_RECORDS  # type: ignore[attr-defined]
-    assert (
-        orjson.loads(JsonFormatter(SECRETS).format(passed_records[0]))["dropped"]
-        == 100_000 - BURST_RECORDS
-    )
+    assert orjson.loads(JsonFormatter(SECRETS).format(passed_records[0]))["dropped"] == 100_000 - BURST_RECORDS
 
 
 def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
@@ -164,18 +159,14 @@ def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
         if (level := journal.level(request_record, seconds)) is not None:
             journal.write(level, request_record, ASKED, seconds)
 
-    levels_and_seconds = [
-        (log_record.levelname, vars(log_record)["larder_fields"]["seconds"]) for log_record in lines
-    ]
+    levels_and_seconds = [(log_record.levelname, vars(log_record)["larder_fields"]["seconds"]) for log_record in lines]
     assert levels_and_seconds == [("INFO", 0.2), ("WARNING", 1.0), ("ERROR", 0.4), ("ERROR", 2.0)]
 
 
 def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(
     lines: list[logging.LogRecord],
 ) -> None:
-    request_record = RequestRecord(
-        0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}'
-    )
+    request_record = RequestRecord(0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}')
     request_record.stages += [StageTime("stored", 1.0, 0.25, 1), StageTime("stored", 2.0, 0.5, 1)]
     RequestLog(sampled_share=1.0, slow_s=9.0).write(logging.INFO, request_record, ASKED, 1.0)
     line = orjson.loads(JsonFormatter(SECRETS).format(lines[0]))
@@ -190,9 +181,7 @@ def test_server_timing_sums_each_stage_in_milliseconds() -> None:
         0.0, "r", stages=[StageTime("parse", 0.1, 0.001, 0), StageTime("live", 0.2, 0.0205, 3)]
     )
 
-    assert (
-        server_timing(request_record, 0.03) == b"parse;dur=1.000, live;dur=20.500, total;dur=30.000"
-    )
+    assert server_timing(request_record, 0.03) == b"parse;dur=1.000, live;dur=20.500, total;dur=30.000"
 
 
 @pytest.mark.parametrize(
@@ -211,15 +200,11 @@ def test_a_path_becomes_a_route_of_few(method: str, path: str, expected: tuple[A
     assert request_of({"method": method, "path": path}, {"user_topk"}) == expected
 
 
-@pytest.mark.parametrize(
-    "raw_request_id", [b"", b"x" * 129, b"a b", b"a\nb", b"<x>", "ü".encode(), b'"', None]
-)
+@pytest.mark.parametrize("raw_request_id", [b"", b"x" * 129, b"a b", b"a\nb", b"<x>", "ü".encode(), b'"', None])
 def test_a_request_id_that_could_spoil_a_log_is_not_taken(raw_request_id: bytes | None) -> None:
     assert accepted_id(raw_request_id) is None
 
 
 def test_request_ids_are_taken_or_made() -> None:
     assert accepted_id(b"9f2c-A_b.c~d:e+f/g=h@i") == "9f2c-A_b.c~d:e+f/g=h@i"
-    assert len({new_request_id() for _ in range(1_000)}) == 1_000 and accepted_id(
-        new_request_id().encode()
-    )
+    assert len({new_request_id() for _ in range(1_000)}) == 1_000 and accepted_id(new_request_id().encode())

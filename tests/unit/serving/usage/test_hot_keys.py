@@ -76,9 +76,7 @@ async def test_a_report_tells_each_request_once_under_its_hour(replica: Replica)
     await replica.sketch.report()
     await replica.sketch.report()
 
-    assert [
-        (report.window_number, dict(report.name_counts)) for report in replica.redis.reports
-    ] == [
+    assert [(report.window_number, dict(report.name_counts)) for report in replica.redis.reports] == [
         (2, {user(1): 2, user(2): 1}),
         (3, {user(2): 1}),
     ]
@@ -92,9 +90,7 @@ async def test_a_report_is_bounded_and_keeps_what_was_asked_most(replica: Replic
 
     await replica.sketch.report()
 
-    counts = [
-        counted_name for report in replica.redis.reports for counted_name in report.name_counts
-    ]
+    counts = [counted_name for report in replica.redis.reports for counted_name in report.name_counts]
     assert len(counts) == len(dict(counts)) == REPORTED_NAMES_MAX == replica.sketch.reported_count
     assert counts[0] == (user(REPORTED_NAMES_MAX + 99), 3)
     assert max(len(report.name_counts) for report in replica.redis.reports) < REPORTED_NAMES_MAX

@@ -42,9 +42,7 @@ class Worker:
     def __init__(self, l1_bytes: int = 100_000, keys_max: int = KEYS_MAX) -> None:
         self.clock, self.tiers = FakeClock(), Tiers(l1_bytes)
         self.live: Snapshot | None = World().snapshot()
-        self.advisor = L1Advisor(
-            cast(TieredCache, self.tiers), lambda: self.live, keys_max, self.clock
-        )
+        self.advisor = L1Advisor(cast(TieredCache, self.tiers), lambda: self.live, keys_max, self.clock)
         self.rng = random.Random(0)
         self._spots: dict[int, int] = {}
 
@@ -82,9 +80,7 @@ async def test_it_says_what_more_and_less_would_give(worker: Worker) -> None:
     report = await worker.reading(list(range(150)) * 3 + [0, 1] * 75)
 
     assert report["hit_ratio"] == pytest.approx(148 / 600, abs=1e-4)
-    assert report["sentence"] == (
-        "L1 of 97.7 KiB gives 24.7 %, doubling adds 50.3 points, 2.16 KiB gives as much"
-    )
+    assert report["sentence"] == ("L1 of 97.7 KiB gives 24.7 %, doubling adds 50.3 points, 2.16 KiB gives as much")
     assert report["sampling_rate"] == 1.0 and report["sampled"] == 150
 
 

@@ -18,9 +18,7 @@ POINTS = (LARGEST_DOUBLING - SMALLEST_DOUBLING) * STEPS_PER_DOUBLING + 1
 
 def told(ratio: float, reads: float, *, budget: int = 1 << 20) -> dict[str, Any]:
     """A worker whose curve rises to `ratio` at its budget, and no further."""
-    sizes = [
-        round(budget * 2 ** (SMALLEST_DOUBLING + at / STEPS_PER_DOUBLING)) for at in range(POINTS)
-    ]
+    sizes = [round(budget * 2 ** (SMALLEST_DOUBLING + at / STEPS_PER_DOUBLING)) for at in range(POINTS)]
     ratios = [min(1.0, size / budget) * ratio for size in sizes]
     return HitRatioCurve(budget, sizes, ratios, [10] * POINTS, 0.5, 100, reads).to_json()
 
@@ -35,13 +33,8 @@ def test_workers_count_by_their_reads() -> None:
         4_000,
         0.5,
     )
-    assert (
-        merged_curve["sentence"]
-        == "L1 of 1 MiB gives 70.0 %, doubling adds nothing, halving costs 35.0"
-    )
-    assert [point["bytes"] for point in merged_curve["curve"]] == [
-        point["bytes"] for point in told(1, 1)["curve"]
-    ]
+    assert merged_curve["sentence"] == "L1 of 1 MiB gives 70.0 %, doubling adds nothing, halving costs 35.0"
+    assert [point["bytes"] for point in merged_curve["curve"]] == [point["bytes"] for point in told(1, 1)["curve"]]
 
 
 def test_one_is_told_as_it_is() -> None:

@@ -96,16 +96,12 @@ class Service:
             admit=lambda: self.admits, spares_reads=spares_reads,
         )  # fmt: skip
         self.repeats = self.inferences.repeat_rate
-        self.ladder = Ladder(
-            world.tiers, self.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock
-        )
+        self.ladder = Ladder(world.tiers, self.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
 
     async def __call__(self, lookup: LookupRequest) -> list[AnswerJson]:
         """The answers; what was to be stored is."""
         started_at = self.ladder._timer()
-        answers = await self.ladder.lookup(
-            ServedGenerations(self.world.snapshot()), lookup, started_at
-        )
+        answers = await self.ladder.lookup(ServedGenerations(self.world.snapshot()), lookup, started_at)
         await self.world.tiers.aclose()
         return answers
 
@@ -157,16 +153,11 @@ async def test_misses_of_strangers_are_counted_as_ever(service: Service) -> None
         )  # fmt: skip
         return float(line.rpartition(" ")[2])
 
-    assert (
-        read_miss_count(later_text) == read_miss_count(text) + 1
-        and "overlay_unread" not in later_text
-    )
+    assert read_miss_count(later_text) == read_miss_count(text) + 1 and "overlay_unread" not in later_text
 
 
 async def test_a_batch_asks_for_those_of_the_night_alone(service: Service) -> None:
-    answers = await service(
-        ask(entity("u1"), *(entity(f"new{n}", history=ids("i1")) for n in range(5)))
-    )
+    answers = await service(ask(entity("u1"), *(entity(f"new{n}", history=ids("i1")) for n in range(5))))
 
     assert [answer["source"] for answer in answers] == ["l2", *["live"] * 5]
     assert not any(isinstance(command, OverlayRead) for command in service.world.remote.reads)
@@ -226,10 +217,7 @@ async def test_an_answer_to_another_input_is_no_repeat(service: Service) -> None
         await service(stranger(f"n-{number}"))
 
     assert service.repeats.are_repeats_rare and service.repeats._repeat_weight == 0
-    assert (
-        len([command for command in service.world.remote.reads if isinstance(command, OverlayRead)])
-        > 0
-    )
+    assert len([command for command in service.world.remote.reads if isinstance(command, OverlayRead)]) > 0
 
 
 async def test_a_probe_that_fails_tells_nothing_and_harms_nobody(service: Service) -> None:
@@ -247,9 +235,7 @@ async def test_who_joins_an_inference_under_way_counts_as_a_repeat() -> None:
     service = Service(World())
     repeated_entity = entity("stranger", history=ids("i1"))
     for number in range(REPEAT_WINDOW_INPUTS):
-        await service(
-            ask(repeated_entity, repeated_entity) if number % 64 == 0 else stranger(f"n{number}")
-        )
+        await service(ask(repeated_entity, repeated_entity) if number % 64 == 0 else stranger(f"n{number}"))
 
     assert not service.repeats.are_repeats_rare
 
@@ -266,7 +252,5 @@ async def test_there_are_no_leases_for_what_is_not_read(service: Service) -> Non
     await service(stranger())
 
     assert not [
-        lease_command
-        for lease_command in service.world.remote.lease_commands
-        if isinstance(lease_command, LeaseTake)
+        lease_command for lease_command in service.world.remote.lease_commands if isinstance(lease_command, LeaseTake)
     ]

@@ -19,9 +19,7 @@ class FakeRedis(FakeControl):
 
     async def execute(self, *command: str | bytes | float) -> Any:
         if command[0] == "PFADD":
-            self.told += [
-                packed_hash for packed_hash in command[2:] if isinstance(packed_hash, bytes)
-            ]
+            self.told += [packed_hash for packed_hash in command[2:] if isinstance(packed_hash, bytes)]
         return 0
 
 
@@ -50,6 +48,4 @@ async def test_what_is_remembered_of_requests_is_looked_at_by_the_event_loop_alo
 
     # A worker thread that iterates a deque to which requests append, or flushes their counts, meets them half-way.
     assert reader_threads and set(reader_threads) == {loop}
-    assert sorted(redis.told) == sorted(
-        hash_id(raw_id, seed).to_bytes(8, "little") for raw_id in (b"u1", b"u3")
-    )
+    assert sorted(redis.told) == sorted(hash_id(raw_id, seed).to_bytes(8, "little") for raw_id in (b"u1", b"u3"))

@@ -67,9 +67,7 @@ async def test_control_keys_are_asked_of_the_node_of_their_slot() -> None:
 async def test_of_all_servers_one_without_a_reply_is_reported_and_a_refusal_is_raised() -> None:
     unavailable, refused = TierUnavailable("gone"), ValueError("NOPERM")
 
-    server_replies = await control_of(
-        FakeNodes("a", {"a": 1, "b": unavailable})
-    ).execute_on_servers("INFO")
+    server_replies = await control_of(FakeNodes("a", {"a": 1, "b": unavailable})).execute_on_servers("INFO")
 
     assert server_replies == [("a", 1, ("INFO",)), unavailable]
     with pytest.raises(ValueError, match="NOPERM"):

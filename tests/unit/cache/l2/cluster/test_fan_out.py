@@ -34,13 +34,9 @@ class FakeTier:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.submissions: list[
-            tuple[Sequence[Command], Callable[[Sequence[L2Result]], object]]
-        ] = []
+        self.submissions: list[tuple[Sequence[Command], Callable[[Sequence[L2Result]], object]]] = []
 
-    def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], object]
-    ) -> None:
+    def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], object]) -> None:
         self.submissions.append((commands, keep))
 
     def land(self, make: Callable[[Command], L2Result]) -> None:
@@ -92,9 +88,7 @@ def payload(command: Command) -> bytes:
 
 def moved(to: str, *, is_ask: bool = False) -> Callable[[Command], L2Result]:
     slots = CommandSlots(KEYS)
-    return lambda command: Redirected(
-        "elsewhere", slot=slots.slot_of_command(command), address=to, is_ask=is_ask
-    )
+    return lambda command: Redirected("elsewhere", slot=slots.slot_of_command(command), address=to, is_ask=is_ask)
 
 
 async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes) -> None:
@@ -110,9 +104,7 @@ async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes)
     a.land(payload)
 
     assert await result == [b"%04d" % page for page in range(100)]
-    assert [page_read.offset for page_read in mine] == [
-        8 * page_read.page_number for page_read in mine
-    ]
+    assert [page_read.offset for page_read in mine] == [8 * page_read.page_number for page_read in mine]
 
 
 async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> None:
@@ -141,11 +133,7 @@ async def test_columns_of_all_parts_are_columns(nodes: FakeNodes) -> None:
 async def test_columns_next_to_a_dead_node_are_put_in_their_places(nodes: FakeNodes) -> None:
     result = send(nodes, reads(50))
     commands, keep = nodes.all["b"].submissions.pop()
-    keep(
-        Frames(
-            b"".join(b"$4\r\n%b\r\n" % payload(command) for command in commands), len(commands), 4
-        )
-    )
+    keep(Frames(b"".join(b"$4\r\n%b\r\n" % payload(command) for command in commands), len(commands), 4))
     nodes.all["a"].land(lambda _: DOWN)
     assert [
         DOWN if slot % 2 == 0 else b"%04d" % page
@@ -223,9 +211,7 @@ async def test_what_has_not_landed_when_the_window_ends_is_not_known(nodes: Fake
     nodes.all["a"].land(moved("c"))
     async with asyncio.timeout(30):
         answers = await result
-    assert all(
-        isinstance(answer, TierUnavailable) for answer in answers
-    )  # not even a key that is not there
+    assert all(isinstance(answer, TierUnavailable) for answer in answers)  # not even a key that is not there
     assert {answer.details["reason"] for answer in answers} == {"connection", "timeout"}
 
 
